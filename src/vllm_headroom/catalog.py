@@ -1,0 +1,124 @@
+"""Every metric the daemon exports, on one page, in the order of the page: the public contract in code."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.model import Kind, Metric
+
+GPU: Final = ("gpu", "uuid")
+ENGINE: Final = ("model_name", "engine")
+
+
+def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name=f"headroom_{name}", kind=Kind.GAUGE, labels=labels, help=text)
+
+
+def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
+    return Metric(name=f"headroom_{name}_total", kind=Kind.COUNTER, labels=labels, help=text)
+
+
+BUILD_INFO: Final = _gauge(
+    "build_info", ("version", "revision", "python_version"), "The daemon's version and the Python it runs on; always 1."
+)
+SOURCE_UP: Final = _gauge("source_up", ("source",), "1 when the last reading of this source succeeded, else 0.")
+SOURCE_READ_SECONDS: Final = _gauge("source_read_seconds", ("source",), "Duration of the last reading of this source.")
+SOURCE_FAILURES: Final = _counter("source_failures", ("source", "reason"), "Readings of this source that failed, by reason.")
+SOURCE_LAST_SUCCESS: Final = _gauge(
+    "source_last_success_timestamp_seconds", ("source",), "When this source was last read successfully, in seconds since the epoch."
+)
+SAMPLE_AGE: Final = _gauge("sample_age_seconds", (), "Age of the published sample at the time of the scrape.")
+SAMPLE_SKEW: Final = _gauge(
+    "sample_skew_seconds", (), "Time between the engine reading and the GPU reading of the published sample."
+)
+INPUT_AVAILABLE: Final = _gauge(
+    "input_available", ("input",), "1 when the engine's page offers this input, 0 when it does not."
+)
+
+GPU_INFO: Final = _gauge(
+    "gpu_info",
+    ("gpu", "uuid", "name", "attribution"),
+    "A visible GPU; attribution says how it came to be taken for the engine's, empty when it is not. Always 1.",
+)
+GPU_UP: Final = _gauge("gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer.")
+GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device, by NVML.")
+GPU_MEMORY_USED: Final = _gauge(
+    "gpu_memory_used_bytes", GPU, "Memory in use on the device by any process, without what the driver reserves."
+)
+GPU_MEMORY_FREE: Final = _gauge("gpu_memory_free_bytes", GPU, "Memory free on the device.")
+GPU_MEMORY_RESERVED: Final = _gauge("gpu_memory_reserved_bytes", GPU, "Memory the driver and firmware keep for themselves.")
+GPU_MEMORY_USED_PEAK: Final = _gauge(
+    "gpu_memory_used_peak_bytes", GPU, "Highest memory in use seen in the last 60 seconds of fast sampling."
+)
+GPU_MEMORY_HELD: Final = _gauge(
+    "gpu_memory_held_bytes",
+    (*GPU, "holder"),
+    "Memory in use by who holds it: engine, other, unattributed. The holders shown sum to the memory in use.",
+)
+GPU_UTILIZATION: Final = _gauge("gpu_utilization_ratio", GPU, "Share of the last NVML period in which a kernel ran.")
+GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
+GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")
+GPU_XID_ERRORS: Final = _counter(
+    "gpu_xid_errors", (*GPU, "xid"), "XID errors the driver reported for this device since the daemon started."
+)
+
+ENGINE_INFO: Final = _gauge(
+    "engine_info", (*ENGINE, "profile"), "An engine on the page and the profile its page was read with; always 1."
+)
+ENGINE_AWAKE: Final = _gauge("engine_awake", ENGINE, "1 while the engine is awake, 0 while it sleeps.")
+ENGINE_RUNNING: Final = _gauge("engine_requests_running", ENGINE, "Requests in execution.")
+ENGINE_WAITING: Final = _gauge("engine_requests_waiting", ENGINE, "Requests waiting to be scheduled.")
+ENGINE_FINISHED: Final = _counter("engine_requests_finished", ENGINE, "Requests the engine finished, for any reason it counts.")
+ENGINE_PREEMPTIONS: Final = _counter("engine_preemptions", ENGINE, "Requests preempted because the KV cache was full.")
+ENGINE_PROMPT_TOKENS: Final = _counter("engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included.")
+ENGINE_GENERATION_TOKENS: Final = _counter("engine_generation_tokens", ENGINE, "Tokens generated.")
+ENGINE_KV_USED: Final = _gauge(
+    "engine_kv_cache_used_ratio", ENGINE, "Share of the KV cache that running requests hold. Full means queueing, never out-of-memory."
+)
+ENGINE_KV_CAPACITY_TOKENS: Final = _gauge("engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold.")
+ENGINE_KV_CAPACITY_BYTES: Final = _gauge(
+    "engine_kv_cache_capacity_bytes", ENGINE, "Size of the KV cache of this engine; only where the bytes per token are known."
+)
+ENGINE_PREFIX_QUERIES: Final = _counter(
+    "engine_prefix_cache_queries", ENGINE, "Tokens (blocks before vLLM 0.9) looked up in the prefix cache."
+)
+ENGINE_PREFIX_HITS: Final = _counter(
+    "engine_prefix_cache_hits", ENGINE, "Tokens (blocks before vLLM 0.9) found in the prefix cache."
+)
+
+MEMORY_REPORTED: Final = _gauge(
+    "memory_reported_bytes",
+    (*GPU, "basis"),
+    "What the engine says it uses or was told to use on this GPU: a metric in bytes, its budget, or a configured value.",
+)
+MEMORY_DISCREPANCY: Final = _gauge(
+    "memory_discrepancy_bytes", (*GPU, "basis"), "Memory the engine holds on this GPU minus what it reports; positive is unreported."
+)
+MEMORY_DISCREPANCY_RATIO: Final = _gauge(
+    "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
+)
+MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
+    "memory_per_running_request_bytes",
+    GPU,
+    "Memory the engine holds on this GPU over its running requests; absent without running requests.",
+)
+ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
+    "engine_kv_cache_tokens_per_running_request", ENGINE, "Tokens in the KV cache over running requests."
+)
+ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
+    "engine_kv_cache_bytes_per_running_request", ENGINE, "Bytes in the KV cache over running requests; needs the bytes per token."
+)
+ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
+    "engine_additional_requests", ENGINE, "Requests of the present average size that still fit in the free KV cache."
+)
+ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
+    "engine_prefix_cache_hit_ratio",
+    ENGINE,
+    "Prefix-cache hits over queries in the last 5 minutes; since the engine's start where vLLM V0 offers no counters.",
+)
+HOST_MEMORY: Final = _gauge(
+    "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by what they do."
+)
+
+METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
+"""All of them, in the order in which they stand above and on the page."""

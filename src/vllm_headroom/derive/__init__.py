@@ -1,0 +1,1 @@
+"""Pure: one question a file, each a function of its own state and the snapshot."""

@@ -1,0 +1,282 @@
+"""The facts that flow through the daemon: frozen values whose names end in their unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Source(StrEnum):
+    """Where a reading comes from; the values of the label `source`."""
+
+    ENGINE = "engine"
+    NVML = "nvml"
+    PROCESS = "process"
+
+
+class Reason(StrEnum):
+    """Why a reading failed; the values of the label `reason`, a closed set."""
+
+    UNREACHABLE = "unreachable"
+    NAME_RESOLUTION = "name_resolution"
+    TIMEOUT = "timeout"
+    TLS = "tls"
+    REDIRECT = "redirect"
+    UNAUTHORIZED = "unauthorized"
+    NOT_FOUND = "not_found"
+    HTTP_STATUS = "http_status"
+    TOO_LARGE = "too_large"
+    INCOMPLETE = "incomplete"
+    NOT_METRICS = "not_metrics"
+    MALFORMED = "malformed"
+    CREDENTIALS = "credentials"
+    LIBRARY_MISSING = "library_missing"
+    DRIVER_MISSING = "driver_missing"
+    VERSION_MISMATCH = "version_mismatch"
+    NO_PERMISSION = "no_permission"
+    NO_DEVICES = "no_devices"
+    DEVICE_LOST = "device_lost"
+    UNKNOWN = "unknown"
+    UNAVAILABLE = "unavailable"
+
+
+REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
+    Source.ENGINE: (
+        Reason.UNREACHABLE,
+        Reason.NAME_RESOLUTION,
+        Reason.TIMEOUT,
+        Reason.TLS,
+        Reason.REDIRECT,
+        Reason.UNAUTHORIZED,
+        Reason.NOT_FOUND,
+        Reason.HTTP_STATUS,
+        Reason.TOO_LARGE,
+        Reason.INCOMPLETE,
+        Reason.NOT_METRICS,
+        Reason.MALFORMED,
+        Reason.CREDENTIALS,
+    ),
+    Source.NVML: (
+        Reason.LIBRARY_MISSING,
+        Reason.DRIVER_MISSING,
+        Reason.VERSION_MISMATCH,
+        Reason.NO_PERMISSION,
+        Reason.NO_DEVICES,
+        Reason.DEVICE_LOST,
+        Reason.TIMEOUT,
+        Reason.UNKNOWN,
+    ),
+    Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
+}
+"""The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
+
+
+class Attribution(StrEnum):
+    """How a GPU came to be taken for the engine's; the values of the label `attribution`."""
+
+    PROCESS = "process"
+    UUID = "uuid"
+    SINGLE = "single"
+    ASSUMED = "assumed"
+
+
+class Role(StrEnum):
+    """What an engine's process does; the values of the label `process`."""
+
+    API_SERVER = "api_server"
+    ENGINE_CORE = "engine_core"
+    WORKER = "worker"
+    OTHER = "other"
+
+
+class Kind(StrEnum):
+    """A Prometheus metric type."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One exported family; `name` is the name on the page, so a counter's ends in `_total`."""
+
+    name: str
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of a metric; `labels` are the values in the order of `metric.labels`."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A reading that failed; `message` is one sentence for the operator that says what to do."""
+
+    source: Source
+    reason: Reason
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """What one engine (one data-parallel rank) says of itself; None where the page does not offer it."""
+
+    model_name: str
+    engine: str
+    running: float | None = None
+    waiting: float | None = None
+    finished_total: float | None = None
+    preemptions_total: float | None = None
+    prompt_tokens_total: float | None = None
+    generation_tokens_total: float | None = None
+    kv_used_ratio: float | None = None
+    kv_capacity_tokens: float | None = None
+    prefix_queries_total: float | None = None
+    prefix_hits_total: float | None = None
+    prefix_hit_lifetime_ratio: float | None = None
+    awake: bool | None = None
+    gpu_memory_utilization_ratio: float | None = None
+    kv_cache_memory_bytes: float | None = None
+    memory_bytes: float | None = None
+    started_at_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePage:
+    """One page of an engine server, understood: `inputs` pairs each input the profile knows with whether it was there."""
+
+    profile: str
+    engines: tuple[EngineReading, ...]
+    inputs: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A compute process on a GPU; `used_bytes` is None where the driver does not tell."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """What NVML says of one device, a whole GPU or a MIG instance; None where the device does not support it.
+
+    `failure` is set when the device cannot be read: then everything but index, uuid and name is None.
+    `processes` is None when the list could not be read, which is not the same as an empty list.
+    `xid_errors` pairs XID codes with their count since the daemon started.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory: GpuMemory | None = None
+    used_peak_bytes: int | None = None
+    utilization_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    xid_errors: tuple[tuple[int, int], ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReadings:
+    """All devices NVML shows; `driver_version` is None where the driver does not tell it."""
+
+    driver_version: str | None
+    devices: tuple[GpuReading, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProcess:
+    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch."""
+
+    pid: int
+    role: Role
+    rss_bytes: int
+    started_at_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReadings:
+    """The engine's processes, and every pid that /proc shows.
+
+    `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
+    """
+
+    engine: tuple[EngineProcess, ...]
+    visible_pids: frozenset[int]
+    sees_host_pids: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A device with its owner: `attribution` is None where it is not taken for the engine's.
+
+    `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
+    `process_count` is the number of compute processes NVML lists.
+    """
+
+    reading: GpuReading
+    attribution: Attribution | None
+    engine_bytes: int | None = None
+    other_bytes: int | None = None
+    process_count: int | None = None
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes the engine is taken to hold: its processes' memory where known, else all that is used on its GPU."""
+        if self.attribution is None or self.reading.memory is None:
+            return None
+        return self.reading.memory.used_bytes if self.engine_bytes is None else self.engine_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingTime:
+    """When the reading of one source ended, on the sampling clock, and how long it took."""
+
+    source: Source
+    seconds: float
+    ended_monotonic_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything one tick saw: the only input of a derivation besides its own state.
+
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic.
+    """
+
+    time_seconds: float
+    monotonic_seconds: float
+    engines: EnginePage | Failure
+    gpus: tuple[Gpu, ...] | Failure
+    processes: tuple[EngineProcess, ...] | Failure
+    reading_times: tuple[ReadingTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """What a scrape sees: the samples of one tick and when that tick ended."""
+
+    samples: tuple[Sample, ...]
+    monotonic_seconds: float

@@ -1,0 +1,1 @@
+"""I/O in: the only package that waits on the outside."""
