@@ -23,9 +23,13 @@ BUILD_INFO: Final = _gauge(
 )
 SOURCE_UP: Final = _gauge("source_up", ("source",), "1 when the last reading of this source succeeded, else 0.")
 SOURCE_READ_SECONDS: Final = _gauge("source_read_seconds", ("source",), "Duration of the last reading of this source.")
-SOURCE_FAILURES: Final = _counter("source_failures", ("source", "reason"), "Readings of this source that failed, by reason.")
+SOURCE_FAILURES: Final = _counter(
+    "source_failures", ("source", "reason"), "Readings of this source that failed, by reason."
+)
 SOURCE_LAST_SUCCESS: Final = _gauge(
-    "source_last_success_timestamp_seconds", ("source",), "When this source was last read successfully, in seconds since the epoch."
+    "source_last_success_timestamp_seconds",
+    ("source",),
+    "When this source was last read successfully, in seconds since the epoch.",
 )
 SAMPLE_AGE: Final = _gauge("sample_age_seconds", (), "Age of the published sample at the time of the scrape.")
 SAMPLE_SKEW: Final = _gauge(
@@ -46,7 +50,9 @@ GPU_MEMORY_USED: Final = _gauge(
     "gpu_memory_used_bytes", GPU, "Memory in use on the device by any process, without what the driver reserves."
 )
 GPU_MEMORY_FREE: Final = _gauge("gpu_memory_free_bytes", GPU, "Memory free on the device.")
-GPU_MEMORY_RESERVED: Final = _gauge("gpu_memory_reserved_bytes", GPU, "Memory the driver and firmware keep for themselves.")
+GPU_MEMORY_RESERVED: Final = _gauge(
+    "gpu_memory_reserved_bytes", GPU, "Memory the driver and firmware keep for themselves."
+)
 GPU_MEMORY_USED_PEAK: Final = _gauge(
     "gpu_memory_used_peak_bytes", GPU, "Highest memory in use seen in the last 60 seconds of fast sampling."
 )
@@ -68,16 +74,24 @@ ENGINE_INFO: Final = _gauge(
 ENGINE_AWAKE: Final = _gauge("engine_awake", ENGINE, "1 while the engine is awake, 0 while it sleeps.")
 ENGINE_RUNNING: Final = _gauge("engine_requests_running", ENGINE, "Requests in execution.")
 ENGINE_WAITING: Final = _gauge("engine_requests_waiting", ENGINE, "Requests waiting to be scheduled.")
-ENGINE_FINISHED: Final = _counter("engine_requests_finished", ENGINE, "Requests the engine finished, for any reason it counts.")
+ENGINE_FINISHED: Final = _counter(
+    "engine_requests_finished", ENGINE, "Requests the engine finished, for any reason it counts."
+)
 ENGINE_PREEMPTIONS: Final = _counter("engine_preemptions", ENGINE, "Requests preempted because the KV cache was full.")
 ENGINE_PROMPT_TOKENS: Final = _counter("engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included.")
 ENGINE_GENERATION_TOKENS: Final = _counter("engine_generation_tokens", ENGINE, "Tokens generated.")
 ENGINE_KV_USED: Final = _gauge(
-    "engine_kv_cache_used_ratio", ENGINE, "Share of the KV cache that running requests hold. Full means queueing, never out-of-memory."
+    "engine_kv_cache_used_ratio",
+    ENGINE,
+    "Share of the KV cache that running requests hold. Full means queueing, never out-of-memory.",
 )
-ENGINE_KV_CAPACITY_TOKENS: Final = _gauge("engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold.")
+ENGINE_KV_CAPACITY_TOKENS: Final = _gauge(
+    "engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold."
+)
 ENGINE_KV_CAPACITY_BYTES: Final = _gauge(
-    "engine_kv_cache_capacity_bytes", ENGINE, "Size of the KV cache of this engine; only where the bytes per token are known."
+    "engine_kv_cache_capacity_bytes",
+    ENGINE,
+    "Size of the KV cache of this engine; only where the bytes per token are known.",
 )
 ENGINE_PREFIX_QUERIES: Final = _counter(
     "engine_prefix_cache_queries", ENGINE, "Tokens (blocks before vLLM 0.9) looked up in the prefix cache."
@@ -92,7 +106,9 @@ MEMORY_REPORTED: Final = _gauge(
     "What the engine says it uses or was told to use on this GPU: a metric in bytes, its budget, or a configured value.",
 )
 MEMORY_DISCREPANCY: Final = _gauge(
-    "memory_discrepancy_bytes", (*GPU, "basis"), "Memory the engine holds on this GPU minus what it reports; positive is unreported."
+    "memory_discrepancy_bytes",
+    (*GPU, "basis"),
+    "Memory the engine holds on this GPU minus what it reports; positive is unreported.",
 )
 MEMORY_DISCREPANCY_RATIO: Final = _gauge(
     "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
@@ -106,7 +122,9 @@ ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
     "engine_kv_cache_tokens_per_running_request", ENGINE, "Tokens in the KV cache over running requests."
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_bytes_per_running_request", ENGINE, "Bytes in the KV cache over running requests; needs the bytes per token."
+    "engine_kv_cache_bytes_per_running_request",
+    ENGINE,
+    "Bytes in the KV cache over running requests; needs the bytes per token.",
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
     "engine_additional_requests", ENGINE, "Requests of the present average size that still fit in the free KV cache."

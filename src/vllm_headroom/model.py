@@ -151,7 +151,7 @@ class EngineReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePage:
-    """One page of an engine server, understood: `inputs` pairs each input the profile knows with whether it was there."""
+    """One page of an engine server, understood; `inputs` pairs every input of the profile with whether it was there."""
 
     profile: str
     engines: tuple[EngineReading, ...]

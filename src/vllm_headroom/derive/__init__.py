@@ -1,1 +1,34 @@
 """Pure: one question a file, each a function of its own state and the snapshot."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vllm_headroom.derive.derivation import Derivation, stateless
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.derive.health import INITIAL, health
+from vllm_headroom.derive.host_memory import host_memory
+from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.per_request import per_request
+from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
+from vllm_headroom.derive.readings import readings
+
+
+def derivations(
+    *, reported_bytes: float | None = None, kv_bytes_per_token: float | None = None
+) -> tuple[Derivation[Any], ...]:
+    """Return every derivation, in the order of the line: what a newcomer adds to.
+
+    `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
+    token in the KV cache of one engine; None where the operator does not say.
+    """
+    return (
+        Derivation(name="health", initial=INITIAL, step=health),
+        stateless("readings", readings),
+        stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
+        stateless("per_request", per_request),
+        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token)),
+        Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
+        stateless("host_memory", host_memory),
+    )

@@ -1,0 +1,53 @@
+# Everything sets itself up: a machine needs Python 3.11 or newer, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE_URL ?=
+
+.PHONY: run test check bench engine-test gpu-test clean
+
+run: $(VENV)/.run
+ifeq ($(ENGINE_URL),)
+	@echo "Simulated engine and GPU. Look at http://localhost:9839/ and http://localhost:9839/metrics; Ctrl-C ends it."
+	$(BIN)/vllm-headroom demo
+else
+	@echo "Reading $(ENGINE_URL). Look at http://localhost:9839/ and http://localhost:9839/metrics; Ctrl-C ends it."
+	$(BIN)/vllm-headroom run --engine-url '$(ENGINE_URL)'
+endif
+
+test: $(VENV)/.test
+	$(BIN)/pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+bench: $(VENV)/.test
+	$(BIN)/pytest -m bench -s tests/bench
+
+engine-test: $(VENV)/.test
+	tests/engine/setup.sh .engine
+	$(BIN)/pytest -m engine -s tests/engine
+
+gpu-test: $(VENV)/.test
+	$(BIN)/pytest -m gpu -s tests/gpu
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "vllm-headroom needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+$(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .engine .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,140 @@
+"""The composition root: builds the parts, joins them and takes them down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import socket
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata, resources
+from typing import Final
+
+import structlog
+
+from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.config import Settings
+from vllm_headroom.daemon import BEYOND_REPAIR, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.derive import derivations
+from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
+from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.scrape.processes import Processes
+
+log = structlog.get_logger()
+
+CANNOT_LISTEN: Final = 2
+GPU_TIMEOUT_SECONDS: Final = 2.0
+"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
+
+GOODBYE_SECONDS: Final = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What differs between the real daemon and the demo; `notice` is shown to people on `/`."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource
+    clock: Clock
+    notice: str = ""
+
+
+async def serve(settings: Settings) -> int:
+    """Run the real daemon until it is told to stop; return the exit status."""
+    clock = SystemClock()
+    parts = Parts(
+        engine=PageReader(
+            url=settings.engine_url,
+            timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
+            max_bytes=settings.engine_max_page_bytes,
+            bearer_token_file=settings.engine_bearer_token_file,
+            ca_file=settings.engine_ca_file,
+            headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+        ),
+        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
+        processes=Processes(monotonic=clock.monotonic),
+        clock=clock,
+    )
+    return await run(parts, settings)
+
+
+async def run(parts: Parts, settings: Settings) -> int:
+    """Run the daemon over `parts`, which it closes at the end; return the exit status."""
+    try:
+        listener = listen(settings.listen_host, settings.listen_port)
+    except OSError as error:
+        log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
+            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
+            host=settings.listen_host or "all interfaces",
+            port=settings.listen_port,
+            problem=error.strerror,
+        )
+        return CANNOT_LISTEN
+    log.info("listening", port=listener.getsockname()[1], version=version())
+    try:
+        return await _run(parts, settings, listener)
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await parts.engine.close()
+                await parts.gpus.close()
+
+
+async def _run(parts: Parts, settings: Settings, listener: socket.socket) -> int:
+    interval, clock, ending = settings.sample_interval_seconds, parts.clock, Ending()
+    sampler = Sampler(
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        parse=parse_engines,
+        selection=settings.selection,
+        derivations=derivations(reported_bytes=settings.reported_bytes, kv_bytes_per_token=settings.kv_bytes_per_token),
+        clock=clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
+    )
+    heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
+    grace = GraceTime(settings.gpu_fatal_grace_seconds)
+
+    async def tick() -> None:
+        await sampler.tick()
+        heartbeat.beat()
+        if grace.is_over(sampler.gpus, clock.monotonic()):
+            log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
+            ending.ask(BEYOND_REPAIR)
+
+    server = Server(
+        application(
+            registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
+            page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
+            illness=heartbeat.illness,
+            ready=lambda: sampler.published is not None,
+        )
+    )
+    fast = settings.gpu_sample_interval_seconds
+    with signals(ending):
+        return await live(
+            (
+                every(interval, tick, clock),
+                every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock),
+            ),
+            server,
+            listener,
+            ending,
+        )
+
+
+def version() -> str:
+    """Return the version of the installed distribution."""
+    return metadata.version("vllm-headroom")
+
+
+def build() -> tuple[str, str, str]:
+    """Return version, source revision (empty where the build wrote none) and the version of Python."""
+    stamp = resources.files("vllm_headroom") / "REVISION"
+    revision = stamp.read_text().strip() if stamp.is_file() else ""
+    return version(), revision, platform.python_version()

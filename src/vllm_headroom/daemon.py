@@ -1,0 +1,133 @@
+"""The life of the daemon: its loops, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from math import floor
+from typing import Any, Final
+
+import structlog
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.expose.server import Server
+from vllm_headroom.model import Failure, Gpu, Reason
+
+log = structlog.get_logger()
+
+STOPPED: Final = 0
+BEYOND_REPAIR: Final = 3
+"""Exit status when only a new container can help: the driver's library cannot be loaded again in one process."""
+
+FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
+"""NVML errors 18 and 999 (NVIDIA/nvidia-container-toolkit#48): they last until the container is made anew."""
+
+FARE_WELL_SECONDS: Final = 0.5
+"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
+
+LEAST_SILENCE_SECONDS: Final = 3.0
+"""A loop is not called ill for less: at the shortest interval, a busy machine alone can take three of them."""
+
+
+async def every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
+    """Run `step` now and at every later point of the grid; points that passed meanwhile are left out."""
+    began = clock.monotonic()
+    while True:
+        await step()
+        turns = floor((clock.monotonic() - began) / interval_seconds) + 1
+        await clock.sleep_until(began + turns * interval_seconds)
+
+
+class Heartbeat:
+    """Knows when the sampling loop last turned."""
+
+    def __init__(self, interval_seconds: float, clock: Clock, machine_seconds: Callable[[], float]) -> None:
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._machine_seconds = machine_seconds
+        self.beat()
+
+    def beat(self) -> None:
+        """Note that the loop has turned."""
+        self._turned = self._clock.monotonic()
+        self._turned_on_machine = self._machine_seconds()
+
+    def illness(self) -> str | None:
+        """Say that the loop has not turned for three intervals; None while it turns."""
+        silent = self._clock.monotonic() - self._turned
+        if silent <= 3 * self._interval_seconds:
+            return None
+        if self._machine_seconds() - self._turned_on_machine <= LEAST_SILENCE_SECONDS:
+            return None
+        return f"the sampling loop has not turned for {silent:.0f} s (interval {self._interval_seconds:g} s)"
+
+
+class GraceTime:
+    """Measures how long the GPUs have failed in a way that only a new container mends."""
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._since: float | None = None
+
+    def is_over(self, gpus: tuple[Gpu, ...] | Failure | None, now: float) -> bool:
+        """Return whether the grace is over, given what this tick read."""
+        if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
+            self._since = None
+            return False
+        if self._since is None:
+            self._since = now
+        return now - self._since >= self._grace_seconds
+
+
+class Ending:
+    """The first reason to stop, and the exit status it means."""
+
+    def __init__(self) -> None:
+        self.status = STOPPED
+        self._event = asyncio.Event()
+
+    def ask(self, status: int) -> None:
+        """Stop with this status, unless a stop was asked for before."""
+        if not self._event.is_set():
+            self.status = status
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until a stop is asked for."""
+        await self._event.wait()
+
+
+@contextlib.contextmanager
+def signals(ending: Ending) -> Iterator[None]:
+    """Let SIGTERM and SIGINT ask for the stop while the block runs."""
+    loop = asyncio.get_running_loop()
+    wanted = (signal.SIGTERM, signal.SIGINT)
+    for number in wanted:
+        loop.add_signal_handler(number, ending.ask, STOPPED)
+    try:
+        yield
+    finally:
+        for number in wanted:
+            loop.remove_signal_handler(number)
+
+
+async def live(
+    loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: Ending
+) -> int:
+    """Serve and turn the loops until the end is asked for; return the exit status.
+
+    An error in a loop ends all of them and is raised, in an ExceptionGroup.
+    """
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(server.serve(sockets=[listener]))
+        turning = [group.create_task(loop) for loop in loops]
+        await ending.wait()
+        for task in turning:
+            task.cancel()
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=FARE_WELL_SECONDS)
+        serving.cancel()
+    return ending.status

@@ -1,0 +1,25 @@
+"""What a derivation is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_headroom.model import Sample, Snapshot
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation(Generic[State]):
+    """A question asked of every snapshot; `step` returns the next state and the answer, `initial` comes first."""
+
+    name: str
+    initial: State
+    step: Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
+
+
+def stateless(name: str, answer: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+    """Return the derivation of a question that needs no memory."""
+    return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, answer(snapshot)))

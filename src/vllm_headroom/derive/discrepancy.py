@@ -1,0 +1,52 @@
+"""Does the engine's story match the GPU's?"""
+
+from __future__ import annotations
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.model import EnginePage, Failure, Gpu, Sample, Snapshot
+
+
+def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
+    """Return what the engine reports for each of its GPUs and what it holds beyond that (signed; bytes and ratio).
+
+    The report is the first there is of: a metric in bytes on the engine's page; its budget, which vLLM takes as
+    gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes replaced it;
+    `configured_bytes` per GPU. Without one, or while the page or the device cannot be read, there is no sample.
+    """
+    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
+        return ()
+    page = snapshot.engines
+    return tuple(sample for gpu in snapshot.gpus for sample in _of_gpu(gpu, page, configured_bytes))
+
+
+def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple[Sample, ...]:
+    if gpu.attribution is None or gpu.reading.memory is None:
+        return ()
+    report = _reported(page, gpu.reading.memory.total_bytes, configured_bytes)
+    if report is None:
+        return ()
+    basis, reported_bytes = report
+    labels = (*gpu_labels(gpu), basis)
+    reported = Sample(catalog.MEMORY_REPORTED, labels, reported_bytes)
+    if gpu.held_bytes is None:
+        return (reported,)
+    difference = gpu.held_bytes - reported_bytes
+    return (
+        reported,
+        Sample(catalog.MEMORY_DISCREPANCY, labels, difference),
+        Sample(catalog.MEMORY_DISCREPANCY_RATIO, labels, difference / reported_bytes),
+    )
+
+
+def _reported(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> tuple[str, float] | None:
+    """Return the basis and the bytes per GPU; engines that disagree leave it unknown."""
+    measured = {engine.memory_bytes for engine in page.engines}
+    if len(measured) == 1 and (value := measured.pop()):
+        return "metric", value
+    budgets = {
+        engine.gpu_memory_utilization_ratio for engine in page.engines if engine.kv_cache_memory_bytes is None
+    } - {None}
+    if len(budgets) == 1 and (ratio := budgets.pop()):
+        return "budget", ratio * total_bytes
+    return ("configured", configured_bytes) if configured_bytes else None

@@ -1,0 +1,60 @@
+"""Which sources could be read, how long it took and when it last worked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.model import REASONS, Failure, ReadingTime, Reason, Sample, Snapshot, Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthState:
+    """Failures counted since the daemon started, and the last success of each source in seconds since the epoch."""
+
+    failures: dict[tuple[Source, Reason], int]
+    last_success_seconds: dict[Source, float]
+
+
+INITIAL: Final = HealthState(
+    failures={(source, reason): 0 for source, reasons in REASONS.items() for reason in reasons}, last_success_seconds={}
+)
+
+
+def health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
+    """Return the health series of every source that was read in this snapshot."""
+    failed = {
+        part.source: part.reason
+        for part in (snapshot.engines, snapshot.gpus, snapshot.processes)
+        if isinstance(part, Failure)
+    }
+    failures = dict(state.failures)
+    for key in failed.items():
+        failures[key] = failures.get(key, 0) + 1
+    succeeded = {
+        reading.source: snapshot.time_seconds for reading in snapshot.reading_times if reading.source not in failed
+    }
+    following = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
+    return following, tuple(_samples(following, snapshot.reading_times, failed))
+
+
+def _samples(
+    state: HealthState, reading_times: tuple[ReadingTime, ...], failed: dict[Source, Reason]
+) -> Iterator[Sample]:
+    for reading in reading_times:
+        labels = (str(reading.source),)
+        yield Sample(catalog.SOURCE_UP, labels, float(reading.source not in failed))
+        yield Sample(catalog.SOURCE_READ_SECONDS, labels, reading.seconds)
+    for (source, reason), count in state.failures.items():
+        yield Sample(catalog.SOURCE_FAILURES, (str(source), str(reason)), float(count))
+    for source, seconds in state.last_success_seconds.items():
+        yield Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds)
+    yield from _skew({reading.source: reading for reading in reading_times if reading.source not in failed})
+
+
+def _skew(times: dict[Source, ReadingTime]) -> Iterator[Sample]:
+    if Source.ENGINE in times and Source.NVML in times:
+        difference = times[Source.ENGINE].ended_monotonic_seconds - times[Source.NVML].ended_monotonic_seconds
+        yield Sample(catalog.SAMPLE_SKEW, (), abs(difference))

@@ -1,0 +1,92 @@
+"""Is the prefix cache paying?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import engine_labels
+from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
+
+WINDOW_SECONDS: Final = 300.0
+STEPS: Final = 60
+"""Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Queries and hits counted from `began_seconds` on, for one sixtieth of the window."""
+
+    began_seconds: float
+    queries: float
+    hits: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounts:
+    """The counters as last seen and their increases by step, oldest first."""
+
+    queries_total: float
+    hits_total: float
+    steps: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCacheState:
+    """Counts per (model_name, engine); an engine that left the page is forgotten after a window."""
+
+    engines: dict[tuple[str, str], EngineCounts] = field(default_factory=dict)
+
+
+def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
+    """Return hits over queries of the last 5 minutes per engine; absent without queries in that time.
+
+    A counter that fell began again from 0 (the engine restarted). vLLM V0 has no counters: there the ratio is the
+    engine's own, over its lifetime.
+    """
+    now = snapshot.monotonic_seconds
+    counts = {key: _aged(old, now) for key, old in state.engines.items()}
+    engines = () if isinstance(snapshot.engines, Failure) else snapshot.engines.engines
+    for engine in engines:
+        key = engine_labels(engine)
+        if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
+            counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
+    present = {engine_labels(engine) for engine in engines}
+    following = {key: kept for key, kept in counts.items() if kept.steps or key in present}
+    samples = tuple(sample for engine in engines for sample in _ratio(engine, counts.get(engine_labels(engine))))
+    return PrefixCacheState(engines=following), samples
+
+
+def _aged(counts: EngineCounts, now: float) -> EngineCounts:
+    steps = tuple(step for step in counts.steps if now - step.began_seconds < WINDOW_SECONDS)
+    return EngineCounts(queries_total=counts.queries_total, hits_total=counts.hits_total, steps=steps)
+
+
+def _counted(before: EngineCounts | None, queries_total: float, hits_total: float, now: float) -> EngineCounts:
+    if before is None:
+        began = Step(began_seconds=now, queries=0.0, hits=0.0)
+        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(began,))
+    restarted = queries_total < before.queries_total or hits_total < before.hits_total
+    queries = queries_total - (0.0 if restarted else before.queries_total)
+    hits = hits_total - (0.0 if restarted else before.hits_total)
+    steps = before.steps
+    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
+        last = steps[-1]
+        steps = (
+            *steps[:-1],
+            Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits),
+        )
+    else:
+        steps = (*steps, Step(began_seconds=now, queries=queries, hits=hits))
+    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=steps)
+
+
+def _ratio(engine: EngineReading, counts: EngineCounts | None) -> Iterator[Sample]:
+    ratio = engine.prefix_hit_lifetime_ratio
+    if counts is not None:
+        queries, hits = sum(step.queries for step in counts.steps), sum(step.hits for step in counts.steps)
+        ratio = min(1.0, hits / queries) if queries > 0 else None
+    if ratio is not None:
+        yield Sample(catalog.ENGINE_PREFIX_HIT_RATIO, engine_labels(engine), ratio)

@@ -1,0 +1,90 @@
+"""What the readings say themselves, under names that do not move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.model import EngineReading, Failure, Gpu, Metric, Sample, Snapshot
+
+_GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+    (catalog.GPU_MEMORY_USED_PEAK, "used_peak_bytes"),
+    (catalog.GPU_UTILIZATION, "utilization_ratio"),
+    (catalog.GPU_TEMPERATURE, "temperature_celsius"),
+    (catalog.GPU_POWER, "power_watts"),
+)
+_MEMORY_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+    (catalog.GPU_MEMORY_TOTAL, "total_bytes"),
+    (catalog.GPU_MEMORY_USED, "used_bytes"),
+    (catalog.GPU_MEMORY_FREE, "free_bytes"),
+    (catalog.GPU_MEMORY_RESERVED, "reserved_bytes"),
+)
+_ENGINE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+    (catalog.ENGINE_AWAKE, "awake"),
+    (catalog.ENGINE_RUNNING, "running"),
+    (catalog.ENGINE_WAITING, "waiting"),
+    (catalog.ENGINE_FINISHED, "finished_total"),
+    (catalog.ENGINE_PREEMPTIONS, "preemptions_total"),
+    (catalog.ENGINE_PROMPT_TOKENS, "prompt_tokens_total"),
+    (catalog.ENGINE_GENERATION_TOKENS, "generation_tokens_total"),
+    (catalog.ENGINE_KV_USED, "kv_used_ratio"),
+    (catalog.ENGINE_KV_CAPACITY_TOKENS, "kv_capacity_tokens"),
+    (catalog.ENGINE_PREFIX_QUERIES, "prefix_queries_total"),
+    (catalog.ENGINE_PREFIX_HITS, "prefix_hits_total"),
+)
+
+
+def gpu_labels(gpu: Gpu) -> tuple[str, str]:
+    """Return the values of the labels `gpu` and `uuid`."""
+    return str(gpu.reading.index), gpu.reading.uuid
+
+
+def engine_labels(engine: EngineReading) -> tuple[str, str]:
+    """Return the values of the labels `model_name` and `engine`."""
+    return engine.model_name, engine.engine
+
+
+def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
+    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+    samples = [sample for gpu in gpus for sample in _of_gpu(gpu)]
+    if not isinstance(snapshot.engines, Failure):
+        page = snapshot.engines
+        samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
+        samples += [sample for engine in page.engines for sample in _of_engine(engine, page.profile)]
+    return tuple(samples)
+
+
+def _of_gpu(gpu: Gpu) -> Iterator[Sample]:
+    labels, reading = gpu_labels(gpu), gpu.reading
+    yield Sample(catalog.GPU_INFO, (*labels, reading.name, gpu.attribution or ""), 1.0)
+    yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
+    if reading.memory is not None:
+        yield from _facts(_MEMORY_FACTS, labels, reading.memory)
+        yield from _held(gpu, labels, reading.memory.used_bytes)
+    yield from _facts(_GPU_FACTS, labels, reading)
+    for xid, count in reading.xid_errors:
+        yield Sample(catalog.GPU_XID_ERRORS, (*labels, str(xid)), float(count))
+
+
+def _held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample]:
+    known = {"engine": gpu.engine_bytes, "other": gpu.other_bytes}
+    for holder, held_bytes in known.items():
+        if held_bytes is not None:
+            yield Sample(catalog.GPU_MEMORY_HELD, (*labels, holder), float(held_bytes))
+    rest = used_bytes - sum(held_bytes or 0 for held_bytes in known.values())
+    yield Sample(catalog.GPU_MEMORY_HELD, (*labels, "unattributed"), float(rest))
+
+
+def _of_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
+    labels = engine_labels(engine)
+    yield Sample(catalog.ENGINE_INFO, (*labels, profile), 1.0)
+    yield from _facts(_ENGINE_FACTS, labels, engine)
+
+
+def _facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> Iterator[Sample]:
+    for metric, attribute in table:
+        value: float | None = getattr(reading, attribute)
+        if value is not None:
+            yield Sample(metric, labels, float(value))

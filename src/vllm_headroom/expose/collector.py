@@ -1,0 +1,60 @@
+"""The published samples as Prometheus families, built afresh for every scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from vllm_headroom import catalog
+from vllm_headroom.model import Kind, Metric, Published, Sample
+
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class HeadroomCollector(Collector):
+    """Turns what `published` returns (None before the first sample) into families; does no I/O and does not raise."""
+
+    def __init__(
+        self, published: Callable[[], Published | None], monotonic: Callable[[], float], build: tuple[str, str, str]
+    ) -> None:
+        self._published = published
+        self._monotonic = monotonic
+        self._build = Sample(catalog.BUILD_INFO, build, 1.0)
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the families that have a sample, in the catalogue's order."""
+        published = self._published()
+        samples = [self._build]
+        if published is not None:
+            age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
+            samples += [Sample(catalog.SAMPLE_AGE, (), age_seconds), *published.samples]
+        yield from families(samples)
+
+
+def families(samples: list[Sample]) -> Iterator[Family]:
+    """Yield one family per metric among `samples`, in the catalogue's order."""
+    grouped: dict[str, list[Sample]] = {}
+    for sample in samples:
+        grouped.setdefault(sample.metric.name, []).append(sample)
+    for metric in catalog.METRICS:
+        if metric.name in grouped:
+            yield _family(metric, grouped[metric.name])
+
+
+def _family(metric: Metric, samples: list[Sample]) -> Family:
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for sample in samples:
+        family.add_metric(sample.labels, sample.value)
+    return family
+
+
+def registry(collector: HeadroomCollector) -> CollectorRegistry:
+    """Return a registry of its own with `collector` and the daemon's own process_* series."""
+    own = CollectorRegistry(auto_describe=False)
+    own.register(collector)
+    ProcessCollector(registry=own)
+    return own

@@ -1,0 +1,80 @@
+"""One log line when something begins or ends to fail, none while it lasts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from vllm_headroom.model import EnginePage, Failure, Gpu, Reason, Snapshot, Source
+
+log = structlog.get_logger()
+
+NOTHING_OFFERED: Final = (
+    "the page has no series of an engine: check that HEADROOM_ENGINE_URL is vLLM's own port and that the server runs"
+    " without --disable-log-stats; a server that has served no request yet may show none"
+)
+NOT_ATTRIBUTED: Final = (
+    "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"
+    " engine's processes (shareProcessNamespace: true in the pod)"
+)
+
+
+class Transitions:
+    """Remembers what was last said of each source, so that a state is logged once."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[Source, Reason | None] = {}
+        self._offers: bool | None = None
+        self._owners: tuple[tuple[str, str], ...] | None = None
+        self._broken: set[str] = set()
+
+    def report(self, snapshot: Snapshot) -> None:
+        """Log what changed since the last snapshot."""
+        self._source(Source.ENGINE, snapshot.engines)
+        self._source(Source.NVML, snapshot.gpus)
+        self._source(Source.PROCESS, snapshot.processes)
+        if not isinstance(snapshot.engines, Failure):
+            self._page(snapshot.engines)
+        if not isinstance(snapshot.gpus, Failure):
+            self._gpus(snapshot.gpus)
+
+    def derivation_failed(self, name: str, error: Exception) -> None:
+        """Log the traceback of a derivation's first fault."""
+        if name not in self._broken:
+            self._broken.add(name)
+            log.error("derivation failed; its series are absent", derivation=name, exc_info=error)
+
+    def _source(self, source: Source, part: object) -> None:
+        reason = part.reason if isinstance(part, Failure) else None
+        before = self._reasons.get(source, "nothing yet")
+        if reason == before:
+            return
+        self._reasons[source] = reason
+        if isinstance(part, Failure):
+            log.warning("source failed", source=str(source), reason=str(reason), problem=part.message)
+        else:
+            log.info("source answers", source=str(source))
+
+    def _page(self, page: EnginePage) -> None:
+        offers = any(found for _, found in page.inputs)
+        if offers == self._offers:
+            return
+        self._offers = offers
+        if offers:
+            missing = [name for name, found in page.inputs if not found]
+            log.info(
+                "engine's inputs found", profile=page.profile, engines=len(page.engines), missing=",".join(missing)
+            )
+        else:
+            log.warning("engine's inputs missing", problem=NOTHING_OFFERED)
+
+    def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
+        if owners == self._owners:
+            return
+        self._owners = owners
+        for uuid, attribution in owners:
+            log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
+        if not owners and gpus:
+            log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))

@@ -1,0 +1,93 @@
+"""Hand-made facts for tests of the pure parts: small numbers, everything else unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from vllm_headroom.model import (
+    Attribution,
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Gpu,
+    GpuMemory,
+    GpuReading,
+    Metric,
+    Reason,
+    ReadingTime,
+    Sample,
+    Snapshot,
+    Source,
+)
+
+A_GPU: Final = ("0", "GPU-a")
+AN_ENGINE: Final = ("m", "0")
+_REASON: Final = {
+    Source.ENGINE: Reason.UNREACHABLE,
+    Source.NVML: Reason.DRIVER_MISSING,
+    Source.PROCESS: Reason.UNAVAILABLE,
+}
+
+
+def failure(source: Source) -> Failure:
+    return Failure(source=source, reason=_REASON[source], message="it failed")
+
+
+def engine(name: str = "0", model_name: str = "m", **known: Any) -> EngineReading:
+    return EngineReading(model_name=model_name, engine=name, **known)
+
+
+def page(*engines: EngineReading, inputs: tuple[tuple[str, bool], ...] = ()) -> EnginePage:
+    return EnginePage(profile="vllm", engines=engines, inputs=inputs)
+
+
+def gpu(  # noqa: PLR0913 - each is one fact a test may care for
+    *,
+    index: int = 0,
+    uuid: str = "GPU-a",
+    total: int = 1000,
+    used: int = 900,
+    engine: int | None = None,
+    other: int | None = None,
+    attribution: Attribution | None = Attribution.PROCESS,
+    memory: bool = True,
+    **known: Any,
+) -> Gpu:
+    seen = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used, reserved_bytes=None)
+    return Gpu(
+        reading=GpuReading(index=index, uuid=uuid, name="H100", memory=seen if memory else None, **known),
+        attribution=attribution,
+        engine_bytes=engine,
+        other_bytes=other,
+    )
+
+
+def snapshot(
+    *,
+    at: float = 1000.0,
+    engines: EnginePage | Failure | None = None,
+    gpus: tuple[Gpu, ...] | Failure | None = None,
+    processes: tuple[EngineProcess, ...] | Failure = (),
+    reading_times: tuple[ReadingTime, ...] = (),
+) -> Snapshot:
+    return Snapshot(
+        time_seconds=1_760_000_000.0 + at,
+        monotonic_seconds=at,
+        engines=page(engine()) if engines is None else engines,
+        gpus=(gpu(),) if gpus is None else gpus,
+        processes=processes,
+        reading_times=reading_times,
+    )
+
+
+def only(samples: Iterable[Sample], metric: Metric) -> Sample:
+    """Return the one sample of `metric`; fail where there is none or more."""
+    (sample,) = (sample for sample in samples if sample.metric is metric)
+    return sample
+
+
+def values(samples: Iterable[Sample], metric: Metric) -> dict[tuple[str, ...], float]:
+    """Return the values of `metric` by its label values."""
+    return {sample.labels: sample.value for sample in samples if sample.metric is metric}

@@ -1,0 +1,95 @@
+"""Reported against actual memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import A_GPU, engine, failure, gpu, only, page, snapshot
+from vllm_headroom import catalog
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.model import Sample, Snapshot, Source
+
+
+def answer(given: Snapshot, configured_bytes: float | None = None) -> dict[str, dict[tuple[str, ...], float]]:
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
+    for sample in discrepancy(given, configured_bytes=configured_bytes):
+        samples.setdefault(sample.metric.name, {})[sample.labels] = sample.value
+    return samples
+
+
+def test_the_budget_is_the_engines_share_of_the_devices_total() -> None:
+    seen = snapshot(
+        engines=page(engine(gpu_memory_utilization_ratio=0.92)), gpus=(gpu(total=1000, used=960, engine=950),)
+    )
+
+    assert answer(seen) == {
+        "headroom_memory_reported_bytes": {(*A_GPU, "budget"): 920.0},
+        "headroom_memory_discrepancy_bytes": {(*A_GPU, "budget"): 30.0},
+        "headroom_memory_discrepancy_ratio": {(*A_GPU, "budget"): pytest.approx(30 / 920)},
+    }
+
+
+def test_an_engine_below_its_budget_has_a_negative_discrepancy() -> None:
+    seen = snapshot(
+        engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=1000, used=500, engine=500),)
+    )
+
+    assert answer(seen)["headroom_memory_discrepancy_bytes"] == {(*A_GPU, "budget"): -400.0}
+
+
+def test_memory_that_cannot_be_attributed_counts_whole_on_a_gpu_taken_for_the_engines() -> None:
+    seen = snapshot(
+        engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=1000, used=930, engine=None),)
+    )
+
+    assert answer(seen)["headroom_memory_discrepancy_bytes"] == {(*A_GPU, "budget"): 30.0}
+
+
+def test_a_metric_in_bytes_comes_before_the_budget() -> None:
+    seen = snapshot(engines=page(engine(memory_bytes=700.0, gpu_memory_utilization_ratio=0.9)))
+
+    assert set(answer(seen)["headroom_memory_reported_bytes"]) == {(*A_GPU, "metric")}
+
+
+def test_a_kv_cache_sized_in_bytes_voids_the_budget() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9, kv_cache_memory_bytes=100.0)))
+
+    assert answer(seen) == {}
+    assert set(answer(seen, configured_bytes=400.0)["headroom_memory_reported_bytes"]) == {(*A_GPU, "configured")}
+
+
+def test_engines_that_disagree_on_their_budget_leave_it_unknown() -> None:
+    seen = snapshot(
+        engines=page(
+            engine(name="0", gpu_memory_utilization_ratio=0.9), engine(name="1", gpu_memory_utilization_ratio=0.5)
+        )
+    )
+
+    assert answer(seen) == {}
+
+
+def test_a_gpu_that_is_not_the_engines_has_no_report() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(attribution=None),))
+
+    assert answer(seen) == {}
+
+
+@pytest.mark.parametrize("source", [Source.ENGINE, Source.NVML])
+def test_a_failed_side_is_never_filled_in(source: Source) -> None:
+    seen = snapshot(engines=failure(source)) if source is Source.ENGINE else snapshot(gpus=failure(source))
+
+    assert discrepancy(seen, configured_bytes=1.0) == ()
+
+
+def test_a_lost_gpu_has_no_report() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(memory=False),))
+
+    assert answer(seen) == {}
+
+
+def test_the_report_is_a_sample_of_the_catalogues_metric() -> None:
+    seen = snapshot(engines=page(engine(memory_bytes=700.0)))
+
+    assert only(discrepancy(seen, configured_bytes=None), catalog.MEMORY_REPORTED) == Sample(
+        catalog.MEMORY_REPORTED, (*A_GPU, "metric"), 700.0
+    )

@@ -1,0 +1,63 @@
+"""The health of the sources."""
+
+from __future__ import annotations
+
+from tests.samples import failure, only, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.health import INITIAL, health
+from vllm_headroom.model import REASONS, ReadingTime, Source
+
+
+def times(engine_ended: float = 10.0, nvml_ended: float = 10.5) -> tuple[ReadingTime, ...]:
+    return (
+        ReadingTime(source=Source.ENGINE, seconds=0.25, ended_monotonic_seconds=engine_ended),
+        ReadingTime(source=Source.NVML, seconds=0.5, ended_monotonic_seconds=nvml_ended),
+        ReadingTime(source=Source.PROCESS, seconds=0.125, ended_monotonic_seconds=10.0),
+    )
+
+
+def test_a_failed_source_is_down_and_the_others_are_up() -> None:
+    _, samples = health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+
+    assert values(samples, catalog.SOURCE_UP) == {("engine",): 0.0, ("nvml",): 1.0, ("process",): 1.0}
+    assert values(samples, catalog.SOURCE_READ_SECONDS)[("engine",)] == 0.25
+
+
+def test_every_reason_starts_at_zero_and_failures_add_up() -> None:
+    state, samples = health(INITIAL, snapshot(reading_times=times()))
+    assert set(values(samples, catalog.SOURCE_FAILURES).values()) == {0.0}
+    assert len(values(samples, catalog.SOURCE_FAILURES)) == sum(map(len, REASONS.values()))
+
+    for _ in range(3):
+        state, samples = health(state, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+
+    assert values(samples, catalog.SOURCE_FAILURES)[("engine", "unreachable")] == 3.0
+
+
+def test_the_last_success_stays_while_a_source_fails() -> None:
+    state, _ = health(INITIAL, snapshot(at=5.0, reading_times=times()))
+    _, samples = health(state, snapshot(at=10.0, engines=failure(Source.ENGINE), reading_times=times()))
+
+    assert values(samples, catalog.SOURCE_LAST_SUCCESS) == {
+        ("engine",): 1_760_000_005.0,
+        ("nvml",): 1_760_000_010.0,
+        ("process",): 1_760_000_010.0,
+    }
+
+
+def test_a_source_that_never_answered_has_no_last_success() -> None:
+    _, samples = health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+
+    assert ("engine",) not in values(samples, catalog.SOURCE_LAST_SUCCESS)
+
+
+def test_the_skew_is_between_the_ends_of_the_two_readings() -> None:
+    _, samples = health(INITIAL, snapshot(reading_times=times(engine_ended=12.0, nvml_ended=12.75)))
+
+    assert only(samples, catalog.SAMPLE_SKEW).value == 0.75
+
+
+def test_there_is_no_skew_without_both_readings() -> None:
+    _, samples = health(INITIAL, snapshot(gpus=failure(Source.NVML), reading_times=times()))
+
+    assert values(samples, catalog.SAMPLE_SKEW) == {}

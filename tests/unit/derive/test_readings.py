@@ -1,0 +1,70 @@
+"""The readings under our names, and the ledger."""
+
+from __future__ import annotations
+
+from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, only, page, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.readings import readings
+from vllm_headroom.model import Source
+
+
+def held(**known: int | None) -> dict[tuple[str, ...], float]:
+    return values(readings(snapshot(gpus=(gpu(used=900, **known),))), catalog.GPU_MEMORY_HELD)  # type: ignore[arg-type]
+
+
+def test_the_ledger_sums_to_used() -> None:
+    assert held(engine=700, other=150) == {
+        (*A_GPU, "engine"): 700.0,
+        (*A_GPU, "other"): 150.0,
+        (*A_GPU, "unattributed"): 50.0,
+    }
+
+
+def test_holders_that_cannot_be_told_apart_are_absent_and_all_is_unattributed() -> None:
+    assert held() == {(*A_GPU, "unattributed"): 900.0}
+
+
+def test_a_gpu_that_is_not_the_engines_says_so_by_an_empty_attribution() -> None:
+    samples = readings(snapshot(gpus=(gpu(attribution=None),)))
+
+    assert only(samples, catalog.GPU_INFO).labels == (*A_GPU, "H100", "")
+
+
+def test_a_lost_gpu_keeps_its_name_and_nothing_else() -> None:
+    lost = gpu(memory=False, failure=failure(Source.NVML))
+
+    samples = readings(snapshot(engines=failure(Source.ENGINE), gpus=(lost, gpu(index=1, uuid="GPU-b"))))
+
+    assert values(samples, catalog.GPU_UP) == {A_GPU: 0.0, ("1", "GPU-b"): 1.0}
+    assert {sample.metric.name for sample in samples if sample.labels[:2] == A_GPU} == {
+        "headroom_gpu_info",
+        "headroom_gpu_up",
+    }
+
+
+def test_xid_errors_are_counted_by_code() -> None:
+    samples = readings(snapshot(gpus=(gpu(xid_errors=((79, 1), (31, 4))),)))
+
+    assert values(samples, catalog.GPU_XID_ERRORS) == {(*A_GPU, "79"): 1.0, (*A_GPU, "31"): 4.0}
+
+
+def test_unknown_engine_facts_are_absent_and_zero_is_not() -> None:
+    samples = readings(snapshot(engines=page(engine(running=0.0, awake=False)), gpus=()))
+
+    assert [(sample.metric.name, sample.labels, sample.value) for sample in samples] == [
+        ("headroom_engine_info", (*AN_ENGINE, "vllm"), 1.0),
+        ("headroom_engine_awake", AN_ENGINE, 0.0),
+        ("headroom_engine_requests_running", AN_ENGINE, 0.0),
+    ]
+
+
+def test_a_failed_page_shows_no_engine_and_no_input() -> None:
+    samples = readings(snapshot(engines=failure(Source.ENGINE), gpus=failure(Source.NVML)))
+
+    assert samples == ()
+
+
+def test_inputs_show_what_the_page_offers() -> None:
+    samples = readings(snapshot(engines=page(inputs=(("requests_running", True), ("sleep_state", False))), gpus=()))
+
+    assert values(samples, catalog.INPUT_AVAILABLE) == {("requests_running",): 1.0, ("sleep_state",): 0.0}
