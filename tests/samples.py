@@ -15,8 +15,8 @@ from vllm_headroom.model import (
     GpuMemory,
     GpuReading,
     Metric,
-    Reason,
     ReadingTime,
+    Reason,
     Sample,
     Snapshot,
     Source,
@@ -43,7 +43,7 @@ def page(*engines: EngineReading, inputs: tuple[tuple[str, bool], ...] = ()) -> 
     return EnginePage(profile="vllm", engines=engines, inputs=inputs)
 
 
-def gpu(  # noqa: PLR0913 - each is one fact a test may care for
+def gpu(
     *,
     index: int = 0,
     uuid: str = "GPU-a",

@@ -103,7 +103,7 @@ ENGINE_PREFIX_HITS: Final = _counter(
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),
-    "What the engine says it uses or was told to use on this GPU: a metric in bytes, its budget, or a configured value.",
+    "What the engine says it uses or was told to use on this GPU: a metric in bytes, a budget or a configured value.",
 )
 MEMORY_DISCREPANCY: Final = _gauge(
     "memory_discrepancy_bytes",

@@ -180,7 +180,7 @@ class GpuProcess:
 class GpuReading:
     """What NVML says of one device, a whole GPU or a MIG instance; None where the device does not support it.
 
-    `failure` is set when the device cannot be read: then everything but index, uuid and name is None.
+    `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
     `processes` is None when the list could not be read, which is not the same as an empty list.
     `xid_errors` pairs XID codes with their count since the daemon started.
     """

@@ -62,9 +62,9 @@ class Transitions:
             return
         self._offers = offers
         if offers:
-            missing = [name for name, found in page.inputs if not found]
+            absent = [name for name, found in page.inputs if not found]
             log.info(
-                "engine's inputs found", profile=page.profile, engines=len(page.engines), missing=",".join(missing)
+                "engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=",".join(absent)
             )
         else:
             log.warning("engine's inputs missing", problem=NOTHING_OFFERED)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import floor
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import engine_labels
+from vllm_headroom.derive.readings import engine_labels, named
 from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
 
 
@@ -18,7 +18,7 @@ def kv_cache(snapshot: Snapshot, *, bytes_per_token: float | None) -> tuple[Samp
     """
     if isinstance(snapshot.engines, Failure):
         return ()
-    return tuple(sample for engine in snapshot.engines.engines for sample in _of_engine(engine, bytes_per_token))
+    return tuple(sample for engine in named(snapshot.engines) for sample in _of_engine(engine, bytes_per_token))
 
 
 def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:

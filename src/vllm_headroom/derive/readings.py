@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import EngineReading, Failure, Gpu, Metric, Sample, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Metric, Sample, Snapshot
 
 _GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_USED_PEAK, "used_peak_bytes"),
@@ -45,6 +45,11 @@ def engine_labels(engine: EngineReading) -> tuple[str, str]:
     return engine.model_name, engine.engine
 
 
+def named(page: EnginePage) -> tuple[EngineReading, ...]:
+    """Return the engines with a model's name: before its first request, vLLM V0 tells its settings and no name."""
+    return tuple(engine for engine in page.engines if engine.model_name)
+
+
 def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
     gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
@@ -52,7 +57,7 @@ def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     if not isinstance(snapshot.engines, Failure):
         page = snapshot.engines
         samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
-        samples += [sample for engine in page.engines for sample in _of_engine(engine, page.profile)]
+        samples += [sample for engine in named(page) for sample in _of_engine(engine, page.profile)]
     return tuple(samples)
 
 

@@ -17,7 +17,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 CONNECTIONS: Final = 100
-"""Connections and requests served at once; more get 503. Prometheus pairs, a browser and probes need under ten."""
+"""Connections open at once, so that memory is bounded; more get 503. Prometheus pairs, a browser and probes are ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
+                log_level="error",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

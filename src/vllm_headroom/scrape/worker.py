@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -20,7 +21,7 @@ class Worker(Generic[T]):
     """
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_Job[T]] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -36,16 +37,23 @@ class Worker(Generic[T]):
         async with asyncio.timeout(timeout_seconds):
             return await future
 
+    def stop(self) -> None:
+        """End the thread once the calls made so far have returned, without waiting for that; call nothing after it."""
+        self._jobs.put(None)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs; after `stop`, whether a call is still out."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
-        while True:
-            function, loop, future = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
+            function, loop, future = job
             if future.cancelled():
                 continue
             outcome = _outcome(function, future)
-            try:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for the answer
                 loop.call_soon_threadsafe(outcome)
-            except RuntimeError:  # the loop has closed: nobody waits for the answer
-                return
 
 
 def _outcome(function: Callable[[], T], future: asyncio.Future[T]) -> Callable[[], None]:

@@ -7,9 +7,7 @@ import pytest
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.prefix_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, prefix_cache
-from vllm_headroom.model import EnginePage, Failure, Source
-
-Reading = tuple[float, float, float]
+from vllm_headroom.model import EnginePage, Failure, Sample, Source
 
 
 def counters(queries: float, hits: float) -> EnginePage:
@@ -17,7 +15,8 @@ def counters(queries: float, hits: float) -> EnginePage:
 
 
 def ratio_after(*pages: tuple[float, EnginePage | Failure]) -> float | None:
-    state, samples = PrefixCacheState(), ()
+    state = PrefixCacheState()
+    samples: tuple[Sample, ...] = ()
     for at, seen in pages:
         state, samples = prefix_cache(state, snapshot(at=at, engines=seen))
     return values(samples, catalog.ENGINE_PREFIX_HIT_RATIO).get(AN_ENGINE)

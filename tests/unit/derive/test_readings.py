@@ -68,3 +68,9 @@ def test_inputs_show_what_the_page_offers() -> None:
     samples = readings(snapshot(engines=page(inputs=(("requests_running", True), ("sleep_state", False))), gpus=()))
 
     assert values(samples, catalog.INPUT_AVAILABLE) == {("requests_running",): 1.0, ("sleep_state",): 0.0}
+
+
+def test_an_engine_without_a_name_has_settings_and_no_series() -> None:
+    samples = readings(snapshot(engines=page(engine(model_name="", kv_capacity_tokens=64.0)), gpus=()))
+
+    assert samples == ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.collector import HeadroomCollector, registry
@@ -25,9 +25,7 @@ def own_lines(text: str) -> list[str]:
 
 
 def test_before_the_first_sample_only_the_build_is_known() -> None:
-    assert own_lines(page(None)) == [
-        'headroom_build_info{python_version="3.11.7",revision="abc",version="1.2.3"} 1.0'
-    ]
+    assert own_lines(page(None)) == ['headroom_build_info{python_version="3.11.7",revision="abc",version="1.2.3"} 1.0']
 
 
 def test_samples_come_in_the_catalogues_order_with_their_age_at_the_scrape() -> None:
@@ -58,7 +56,8 @@ def test_hostile_label_values_are_escaped() -> None:
 def test_openmetrics_has_the_same_series_and_ends_with_eof() -> None:
     published = Published(samples=(Sample(catalog.ENGINE_FINISHED, ("m", "0"), 9.0),), monotonic_seconds=100.0)
 
-    text = generate_openmetrics(registry(collector(published))).decode()
+    encode, _ = choose_encoder("application/openmetrics-text; version=1.0.0")
+    text = encode(registry(collector(published))).decode()
 
     assert 'headroom_engine_requests_finished_total{engine="0",model_name="m"} 9.0' in text
     assert text.endswith("# EOF\n")

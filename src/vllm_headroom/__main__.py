@@ -1,0 +1,132 @@
+"""The command: which subcommand, and how the daemon's loop is run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    from vllm_headroom.config import Settings
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
+
+BAD_INPUT: Final = 2
+
+USAGE: Final = """\
+Usage: vllm-headroom [run] [OPTION VALUE]...
+       vllm-headroom COMMAND [OPTION VALUE]...
+
+Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
+is reported, what is really held and what is left, for Prometheus, at /metrics.
+
+Commands; each says more with --help:
+{commands}
+
+Example:
+  vllm-headroom --engine-url http://127.0.0.1:8000 --gpus 0,1
+  curl http://127.0.0.1:9839/metrics
+
+It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
+3 when only a new container can mend the driver, 1 on an error of its own.
+"""
+
+DEMO_USAGE: Final = """\
+Usage: vllm-headroom demo [OPTION VALUE]...
+
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A subcommand: what it does, in a line, and the function that takes the words after its name."""
+
+    summary: str
+    start: Callable[[Sequence[str]], int]
+
+
+def main() -> int:
+    """Run the command that the process was started with; return the exit status."""
+    words = sys.argv[1:]
+    if "--version" in words:
+        sys.stdout.write(f"vllm-headroom {metadata.version('vllm-headroom')}\n")
+        return 0
+    name, rest = ("run", words) if not words or words[0].startswith("-") else (words[0], words[1:])
+    if name not in COMMANDS:
+        sys.stderr.write(f"{name!r}: not a command, accepts {', '.join(COMMANDS)}\n")
+        return BAD_INPUT
+    return COMMANDS[name].start(rest)
+
+
+def _run(words: Sequence[str]) -> int:
+    from vllm_headroom.config import Settings  # noqa: PLC0415 - each command imports what it needs, and no more
+
+    async def serve(settings: Settings) -> int:
+        from vllm_headroom import app  # noqa: PLC0415 - the same
+
+        return await app.serve(settings)
+
+    commands = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    return _daemon(words, Settings, serve, USAGE.format(commands=commands))
+
+
+def _demo(words: Sequence[str]) -> int:
+    from vllm_headroom import demo  # noqa: PLC0415 - the same
+    from vllm_headroom.demo.settings import DemoSettings  # noqa: PLC0415 - the same
+
+    async def serve(settings: DemoSettings) -> int:
+        return await demo.serve(settings, scenario=settings.scenario, speed=settings.speed)
+
+    return _daemon(words, DemoSettings, serve, DEMO_USAGE)
+
+
+def _daemon(
+    words: Sequence[str],
+    kind: type[AnySettings],
+    serve: Callable[[AnySettings], Coroutine[Any, Any, int]],
+    usage: str,
+) -> int:
+    from vllm_headroom.config import SettingsError, load_as  # noqa: PLC0415 - the same
+    from vllm_headroom.config_text import settings_help, settings_yaml  # noqa: PLC0415 - the same
+
+    if "-h" in words or "--help" in words:
+        sys.stdout.write(f"{usage}\n{settings_help(kind)}\n")
+        return 0
+    try:
+        settings = load_as(kind, [word for word in words if word != "--print-config"], os.environ)
+    except SettingsError as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
+    if "--print-config" in words:
+        sys.stdout.write(settings_yaml(settings))
+        return 0
+    return _live(serve(settings), settings)
+
+
+def _live(daemon: Coroutine[Any, Any, int], settings: Settings) -> int:
+    """Run the daemon on uvloop to its end; an error of its own leaves with its traceback, and status 1."""
+    import uvloop  # noqa: PLC0415 - the same
+
+    from vllm_headroom import logs  # noqa: PLC0415 - the same
+
+    logs.configure(settings.log_format, settings.log_level)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(daemon)
+
+
+COMMANDS: Final = {
+    "run": Command(summary="The daemon, beside a vLLM server; what runs without a command.", start=_run),
+    "demo": Command(summary="The daemon over a simulated engine and GPU, to look at.", start=_demo),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Where settings are written: the command line, the environment and a YAML file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+PREFIX: Final = "HEADROOM_"
+CONFIG: Final = "config"
+"""The option that is no setting: it names the file."""
+
+SERVICE_VARIABLE: Final = re.compile(
+    r"HEADROOM_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
+)
+SERVICE_PORT: Final = re.compile(r"HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*")
+"""What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
+
+OPTION: Final = re.compile(r"--|-[A-Za-z]")
+"""How an option begins; a negative number is a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """One setting as its author wrote it; `name` is how and where, `value` text or, from YAML, a list or mapping."""
+
+    setting: str
+    name: str
+    value: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one source gives, and its mistakes, one line each."""
+
+    given: tuple[Given, ...] = ()
+    mistakes: tuple[str, ...] = ()
+
+
+def option(setting: str) -> str:
+    """Return how the command line spells a setting."""
+    return "--" + setting.replace("_", "-")
+
+
+def variable(setting: str) -> str:
+    """Return how the environment spells a setting."""
+    return PREFIX + setting.upper()
+
+
+def from_arguments(argv: Sequence[str], settings: Collection[str]) -> Found:
+    """Read `--name value` and `--name=value`; argparse would stop at the first mistake."""
+    known = {option(setting): setting for setting in settings}
+    given: list[Given] = []
+    mistakes: list[str] = []
+    options = _options(argv)
+    names = [name for name, _ in options]
+    for name, values in options:
+        if not OPTION.match(name):
+            mistakes.append(f"{name!r}: not an option, see --help")
+        elif name not in known:
+            mistakes.append(_unknown(name, option, settings))
+        elif names.count(name) > 1:
+            mistakes.append(f"{name}: given {names.count(name)} times, accepts one")
+        elif len(values) > 1:
+            mistakes.append(f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes")
+        else:
+            given.append(Given(setting=known[name], name=name, value=values[0] if values else None))
+    return Found(given=tuple(given), mistakes=tuple(dict.fromkeys(mistakes)))
+
+
+def from_environment(environ: Mapping[str, str], settings: Collection[str]) -> Found:
+    """Read the variables with our prefix; one that is empty counts as not set, as orchestrators' templates leave it."""
+    known = {variable(setting): setting for setting in settings}
+    ours = {name: environ[name] for name in sorted(environ) if name.startswith(PREFIX) and environ[name].strip()}
+    return Found(
+        given=tuple(
+            Given(setting=known[name], name=name, value=value) for name, value in ours.items() if name in known
+        ),
+        mistakes=tuple(
+            _unknown(name, variable, settings)
+            for name, value in ours.items()
+            if name not in known and not _of_a_service(name, value)
+        ),
+    )
+
+
+def from_file(path: str, name: str, settings: Collection[str]) -> Found:
+    """Read a YAML mapping of settings; `name` is how the path was given. A null counts as not set."""
+    root = _mapping(path, name)
+    if isinstance(root, str):
+        return Found(mistakes=(root,))
+    return _from_mapping(root, path, settings) if root else Found()
+
+
+def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
+    """Return what the file holds, None for an empty one, or the mistake."""
+    if not path:
+        return f"{name}: got nothing, accepts the path of a YAML file"
+    try:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        return f"{name}: got {path!r} ({error.strerror}), accepts the path of a YAML file"
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        return f"{path}{line}: not YAML ({error.problem})"
+    except (UnicodeDecodeError, yaml.YAMLError):
+        return f"{path}: not YAML (it is no text in UTF-8)"
+    if root is None or isinstance(root, yaml.MappingNode):
+        return root
+    return f"{path}: not a mapping, accepts settings such as 'sample_interval_seconds: 5'"
+
+
+def _from_mapping(root: yaml.MappingNode, path: str, settings: Collection[str]) -> Found:
+    given: list[Given] = []
+    mistakes: list[str] = []
+    keys = [_text(key) or "a key that is no text" for key, _ in root.value]
+    for key, (_, node) in zip(keys, root.value, strict=True):
+        name = f"{key} in {path}"
+        if key not in settings:
+            mistakes.append(_unknown(name, str, settings))
+        elif keys.count(key) > 1:
+            mistakes.append(f"{name}: given {keys.count(key)} times, accepts one")
+        elif not node.tag.endswith(":null"):
+            given.append(Given(setting=key, name=name, value=_texts(node)))
+    return Found(given=tuple(given), mistakes=tuple(dict.fromkeys(mistakes)))
+
+
+def _texts(node: yaml.Node) -> object:
+    """Return what was written, not what YAML makes of it: `yes` is no number, and 1:30 is not 90."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_text(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {_text(key): _text(value) for key, value in node.value}
+    return _text(node)
+
+
+def _text(node: yaml.Node) -> str | None:
+    return node.value if isinstance(node, yaml.ScalarNode) else None
+
+
+def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each option with the words that follow it; a word before the first option stands for itself."""
+    options: list[tuple[str, list[str]]] = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if OPTION.match(word):
+            options.append((name, [value] if equals else []))
+        elif options and OPTION.match(options[-1][0]):
+            options[-1][1].append(word)
+        else:
+            options.append((word, []))
+    return options
+
+
+def _of_a_service(name: str, value: str) -> bool:
+    return bool(SERVICE_VARIABLE.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={value}"))
+
+
+def _unknown(name: str, spell: Callable[[str], str], settings: Collection[str]) -> str:
+    """Say that there is no such setting; its value is not shown, for it may be a secret under a wrong name."""
+    meant = name.split(maxsplit=1)[0].lower().removeprefix("--").removeprefix(PREFIX.lower()).replace("-", "_")
+    containing = sorted((setting for setting in sorted(settings) if f"_{meant}_" in f"_{setting}_"), key=len)
+    closest = containing or difflib.get_close_matches(meant, sorted(settings), n=1)
+    return f"{name}: not a setting, " + (f"did you mean {spell(closest[0])}?" if closest else "see --help")

@@ -1,0 +1,100 @@
+"""What an operator writes for a setting, understood: text → value, or ValueError."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+
+UNITS: Final = {"": 1, "b": 1} | {
+    f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for binary in ("", "i")
+    for byte in ("b", "")
+    if binary or byte
+}
+"""Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K could be either and is refused."""
+
+LAST_PORT: Final = 65535
+SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
+GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
+HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+"""RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
+
+
+def lower(value: object) -> object:
+    """Return text in lower case and everything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def size_bytes(value: object) -> object:
+    """Return the bytes of a size such as `8388608` or `8MiB`; what is no text is left to the type."""
+    if not isinstance(value, str):
+        return value
+    size = SIZE.fullmatch(value)
+    if size is None or size[2].lower() not in UNITS:
+        raise ValueError
+    return int(Decimal(size[1]) * UNITS[size[2].lower()])
+
+
+def metrics_url(value: str) -> str:
+    """Return an http or https URL, with /metrics where it has no path."""
+    import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
+
+    try:
+        url = httpx.URL(value)
+    except httpx.InvalidURL as error:
+        raise ValueError from error
+    if url.scheme not in {"http", "https"} or not url.host or re.search(r"\s", value):
+        raise ValueError
+    if url.port is not None and not 1 <= url.port <= LAST_PORT:
+        raise ValueError
+    return str(url.copy_with(path="/metrics")) if url.path == "/" else value
+
+
+def gpu_names(value: object) -> object:
+    """Return `auto`, `all`, or the tuple of indices and UUIDs of a list or a text with commas."""
+    names = value.split(",") if isinstance(value, str) else value
+    if names in (["auto"], ["all"]):
+        return names[0]
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError
+    stripped = tuple(name.strip() for name in names)
+    if not all(GPU.fullmatch(name) for name in stripped):
+        raise ValueError
+    return stripped
+
+
+def json_mapping(value: object) -> object:
+    """Return what JSON text says, and everything else as it is."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
+    """Return the headers when HTTP can carry them."""
+    for name, value in headers.items():
+        if not (HEADER_NAME.fullmatch(name) and HEADER_VALUE.fullmatch(value.get_secret_value())):
+            raise ValueError
+    return headers
+
+
+def redacted(url: str) -> str:
+    """Return the URL, or what was meant to be one, with stars for its user and password.
+
+    Everything before the last @ goes, so that a password that was not percent-encoded goes as well.
+    """
+    return re.sub(r"^(https?://)?.*@", r"\1***@", url, flags=re.DOTALL | re.IGNORECASE)
+
+
+Url = Annotated[str, AfterValidator(metrics_url)]
+Size = Annotated[int, BeforeValidator(size_bytes), Field(ge=1, le=2**53)]
+"""Up to what a float counts exactly."""
+
+Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
+Headers = Annotated[dict[str, SecretStr], BeforeValidator(json_mapping), AfterValidator(sendable)]
+LogFormat = Annotated[Literal["logfmt", "json"], BeforeValidator(lower)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)]

@@ -1,0 +1,131 @@
+"""Whose is the memory of each GPU?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.model import Attribution, Failure, Gpu, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+
+_DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
+_DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
+"""Outside the machine's first PID namespace, older drivers list host pids, and those up to 560 list the right pids
+with another process's memory (open-gpu-kernel-modules, gpu_rmapi.c: `_gpuConvertPid`, `_gpuMatchClientPid`; #614)."""
+
+_RACE_BYTES: Final = 64 * 2**20
+"""What a process may free between NVML's two calls; a sum further above what is used was not counted on this device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which GPUs the operator calls the engine's: `everything`, those `listed` by UUID or NVML index, or auto."""
+
+    everything: bool = False
+    listed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttributionState:
+    """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them."""
+
+    remembered: frozenset[str] = frozenset()
+    holders: frozenset[tuple[int, float]] = frozenset()
+
+
+def attribute(
+    state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure, selection: Selection
+) -> tuple[AttributionState, tuple[Gpu, ...]]:
+    """Return every device with how it came to be taken for the engine's, and who holds its memory.
+
+    Automatic attribution follows the engine's processes: devices they hold memory on, remembered while the engine is
+    down until a new one holds memory somewhere; before any was seen, the only device there is; never a guess among
+    several. Who holds what is None unless /proc and NVML are sure to mean the same process: in the host's PID
+    namespace or from driver 565.57.01 on, and once a process of the engine has been seen on a device.
+    """
+    state = _follow(state, readings, processes)
+    ledger_known = bool(state.remembered) and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
+    gpus = []
+    for device in readings.devices:
+        engine_bytes, other_bytes = _ledger(device, processes) if ledger_known else (None, None)
+        gpu = Gpu(
+            reading=device,
+            attribution=_attribution(device, state, selection, devices=len(readings.devices)),
+            engine_bytes=engine_bytes,
+            other_bytes=other_bytes,
+            process_count=None if device.processes is None else len(device.processes),
+        )
+        gpus.append(gpu)
+    return state, tuple(gpus)
+
+
+def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
+    """Return where the engine is now; one that gives back its devices one after another is not a new one."""
+    if isinstance(processes, Failure) or not _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS):
+        return state
+    engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
+    found = [(device.uuid, engine[pid]) for device in readings.devices for pid in _pids(device) if pid in engine]
+    if not found:
+        return state
+    devices, holders = (frozenset(column) for column in zip(*found, strict=True))
+    if holders & state.holders:
+        devices |= state.remembered
+    return AttributionState(remembered=devices, holders=holders)
+
+
+def _pids(device: GpuReading) -> tuple[int, ...]:
+    return tuple(process.pid for process in device.processes or ())
+
+
+def _same_pids(
+    processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
+) -> bool:
+    if isinstance(processes, Failure):
+        return False
+    if processes.sees_host_pids:
+        return True
+    try:
+        version = tuple(int(part) for part in (readings.driver_version or "").split("."))
+    except ValueError:
+        return False
+    return version >= driver_needed
+
+
+def _attribution(
+    device: GpuReading, state: AttributionState, selection: Selection, *, devices: int
+) -> Attribution | None:
+    if selection.everything:
+        return Attribution.ASSUMED
+    if selection.listed:
+        return Attribution.UUID if {device.uuid, str(device.index)} & set(selection.listed) else None
+    if state.remembered:
+        return Attribution.PROCESS if device.uuid in state.remembered else None
+    return Attribution.SINGLE if devices == 1 else None
+
+
+def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[int | None, int | None]:
+    """Return the bytes the engine's processes hold and those other visible ones hold; what is left is nobody's."""
+    if isinstance(processes, Failure) or device.processes is None or device.memory is None:
+        return None, None
+    engine_pids = {process.pid for process in processes.engine}
+    other_pids = processes.visible_pids - engine_pids
+    engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
+    other_bytes = _total(process for process in device.processes if process.pid in other_pids)
+    used_bytes = device.memory.used_bytes
+    if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
+        return None, None
+    if engine_bytes is not None:
+        engine_bytes = min(engine_bytes, used_bytes)
+    if other_bytes is not None:
+        other_bytes = min(other_bytes, used_bytes - (engine_bytes or 0))
+    return engine_bytes, other_bytes
+
+
+def _total(processes: Iterable[GpuProcess]) -> int | None:
+    """Return the sum of the processes' memory; None when the driver does not tell that of one of them."""
+    total = 0
+    for process in processes:
+        if process.used_bytes is None:
+            return None
+        total += process.used_bytes
+    return total

@@ -1,0 +1,113 @@
+"""Samples of a page to readings of engines, by a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf, isfinite
+from typing import Final
+
+from prometheus_client.samples import Sample
+
+from vllm_headroom.model import EnginePage, EngineReading
+from vllm_headroom.parse.profile import Combine, Fact, Profile
+
+_ONLY_ENGINE: Final = "0"
+_Key = tuple[str, str]
+_Families = Mapping[str, list[Sample]]
+
+
+def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage:
+    """Return what the samples say of each engine; no engine when no sample has a prefix of the profile.
+
+    A series without a model belongs to every model of its engine, one without model and engine to every engine of the
+    page, and one with a model but without an engine to engine "0". While no series names a model, the model is "": in
+    some modes vLLM shows only its settings before the first request, and its budget is one of them.
+    """
+    owned = _owned(profile, samples)
+    ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
+    named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
+    keys = sorted(named or {("", engine) for engine in ranks}) if owned else []
+    families = _by_engine(keys, owned)
+    engines = tuple(_reading(profile, key, families[key], len(ranks)) for key in keys)
+    found = tuple(
+        (name, any(getattr(engine, field) is not None for engine in engines)) for name, field in profile.inputs
+    )
+    return EnginePage(profile=profile.name, engines=engines, inputs=found)
+
+
+def _owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sample, _Key]]:
+    """Return each sample with its name without prefix, and its model and engine, "" where it has none."""
+    samples = tuple(samples)
+    plain = profile.plain_families
+    prefix = next((prefix for prefix in profile.prefixes if any(s.name.startswith(prefix) for s in samples)), None)
+    if prefix is None:
+        return []
+    return [
+        (
+            sample.name.removeprefix(prefix),
+            sample,
+            (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, "")),
+        )
+        for sample in samples
+        if sample.name.startswith(prefix) or sample.name in plain
+    ]
+
+
+def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[_Key, dict[str, list[Sample]]]:
+    families: dict[_Key, dict[str, list[Sample]]] = {key: {} for key in keys}
+    for family, sample, (model, engine) in owned:
+        owners = [(model, engine or _ONLY_ENGINE)] if model else [key for key in keys if engine in ("", key[1])]
+        for key in owners:
+            families[key].setdefault(family, []).append(sample)
+    return families
+
+
+def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:
+    values = {fact.field: _value(profile, fact, families, ranks) for fact in profile.facts}
+    blocks, block_tokens = values.pop("kv_blocks", None), values.pop("kv_block_tokens", None)
+    if values.get("kv_capacity_tokens") is None and blocks is not None and block_tokens is not None:
+        values["kv_capacity_tokens"] = _usable("kv_capacity_tokens", blocks * block_tokens)
+    awake = values.pop("awake", None)
+    return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
+
+
+def _value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
+    values = (_combined(profile, fact, families.get(family, ()), ranks) for family in fact.families)
+    return next((value for value in values if value is not None), None)
+
+
+def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
+    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
+    parts: dict[tuple[str, ...], float | None] = {}
+    for sample in samples:
+        if fact.where is None or sample.labels.get(fact.where[0]) == fact.where[1]:
+            part, value = _part(profile, fact, sample), _amount(fact, sample)
+            parts[part] = max((known for known in (parts.get(part), value) if known is not None), default=None)
+    known = [value for value in parts.values() if value is not None]
+    if not known or len(known) < len(parts):
+        return None
+    if fact.combine is Combine.SAME:
+        return known[0] if len(set(known)) == 1 else None
+    divisor = {Combine.SUM: 1, Combine.MEAN: len(known), Combine.SHARE: ranks}[fact.combine]
+    return _usable(fact.field, sum(known) / divisor)
+
+
+def _part(profile: Profile, fact: Fact, sample: Sample) -> tuple[str, ...]:
+    """Return what tells the sample from the other parts of the whole; the same for repetitions of one part."""
+    if fact.label is not None:
+        return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
+    distinct = (item for item in sorted(sample.labels.items()) if item[0] not in profile.repeat_labels)
+    return tuple(text for item in distinct for text in item)
+
+
+def _amount(fact: Fact, sample: Sample) -> float | None:
+    try:
+        value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
+    except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
+        return None
+    return None if fact.label is not None and value == 0 else _usable(fact.field, value)
+
+
+def _usable(field: str, value: float) -> float | None:
+    highest = 1.0 if field.endswith("_ratio") else inf
+    return value if isfinite(value) and 0 <= value <= highest else None

@@ -1,0 +1,99 @@
+"""What a profile says of one kind of engine: which series of its page fill which field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final
+
+INPUTS: Final[tuple[tuple[str, str], ...]] = (
+    ("requests_running", "running"),
+    ("requests_waiting", "waiting"),
+    ("requests_finished", "finished_total"),
+    ("preemptions", "preemptions_total"),
+    ("prompt_tokens", "prompt_tokens_total"),
+    ("generation_tokens", "generation_tokens_total"),
+    ("kv_cache_usage", "kv_used_ratio"),
+    ("kv_cache_capacity", "kv_capacity_tokens"),
+    ("prefix_cache_queries", "prefix_queries_total"),
+    ("prefix_cache_hits", "prefix_hits_total"),
+    ("prefix_cache_hit_rate", "prefix_hit_lifetime_ratio"),
+    ("sleep_state", "awake"),
+    ("gpu_memory_utilization", "gpu_memory_utilization_ratio"),
+    ("kv_cache_memory_bytes", "kv_cache_memory_bytes"),
+    ("memory_bytes", "memory_bytes"),
+    ("process_start_time", "started_at_seconds"),
+)
+"""Each input an engine may offer, as `headroom_input_available` names it, and the field of EngineReading it fills."""
+
+
+class Combine(Enum):
+    """What several series of one engine make together, when they differ in labels that no profile foresees."""
+
+    SUM = auto()
+    """Amounts of replicas."""
+    MEAN = auto()
+    """Ratios of replicas."""
+    SAME = auto()
+    """A setting: unknown unless they agree."""
+    SHARE = auto()
+    """The amount of all engines of the page together, repeated by each: divided by the number of engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Where one field of EngineReading comes from.
+
+    `families` are names of samples without the profile's prefix, in full when `prefixed` is False; the first that has a
+    value wins, so an old and a new name of one thing are never added up. With `label` the value is this label's and
+    above 0; `where` keeps the series with this label value. No value is below 0, and none of a field in `_ratio` above
+    1. The fields `kv_blocks` and `kv_block_tokens` (tokens per block) stand in for an unknown `kv_capacity_tokens`.
+    """
+
+    field: str
+    families: tuple[str, ...]
+    combine: Combine = Combine.SUM
+    label: str | None = None
+    where: tuple[str, str] | None = None
+    prefixed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """How to read the page of one kind of engine.
+
+    The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is
+    true. Of values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    facts: tuple[Fact, ...]
+    model_label: str = "model_name"
+    engine_label: str = "engine"
+    repeat_labels: tuple[str, ...] = ()
+    replica_labels: tuple[str, ...] = ()
+
+    @property
+    def plain_families(self) -> frozenset[str]:
+        """The names that are read without a prefix."""
+        return frozenset(family for fact in self.facts if not fact.prefixed for family in fact.families)
+
+    @property
+    def names_pattern(self) -> str:
+        """A regular expression of the names of all samples the profile reads."""
+        prefixed = {family for fact in self.facts if fact.prefixed for family in fact.families}
+        engines = f"(?:{_any_of(self.prefixes)})(?:{_any_of(sorted(prefixed))})"
+        return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
+
+    @property
+    def inputs(self) -> tuple[tuple[str, str], ...]:
+        """The inputs that this kind of engine may offer, and their fields."""
+        fields = {fact.field for fact in self.facts}
+        return tuple((name, field) for name, field in INPUTS if field in fields)
+
+
+def _any_of(names: Iterable[str]) -> str:
+    return "|".join(map(re.escape, names))

@@ -1,0 +1,54 @@
+"""vLLM, 0.4 and newer, V0 and V1: which series of its page say what."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.parse.profile import Combine, Fact, Profile
+
+_INFO: Final = ("cache_config_info",)
+
+
+def _counter(field: str, *names: str) -> Fact:
+    """Accept each name without `_total` too, as Ray exports counters."""
+    return Fact(field=field, families=tuple(spelt for name in names for spelt in (f"{name}_total", name)))
+
+
+VLLM: Final = Profile(
+    name="vllm",
+    prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
+    repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
+    replica_labels=("ReplicaId",),
+    facts=(
+        Fact(field="running", families=("num_requests_running",)),
+        Fact(field="waiting", families=("num_requests_waiting",)),
+        _counter("finished_total", "request_success"),
+        _counter("preemptions_total", "num_preemptions"),
+        _counter("prompt_tokens_total", "prompt_tokens"),
+        _counter("generation_tokens_total", "generation_tokens"),
+        Fact(
+            field="kv_used_ratio",
+            families=("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # 0.9.2 and newer, up to 0.11.2
+            combine=Combine.MEAN,
+        ),
+        Fact(field="kv_capacity_tokens", families=_INFO, label="kv_cache_size_tokens"),  # 0.24 and newer
+        Fact(field="kv_blocks", families=_INFO, label="num_gpu_blocks", combine=Combine.SHARE),
+        Fact(field="kv_block_tokens", families=_INFO, label="block_size", combine=Combine.SAME),
+        _counter("prefix_queries_total", "prefix_cache_queries", "gpu_prefix_cache_queries"),
+        _counter("prefix_hits_total", "prefix_cache_hits", "gpu_prefix_cache_hits"),
+        Fact(  # V0 up to 0.9.0; -1 when prefix caching is off
+            field="prefix_hit_lifetime_ratio", families=("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN
+        ),
+        Fact(field="awake", families=("engine_sleep_state",), where=("sleep_state", "awake")),  # 0.11.1 and newer
+        Fact(
+            field="gpu_memory_utilization_ratio", families=_INFO, label="gpu_memory_utilization", combine=Combine.SAME
+        ),
+        Fact(field="kv_cache_memory_bytes", families=_INFO, label="kv_cache_memory_bytes", combine=Combine.SAME),
+        Fact(
+            field="started_at_seconds",
+            families=("process_start_time_seconds",),
+            combine=Combine.SAME,
+            prefixed=False,
+        ),
+    ),
+)

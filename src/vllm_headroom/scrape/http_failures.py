@@ -1,0 +1,102 @@
+"""Why an engine's page did not come, in words for the operator."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Final
+
+import httpx
+
+from vllm_headroom.model import Failure, Reason, Source
+
+_LOCATION_CHARACTERS: Final = 200
+"""Enough for an address worth following; a header can be 100 kB long."""
+
+
+def failure(reason: Reason, message: str) -> Failure:
+    """Return the engine's failure."""
+    return Failure(source=Source.ENGINE, reason=reason, message=message)
+
+
+def without_user(url: httpx.URL) -> httpx.URL:
+    """Return the URL without user and password, fit to be shown."""
+    return url.copy_with(userinfo=b"")
+
+
+def refusal(response: httpx.Response, url: httpx.URL) -> Failure:
+    """Return what a status other than 200 means."""
+    answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
+    match response.status_code:
+        case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
+            advice = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page"
+            return failure(Reason.UNAUTHORIZED, f"{answer}: {advice}")
+        case HTTPStatus.NOT_FOUND:
+            advice = "correct HEADROOM_ENGINE_URL, vLLM serves its metrics at /metrics"
+            return failure(Reason.NOT_FOUND, f"{answer}: {advice}")
+    if response.has_redirect_location:
+        advice = "set HEADROOM_ENGINE_URL to the address of the page itself"
+        return failure(Reason.REDIRECT, f"{answer}, a redirect to {_location(response)}: {advice}")
+    return failure(Reason.HTTP_STATUS, f"{answer}: look for the cause in the engine's log")
+
+
+def broken_body(reason: Reason, url: httpx.URL, max_bytes: int) -> Failure:
+    """Return what it means that a body could not be read to its end."""
+    messages = {
+        Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send gzip or none",
+        Reason.TOO_LARGE: (
+            f"the page at {url} is larger than {max_bytes} bytes:"
+            " check that it is vLLM's, or raise HEADROOM_ENGINE_MAX_PAGE_BYTES"
+        ),
+        Reason.INCOMPLETE: f"{url} broke off its page: if it stays so, look for a proxy that cuts it",
+    }
+    return failure(reason, messages[reason])
+
+
+def no_answer(error: Exception, url: httpx.URL, timeout_seconds: float) -> Failure:
+    """Return what it means that a request ended in `error`, one of httpx's or the operating system's."""
+    match error:
+        case TimeoutError() | httpx.TimeoutException():
+            advice = "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS"
+            return failure(Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s: {advice}")
+        case httpx.LocalProtocolError():  # its text quotes the header, which may be a secret
+            return failure(
+                Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}: correct HEADROOM_ENGINE_HEADERS"
+            )
+        case httpx.RemoteProtocolError():  # its text quotes what was received
+            advice = "check that HEADROOM_ENGINE_URL names vLLM's own port, and https only if it serves that"
+            return failure(Reason.INCOMPLETE, f"{url} hung up or broke HTTP before it answered: {advice}")
+    return _no_connection(error, url)
+
+
+def _no_connection(error: Exception, url: httpx.URL) -> Failure:
+    for cause in _causes(error):
+        match cause:
+            case socket.gaierror() | UnicodeError():
+                advice = "correct the host in HEADROOM_ENGINE_URL, or the resolver"
+                return failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause}): {advice}")
+            case ssl.SSLError():
+                advice = "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http"
+                return failure(Reason.TLS, f"TLS with {url} failed ({cause}): {advice}")
+            case OSError(errno=int(number)):
+                return _unreachable(url, os.strerror(number))
+    return _unreachable(url, type(error).__name__)
+
+
+def _unreachable(url: httpx.URL, problem: str) -> Failure:
+    advice = "check that vLLM runs and that HEADROOM_ENGINE_URL names its host and port"
+    return failure(Reason.UNREACHABLE, f"no connection to {url} ({problem}): {advice}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Walk down to what happened: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
+    while error is not None:
+        yield error
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
+
+
+def _location(response: httpx.Response) -> str:
+    return str(without_user(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]

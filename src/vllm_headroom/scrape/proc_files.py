@@ -1,0 +1,99 @@
+"""What the files of one /proc say, read without holding anything between two reads."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_COMMAND_BYTES: Final = 4096
+"""Enough for the program and its first arguments; a command line can be megabytes long."""
+
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
+"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcEntry:
+    """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
+
+    A process title takes the place of the command line. pid and `started_seconds` (since boot) together name the
+    process; a pid alone is given to another one later.
+    """
+
+    pid: int
+    parent_pid: int
+    started_seconds: float
+    command: tuple[str, ...]
+
+
+def pids(proc: Path) -> frozenset[int]:
+    """Return the pid of every process that shows; raise OSError where there is no /proc."""
+    return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
+
+
+def entry(proc: Path, pid: int) -> ProcEntry | None:
+    """Return the process, or None when it has gone or is a zombie."""
+    try:
+        name, fields = _stat(proc, pid)
+        with (proc / str(pid) / "cmdline").open("rb") as file:
+            arguments = file.read(_COMMAND_BYTES).rstrip(b"\0")
+    except (OSError, ValueError):
+        return None
+    if fields[0] == "Z":
+        return None
+    command = tuple(arguments.decode(errors="replace").split("\0")) if arguments else (name,)
+    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command)
+
+
+def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
+    """Return the process's resident memory, or None when it has gone or another has got its pid.
+
+    A process that is exiting has no memory left and counts as gone.
+    """
+    try:
+        pages = int((proc / str(process.pid) / "statm").read_bytes().split()[1])
+        _, fields = _stat(proc, process.pid)  # after statm: the same process still being there vouches for both
+    except (OSError, ValueError, IndexError):
+        return None
+    same = fields[0] != "Z" and _started(fields) == process.started_seconds
+    return pages * _PAGE_BYTES if same and pages else None
+
+
+def boot_time_seconds(proc: Path) -> float:
+    """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
+    for line in (proc / "stat").read_text().splitlines():
+        if line.startswith("btime "):
+            return float(line.split()[1])
+    raise OSError(f"{proc / 'stat'} has no line btime")
+
+
+def sees_host_pids(proc: Path) -> bool:
+    """Tell whether this process is known to be in the machine's first PID namespace."""
+    try:
+        return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def own_pid(proc: Path) -> int:
+    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
+    return int((proc / "self").readlink().name)
+
+
+def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
+    """Return the name and the fields after it, of which proc(5) calls the first one 3; a name may hold any byte."""
+    text = (proc / str(pid) / "stat").read_bytes().decode(errors="replace")
+    name, _, rest = text.partition("(")[2].rpartition(") ")
+    fields = rest.split()
+    if len(fields) < 20:  # noqa: PLR2004 - up to field 22, the start time
+        raise ValueError(f"the stat of process {pid} is cut short")
+    return name, fields
+
+
+def _started(fields: list[str]) -> float:
+    return int(fields[19]) / _TICKS_PER_SECOND

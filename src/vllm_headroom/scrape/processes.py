@@ -1,0 +1,84 @@
+"""The engine's processes and their memory, read from /proc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from vllm_headroom.model import EngineProcess, Failure, ProcessReadings, Reason, Role, Source
+from vllm_headroom.scrape import proc_files
+from vllm_headroom.scrape.proc_files import ProcEntry
+from vllm_headroom.scrape.roles import engine_roles
+from vllm_headroom.scrape.worker import Worker
+
+
+class Processes:
+    """Finds vLLM's processes under `proc` and measures them.
+
+    A process that is new is looked at once; all of them are looked at again every `rescan_seconds` of `monotonic`,
+    because a process gets its title only after it has started, and whenever one of the engine's has gone.
+    """
+
+    def __init__(
+        self, *, proc: Path = Path("/proc"), monotonic: Callable[[], float], rescan_seconds: float = 15.0
+    ) -> None:
+        self._proc = proc
+        self._monotonic = monotonic
+        self._rescan_seconds = rescan_seconds
+        self._rescan_at_seconds = monotonic()
+        self._entries: dict[int, ProcEntry] = {}
+        self._roles: dict[int, Role] = {}
+        self._worker = Worker[ProcessReadings]("processes")
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+        """Return the engine's processes that are alive, and every pid that shows.
+
+        Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
+        TIMEOUT until it lets go. UNAVAILABLE where there is no /proc.
+        """
+        try:
+            return await self._worker.call(self._read, timeout_seconds)
+        except TimeoutError:
+            message = (
+                f"{self._proc} did not answer within {timeout_seconds:g} s: "
+                "look for processes in state D, which a hung driver holds"
+            )
+            return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
+        except OSError as error:
+            message = f"{self._proc} cannot be read ({error.strerror or error}): mount it, readable for this user"
+            return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=message)
+
+    def _read(self) -> ProcessReadings:
+        pids = proc_files.pids(self._proc)
+        if self._monotonic() >= self._rescan_at_seconds or not pids >= self._roles.keys():
+            self._forget()
+        engine = self._engine(pids)
+        if len(engine) < len(self._roles):
+            self._forget()
+            engine = self._engine(pids)
+        sees_host_pids = proc_files.sees_host_pids(self._proc)
+        return ProcessReadings(engine=engine, visible_pids=pids, sees_host_pids=sees_host_pids)
+
+    def _forget(self) -> None:
+        self._entries = {}
+        self._rescan_at_seconds = self._monotonic() + self._rescan_seconds
+
+    def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
+        known = ((pid, self._entries.get(pid) or proc_files.entry(self._proc, pid)) for pid in pids)
+        self._entries = {pid: entry for pid, entry in known if entry}
+        self._roles = engine_roles(self._entries, proc_files.own_pid(self._proc))
+        found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
+        return tuple(process for process in found if process)
+
+    def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
+        rss_bytes = proc_files.resident_bytes(self._proc, entry)
+        if rss_bytes is None:
+            return None
+        started_at_seconds = self._boot_time_seconds + entry.started_seconds
+        return EngineProcess(pid=entry.pid, role=role, rss_bytes=rss_bytes, started_at_seconds=started_at_seconds)
+
+    @cached_property
+    def _boot_time_seconds(self) -> float:
+        """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
+        return proc_files.boot_time_seconds(self._proc)

@@ -1,0 +1,24 @@
+"""A page of many data-parallel engines, made from the recorded page of one."""
+
+from __future__ import annotations
+
+import re
+
+from tests.contract.recorded import FOLDER
+
+
+def data_parallel_page(engines: int, version: str = "0.32.0") -> str:
+    """Repeat every series of the engine for each rank, as a multi-process server shows them.
+
+    `num_gpu_blocks` becomes the sum over all engines on each of them, process_* and `_created` go.
+    """
+    page = (FOLDER / f"vllm-{version}" / "load-waiting.prom").read_text()
+    page = re.sub(r'num_gpu_blocks="(\d+)"', lambda found: f'num_gpu_blocks="{int(found[1]) * engines}"', page)
+    kept = (line for line in page.splitlines() if not re.match(r"process_|\S+_created", line))
+    return "".join(
+        line.replace('engine="0"', f'engine="{rank}"') + "\n" for line in kept for rank in _ranks(line, engines)
+    )
+
+
+def _ranks(line: str, engines: int) -> range:
+    return range(engines if 'engine="0"' in line else 1)

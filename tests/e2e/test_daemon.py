@@ -1,0 +1,222 @@
+"""The real process: its whole life, over real sockets and a C library as NVML."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.contract.recorded import FOLDER
+from tests.fakes.engine_server import Answer, EngineServer, cut, hang, page, with_head
+from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.process import Page, daemon, eventually
+
+RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
+FAST = {"SAMPLE_INTERVAL_SECONDS": "0.1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.05"}
+PATIENT = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.5"}
+"""For what must be answered within an interval on a machine that may be busy."""
+
+EVERY_ENGINE_SERIES = "headroom_engine_"
+
+
+def engine_is(*, up: bool) -> Callable[[Page], bool]:
+    return lambda page: page.value("source_up", source="engine") == up
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeNvml:
+    return FakeNvml(tmp_path, [FakeGpu(uuid=f"GPU-{index}", used_bytes=index * GIB) for index in range(1, 4)])
+
+
+def test_both_sides_are_on_one_page(nvml: FakeNvml) -> None:
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST, **nvml.environment()) as running:
+        seen = running.sees(engine_is(up=True), "the engine answers")
+
+        assert seen.value("engine_requests_running", model_name="tiny", engine="0") == 8
+        assert seen.value("engine_requests_waiting") == 16
+        assert seen.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
+        assert seen.value("source_up", source="nvml") == 1
+        assert seen.value("sample_skew_seconds") < 1
+        assert seen.value("sample_age_seconds") < 60
+        assert not seen.has("memory_reported_bytes"), "none of three GPUs may be taken for the engine's by a guess"
+        assert "cannot tell which GPUs the engine uses" in running.log()
+
+
+def test_gpus_named_by_the_operator_are_compared(nvml: FakeNvml) -> None:
+    budget_page = RECORDED.replace('kv_cache_memory_bytes="1073741824"', 'kv_cache_memory_bytes="None"')
+    settings = {"GPUS": "GPU-2,0", **FAST, **nvml.environment()}
+    with EngineServer(page(budget_page)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
+        seen = running.sees(lambda page: page.has("memory_reported_bytes"), "the budget is known")
+
+        assert seen.value("memory_reported_bytes", uuid="GPU-2", basis="budget") == 0.92 * 80 * GIB
+        assert seen.value("memory_discrepancy_bytes", uuid="GPU-1") == GIB - 0.92 * 80 * GIB
+        assert not seen.has("memory_reported_bytes", uuid="GPU-3")
+
+
+def test_an_engine_that_appears_late_is_found() -> None:
+    with EngineServer(page(RECORDED)) as first:
+        port = first.port
+    with daemon(ENGINE_URL=f"http://127.0.0.1:{port}", **FAST) as running:
+        running.sees(engine_is(up=False), "nothing listens yet")
+        with EngineServer(page(RECORDED), port=port):
+            running.sees(engine_is(up=True), "the engine answers")
+        assert running.log().count("reason=unreachable") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (hang, "timeout"),
+        (cut(with_head(RECORDED.encode()[:20_000], length=50_000)), "incomplete"),
+        (page("x" * 50_000_000), "too_large"),
+        (page("<html>log in</html>"), "not_metrics"),
+        (page("gone", status="404 Not Found"), "not_found"),
+        (page("", status="302 Found", headers=("Location: http://elsewhere/",)), "redirect"),
+    ],
+    ids=["hangs", "half-a-page", "50-MB", "HTML", "404", "redirect"],
+)
+def test_a_broken_page_costs_the_engines_half_only(answer: Answer, reason: str, nvml: FakeNvml) -> None:
+    with EngineServer(page(RECORDED)) as engine:
+        settings = {"ENGINE_URL": engine.url, "ENGINE_TIMEOUT_SECONDS": "1", **PATIENT, **nvml.environment()}
+        with daemon(**settings) as running:
+            running.sees(engine_is(up=True), "the engine answers")
+
+            engine.answer = answer
+            seen = running.sees(engine_is(up=False), "the engine fails")
+
+            assert not seen.names(EVERY_ENGINE_SERIES), "stale is gone"
+            assert not seen.has("input_available")
+            assert seen.value("source_failures_total", source="engine", reason=reason) >= 1
+            assert seen.has("source_last_success_timestamp_seconds", source="engine")
+            assert seen.value("gpu_memory_used_bytes", uuid="GPU-1") == GIB
+            assert running.get("/healthz").status_code == 200
+
+            engine.answer = page(RECORDED)
+            running.sees(engine_is(up=True), "the engine answers again")
+            assert running.log().count('event="source failed" source=engine') == 1
+            assert running.log().count('event="source answers" source=engine') == 2
+
+
+def test_an_engine_that_restarts_counts_from_zero() -> None:
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST) as running:
+        running.sees(lambda page: page.value("engine_prompt_tokens_total") == 512, "the first life")
+
+        engine.answer = page((FOLDER / "vllm-0.32.0" / "first-scrape-ever.prom").read_text())
+        seen = running.sees(lambda page: page.value("engine_prompt_tokens_total") == 0, "the second life")
+
+        assert not seen.has("engine_prefix_cache_hit_ratio")
+
+
+def test_scrapes_are_served_at_once_while_the_engine_hangs(nvml: FakeNvml) -> None:
+    with EngineServer(hang) as engine, daemon(ENGINE_URL=engine.url, **PATIENT, **nvml.environment()) as running:
+        running.sees(lambda page: page.has("source_up"), "the first sample")
+        with ThreadPoolExecutor(8) as clients:
+            texts = list(clients.map(lambda _: running.get("/metrics").text, range(80)))
+
+        assert all(Page(text).value("source_up", source="engine") == 0 for text in texts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_status_0_while_everything_hangs(number: int, nvml: FakeNvml) -> None:
+    nvml.hangs["nvmlDeviceGetMemoryInfo_v2"] = 3600
+    nvml.write()
+    with EngineServer(hang) as engine, daemon(ENGINE_URL=engine.url, **nvml.environment()) as running:
+        eventually(lambda: engine.requests and "nvmlDeviceGetMemoryInfo_v2 GPU-1" in nvml.calls(), "both sides hang")
+
+        status, _ = running.stop(number)
+
+        assert status == 0
+        assert "Traceback" not in running.log()
+
+
+def test_a_gpu_that_is_lost_costs_only_itself(nvml: FakeNvml) -> None:
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST, **nvml.environment()) as running:
+        running.sees(lambda page: page.value("gpu_up", uuid="GPU-2") == 1, "the GPU answers")
+
+        nvml.gpus[1].errors["all"] = 15
+        nvml.write()
+        seen = running.sees(lambda page: page.value("gpu_up", uuid="GPU-2") == 0, "the GPU is lost")
+
+        assert not seen.has("gpu_memory_used_bytes", uuid="GPU-2")
+        assert seen.value("gpu_memory_used_bytes", uuid="GPU-3") == 3 * GIB
+        assert seen.value("source_up", source="nvml") == 1
+
+
+def test_without_the_library_the_engines_half_works() -> None:
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST) as running:
+        seen = running.sees(engine_is(up=True), "the engine answers")
+
+        if seen.value("source_up", source="nvml") == 1:
+            pytest.skip("this machine has an NVIDIA driver")
+        assert seen.value("source_failures_total", source="nvml", reason="library_missing") >= 1
+        assert not seen.names("headroom_gpu_")
+
+
+@pytest.mark.parametrize("code", [18, 999])
+def test_what_only_a_new_container_mends_ends_with_status_3(code: int, nvml: FakeNvml) -> None:
+    nvml.errors["nvmlInitWithFlags"] = code
+    nvml.write()
+    with daemon(GPU_FATAL_GRACE_SECONDS="0.3", **FAST, **nvml.environment()) as running:
+        assert running.process.wait(60) == 3
+        assert "level=critical" in running.log()
+
+
+def test_the_engines_processes_are_found_and_their_gpu_is_taken(nvml: FakeNvml) -> None:
+    title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 600"]
+    with subprocess.Popen(title) as core:
+        nvml.gpus[1].processes = {core.pid: GIB}
+        nvml.write()
+        try:
+            with daemon(**FAST, **nvml.environment()) as running:
+                seen = running.sees(lambda page: page.has("gpu_info", attribution="process"), "the GPU is taken")
+                assert seen.value("gpu_info", uuid="GPU-2", attribution="process") == 1
+                assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="engine") == GIB
+                assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="unattributed") == GIB
+                assert seen.value("host_memory_bytes", process="engine_core") > 0
+        finally:
+            core.kill()
+
+
+def test_bad_settings_end_it_with_status_2_and_a_line_each() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "--sample-interval-seconds", "0", "--listen-port", "http"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HEADROOM_ENGINE_ULR": "x"},
+    )
+
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 3
+    assert result.stdout == ""
+
+
+def test_an_address_in_use_ends_it_with_status_2(nvml: FakeNvml) -> None:
+    with daemon(**nvml.environment()) as running:
+        port = running.url.rpartition(":")[2]
+        result = subprocess.run(
+            [sys.executable, "-m", "vllm_headroom", "--listen-host", "127.0.0.1", "--listen-port", port],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert result.returncode == 2
+    assert "cannot listen" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_demo_says_that_it_is_one() -> None:
+    with daemon("demo", "--scenario", "healthy", "--speed", "60") as running:
+        seen = running.sees(lambda page: page.has("engine_prefix_cache_hit_ratio"), "the demo samples")
+
+        assert 'model_name="simulated' in seen.text
+        assert "simulated" in running.get("/").text
+        assert "simulated" in running.log()
+        assert running.stop()[0] == 0

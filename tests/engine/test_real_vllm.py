@@ -1,0 +1,148 @@
+"""The daemon beside a real vLLM: its numbers against what the client knows. Run by `make engine-test`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.process import Daemon, daemon, eventually
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+FOLDER = Path(os.environ.get("ENGINE_FOLDER", HERE.parent.parent / ".engine"))
+TINY_CAPACITY_TOKENS = 2_097_152
+"""1 GiB of KV cache at 2 layers x 2 KV heads x 32 x 2 (key, value) x 2 bytes = 512 bytes a token."""
+
+
+@dataclass
+class Engine:
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def complete(self, prompt: str, tokens: int) -> dict[str, int]:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
+        answer.raise_for_status()
+        usage: dict[str, int] = answer.json()["usage"]
+        return usage
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{300 + (first + step) % 1000}" for step in range(count))
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (FOLDER / "serve.log").open("wb") as log:
+        process = subprocess.Popen(
+            [HERE / "serve.sh", FOLDER, str(port)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: answers(f"{url}/metrics"), "vLLM answers", deadline_seconds=300)
+        yield Engine(url=url, process=process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def beside(engine: Engine) -> Iterator[Daemon]:
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.25", KV_BYTES_PER_TOKEN="512") as running:
+        yield running
+
+
+def test_the_capacity_is_what_the_engine_was_given(beside: Daemon) -> None:
+    page = beside.sees(lambda page: page.has("engine_info"), "the engine is found")
+
+    assert page.value("source_up", source="engine") == 1
+    assert page.value("engine_kv_cache_capacity_tokens", model_name="tiny", engine="0") == TINY_CAPACITY_TOKENS
+    assert page.value("engine_kv_cache_capacity_bytes", model_name="tiny", engine="0") == 2**30
+    assert page.value("engine_awake", model_name="tiny") == 1
+
+
+def test_counters_are_the_clients_counts(engine: Engine, beside: Daemon) -> None:
+    before = beside.page()
+    usages = [engine.complete(words(17 * turn, 40), 5) for turn in range(4)]
+
+    page = beside.sees(
+        lambda page: page.value("engine_requests_finished_total") == before.value("engine_requests_finished_total") + 4,
+        "four more requests have finished",
+    )
+
+    for name, key in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
+        total = f"engine_{name}_tokens_total"
+        assert page.value(total) - before.value(total) == sum(usage[key] for usage in usages)
+
+
+def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> None:
+    with ThreadPoolExecutor(24) as pool:
+        requests = [pool.submit(engine.complete, words(31 * turn, 64), 1500) for turn in range(24)]
+        page = beside.sees(
+            lambda page: page.value("engine_requests_running") == 16 and page.value("engine_requests_waiting") == 8,
+            "16 requests run (--max-num-seqs 16) and 8 of 24 wait",
+        )
+        for request in requests:
+            request.cancel()
+        assert 64 <= page.value("engine_kv_cache_tokens_per_running_request") <= 64 + 1500 + 128
+        assert page.value("engine_kv_cache_bytes_per_running_request") == pytest.approx(
+            512 * page.value("engine_kv_cache_tokens_per_running_request")
+        )
+        assert page.value("engine_additional_requests") > 1000
+
+    beside.sees(lambda page: page.value("engine_requests_running") == 0, "all have finished")
+
+
+def test_repeated_prompts_are_prefix_hits(engine: Engine, beside: Daemon) -> None:
+    before = beside.page()
+    prompt = words(500, 512)
+    for _ in range(5):
+        engine.complete(prompt, 2)
+
+    page = beside.sees(
+        lambda page: page.value("engine_requests_finished_total") == before.value("engine_requests_finished_total") + 5,
+        "five more requests have finished",
+    )
+
+    queries = page.value("engine_prefix_cache_queries_total") - before.value("engine_prefix_cache_queries_total")
+    hits = page.value("engine_prefix_cache_hits_total") - before.value("engine_prefix_cache_hits_total")
+    assert queries == 5 * 512
+    assert hits == 4 * (512 - 128)  # the last block of 128 tokens is always computed, and the first request has no hit
+    assert page.value("engine_prefix_cache_hit_ratio") > 0
+
+
+def test_the_engines_processes_are_found(beside: Daemon) -> None:
+    page = beside.sees(lambda page: page.has("host_memory_bytes", process="engine_core"), "the engine core is found")
+
+    assert page.value("host_memory_bytes", process="api_server") > 50 * 2**20
+    assert page.value("host_memory_bytes", process="engine_core") > 50 * 2**20
+
+
+def test_killing_the_engine_removes_its_series(engine: Engine, beside: Daemon) -> None:
+    os.killpg(engine.process.pid, signal.SIGKILL)
+
+    page = beside.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine is down")
+
+    assert not page.names("headroom_engine_")
+    assert not page.has("input_available")
+    beside.sees(lambda page: not page.has("host_memory_bytes"), "its processes are gone")

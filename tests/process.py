@@ -1,0 +1,126 @@
+"""The real daemon as a process, and its page as values."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+T = TypeVar("T")
+
+DEADLINE_SECONDS = 60.0
+"""Far beyond what anything here takes: waiting ends when the condition holds, this only ends a test that failed."""
+
+
+def eventually(condition: Callable[[], T | None], what: str, deadline_seconds: float = DEADLINE_SECONDS) -> T:
+    """Return the first true value of `condition`; fail when the deadline passes first."""
+    ends = time.monotonic() + deadline_seconds
+    while time.monotonic() < ends:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    message = f"waited {deadline_seconds:g} s in vain: {what}"
+    raise AssertionError(message)
+
+
+class Page:
+    """One scrape: values by metric name and labels."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._values: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._values.setdefault(sample.name, []).append((sample.labels, sample.value))
+
+    def has(self, name: str, **labels: str) -> bool:
+        return bool(self._matching(name, labels))
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return the one value of this name among these labels."""
+        (value,) = self._matching(name, labels)
+        return value
+
+    def names(self, prefix: str) -> set[str]:
+        return {name for name in self._values if name.startswith(prefix)}
+
+    def _matching(self, name: str, labels: Mapping[str, str]) -> list[float]:
+        return [value for has, value in self._values.get(f"headroom_{name}", []) if labels.items() <= has.items()]
+
+
+class Daemon:
+    """A running vllm-headroom; its log is in a file."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self._log = log
+        found = eventually(
+            lambda: re.search(r"\blistening\b.*\bport=(\d+)", self.log()) or self._ended(), "the daemon listens"
+        )
+        assert isinstance(found, re.Match), self.log()
+        self.url = f"http://127.0.0.1:{found[1]}"
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=headers, timeout=10)
+
+    def page(self) -> Page:
+        return Page(self.get("/metrics").text)
+
+    def sees(self, condition: Callable[[Page], object], what: str) -> Page:
+        """Return the first page for which `condition` holds."""
+
+        def look() -> Page | None:
+            page = self.page()
+            try:
+                return page if condition(page) else None
+            except ValueError:  # the value is not on this page
+                return None
+
+        return eventually(look, what)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
+        """Send a signal; return the exit status and the seconds it took."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        return status, time.monotonic() - began
+
+    def _ended(self) -> bool:
+        return self.process.poll() is not None
+
+
+@contextmanager
+def daemon(*arguments: str, **environment: str) -> Iterator[Daemon]:
+    """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full."""
+    settings = {
+        name if name in {"LD_LIBRARY_PATH", "NVML_FAKE_FILE"} else f"HEADROOM_{name}": value
+        for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vllm_headroom", *arguments],
+                env={**os.environ, **settings},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            yield Daemon(process, log)
+        finally:
+            process.kill()
+            process.wait(30)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.derive.attribution_ticks import GIB, MIB, NO_PROC, device, engine, gpus, last, ledger
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+
+
+def test_the_ledger_leaves_pids_that_do_not_show_unattributed() -> None:
+    readings = gpus(device(0, (7, 3), (8, 4), (99, 5), (12345, 6)))
+    (gpu,) = last((readings, engine(7, 8, visible=(99,))))
+
+    assert (gpu.engine_bytes, gpu.other_bytes) == (7, 5)
+    assert gpu.held_bytes == 7
+    assert gpu.process_count == 4
+
+
+def test_the_ledger_covers_devices_that_are_not_the_engines() -> None:
+    seen = last((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,))))
+
+    assert ledger(seen) == [(3, 0), (0, 5)]
+
+
+def test_an_engine_that_has_gone_holds_nothing() -> None:
+    readings = gpus(device(0, (99, 5)))
+    (gpu,) = last((gpus(device(0, (7, 3))), engine(7)), (readings, engine(visible=(99,))))
+
+    assert (gpu.engine_bytes, gpu.other_bytes, gpu.held_bytes) == (0, 5, 0)
+
+
+@pytest.mark.parametrize("processes", [engine(visible=(99,)), engine(7, visible=(99,)), NO_PROC])
+def test_before_the_engine_was_seen_on_a_device_nothing_is_known(processes: ProcessReadings | Failure) -> None:
+    (gpu,) = last((gpus(device(0, (99, 5))), processes))
+
+    assert (gpu.engine_bytes, gpu.other_bytes) == (None, None)
+    assert gpu.held_bytes == 80 * GIB
+    assert gpu.process_count == 1
+
+
+@pytest.mark.parametrize(
+    "blind",
+    [
+        (gpus(device(0, (7, 3))), NO_PROC),
+        (gpus(device(0, listed=False)), engine(7)),
+        (gpus(device(0, (7, 3), memory=False)), engine(7)),
+    ],
+    ids=["no /proc", "no process list", "no memory info"],
+)
+def test_what_was_known_is_not_kept(blind: tuple[GpuReadings, ProcessReadings | Failure]) -> None:
+    assert ledger(last((gpus(device(0, (7, 3))), engine(7)), blind)) == [(None, None)]
+
+
+def test_a_list_that_cannot_be_read_has_no_count_and_an_empty_one_has_none_in_it() -> None:
+    assert [gpu.process_count for gpu in last((gpus(device(0, listed=False), device(1)), NO_PROC))] == [None, 0]
+
+
+@pytest.mark.parametrize(
+    ("engine_holds", "other_holds", "expected"),
+    [(None, 5, (None, 5)), (3, None, (3, None)), (None, None, (None, None)), (None, 10 * MIB, (None, 10 * MIB))],
+)
+def test_memory_the_driver_does_not_tell_makes_that_side_unknown(
+    engine_holds: int | None, other_holds: int | None, expected: tuple[int | None, int | None]
+) -> None:
+    readings = gpus(device(0, (7, engine_holds), (8, 0), (99, other_holds)))
+
+    assert ledger(last((readings, engine(7, 8, visible=(99,))))) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("engine_holds", "other_holds", "expected"),
+    [
+        (GIB, 0, (GIB, 0)),
+        (GIB + 64 * MIB, 0, (GIB, 0)),
+        (GIB + 64 * MIB + 1, 0, (None, None)),
+        (GIB - MIB, 3 * MIB, (GIB - MIB, MIB)),
+        (GIB + MIB, 3 * MIB, (GIB, 0)),
+        (GIB - MIB, 66 * MIB, (None, None)),
+        (None, GIB + MIB, (None, GIB)),
+        (None, GIB + 65 * MIB, (None, None)),
+    ],
+)
+def test_a_small_excess_is_a_race_and_a_large_one_another_namespace(
+    engine_holds: int | None, other_holds: int, expected: tuple[int | None, int | None]
+) -> None:
+    readings = gpus(device(0, (7, engine_holds), (99, other_holds), used=GIB))
+
+    assert ledger(last((readings, engine(7, visible=(99,))))) == [expected]
+
+
+HOLDERS = st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(0, 96 * GIB)), max_size=6)
+DEVICES = st.lists(st.tuples(HOLDERS, st.integers(0, 96 * GIB)), max_size=3)
+PROCESSES = st.builds(engine, st.integers(1, 4), st.integers(1, 4), visible=st.just((5, 6, 7)), host=st.booleans())
+TICKS = st.lists(st.tuples(DEVICES, PROCESSES | st.just(NO_PROC)), min_size=1, max_size=4)
+
+
+@given(ticks=TICKS, listed=st.lists(st.sampled_from(["0", "GPU-1"])).map(tuple))
+def test_the_ledger_is_never_negative_nor_above_what_is_used(
+    ticks: list[tuple[list[tuple[list[tuple[int, int | None]], int]], ProcessReadings | Failure]],
+    listed: tuple[str, ...],
+) -> None:
+    readings = [
+        (gpus(*(device(index, *holders, used=used) for index, (holders, used) in enumerate(devices))), processes)
+        for devices, processes in ticks
+    ]
+
+    for gpu in last(*readings, selection=Selection(listed=listed)):
+        engine_bytes, other_bytes = gpu.engine_bytes or 0, gpu.other_bytes or 0
+        assert gpu.reading.memory is not None
+        assert 0 <= engine_bytes <= engine_bytes + other_bytes <= gpu.reading.memory.used_bytes

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.parse.exposition import page_failure, wanted_samples
+
+WANTED = "vllm:(?:num_requests_running|cache_config_info)|process_start_time_seconds"
+
+
+@pytest.mark.parametrize(
+    ("page", "quoted"),
+    [
+        ("<!DOCTYPE html>\n<html><body>Log in</body></html>\n", "'<!DOCTYPE html> <html><body>Log in</body></html>'"),
+        ('{"error": "unauthorized"}', '\'{"error": "unauthorized"}\''),
+        ("[]\n", "'[]'"),
+        ("Not Found", "'Not Found'"),
+        ("# just a remark\n", "'# just a remark'"),
+        ("\x8b\x08\x00", "'\\x8b\\x08\\x00'"),
+    ],
+)
+def test_a_page_without_a_line_of_metrics_is_quoted_in_the_failure(page: str, quoted: str) -> None:
+    assert page_failure(page) == Failure(
+        source=Source.ENGINE,
+        reason=Reason.NOT_METRICS,
+        message=f"The engine's page is not metrics, it starts with {quoted}: "
+        "point HEADROOM_ENGINE_URL at vLLM's own /metrics, past any proxy that wants a login.",
+    )
+
+
+def test_a_long_foreign_page_is_quoted_in_part() -> None:
+    failure = page_failure("<html>" + "x" * 10_000)
+
+    assert failure is not None
+    assert f"'<html>{'x' * 54}…'" in failure.message
+
+
+@pytest.mark.parametrize("page", ["", "\n", " \n\n"])
+def test_an_empty_page_is_no_failure(page: str) -> None:
+    assert page_failure(page) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# HELP up Is it up.",
+        "# TYPE up gauge",
+        "# EOF",
+        "up 1",
+        "up NaN",
+        "up -Inf",
+        "up +1.5e-07 1700000000000",
+        "up\t.5 ",
+        'vllm:up{a="}",b="\\"} x"} 3.0',
+        "up 1\r",
+    ],
+)
+def test_one_line_of_metrics_makes_a_page(line: str) -> None:
+    assert page_failure(f"\n{line}\n") is None
+
+
+def test_a_page_whose_last_line_does_not_end_is_cut_off() -> None:
+    assert page_failure('# TYPE up gauge\nup 1\nvllm:num_requests_running{engine="0",mod') == Failure(
+        source=Source.ENGINE,
+        reason=Reason.INCOMPLETE,
+        message="The engine's page is cut off, it ends with 'vllm:num_requests_running{engine=\"0\",mod': "
+        "look for a proxy that limits the answer, or an engine that died in the middle of it.",
+    )
+
+
+def test_the_end_mark_of_openmetrics_ends_a_page_without_a_line_feed() -> None:
+    assert page_failure("up 1\n# EOF") is None
+
+
+def test_only_samples_of_the_wanted_names_come_out() -> None:
+    page = (
+        "process_start_time_seconds 5.0\n"
+        "# HELP vllm:num_requests_running Number of requests.\n"
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{model_name="m"} 3.0\n'
+        'vllm:num_requests_running_created{model_name="m"} 1.7e9\n'
+        'vllm:num_requests_running_total{model_name="m"} 4.0\n'
+        'not_vllm:num_requests_running{model_name="m"} 5.0\n'
+        'other{text="vllm:num_requests_running 6"} 6.0\n'
+    )
+    samples = wanted_samples(page, WANTED)
+
+    assert not isinstance(samples, Failure)
+    assert [(sample.name, sample.labels, sample.value) for sample in samples] == [
+        ("process_start_time_seconds", {}, 5.0),
+        ("vllm:num_requests_running", {"model_name": "m"}, 3.0),
+    ]
+
+
+def test_labels_with_escapes_braces_and_commas_are_read_right() -> None:
+    samples = wanted_samples('vllm:num_requests_running{model_name="a\\"b\\\\c\\n,}{"} 1 1700000000000\n', WANTED)
+
+    assert not isinstance(samples, Failure)
+    assert [(sample.labels, sample.value) for sample in samples] == [({"model_name": 'a"b\\c\n,}{'}, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm:num_requests_running x",
+        'vllm:num_requests_running{model_name="m} 1',
+        'vllm:num_requests_running{model_name="m",model_name="n"} 1',
+        'vllm:num_requests_running{engine="0", ="m"} 1',
+    ],
+)
+def test_a_wanted_line_that_cannot_be_parsed_is_quoted_in_the_failure(line: str) -> None:
+    assert wanted_samples(f"up 1\nprocess_start_time_seconds 5.0\n{line}\n", WANTED) == Failure(
+        source=Source.ENGINE,
+        reason=Reason.MALFORMED,
+        message=f"The engine's page has a line that is not Prometheus text, {line!r}: "
+        "look for a proxy that rewrites the page, and report the line if there is none.",
+    )
+
+
+def test_an_unwanted_line_that_cannot_be_parsed_does_no_harm() -> None:
+    samples = wanted_samples("broken{ x\nprocess_start_time_seconds 5.0\n", WANTED)
+
+    assert not isinstance(samples, Failure)
+    assert [sample.value for sample in samples] == [5.0]

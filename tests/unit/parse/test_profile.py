@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from vllm_headroom.model import EngineReading
+from vllm_headroom.parse.profile import INPUTS, Combine, Fact, Profile
+from vllm_headroom.parse.profiles import PROFILES
+
+STEPS = {"kv_blocks", "kv_block_tokens"}
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_a_profile_fills_fields_of_a_reading(profile: Profile) -> None:
+    known = {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
+
+    assert {fact.field for fact in profile.facts} <= known | STEPS
+    assert len({fact.field for fact in profile.facts}) == len(profile.facts)
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_a_ratio_is_never_added_up(profile: Profile) -> None:
+    ratios = {fact.combine for fact in profile.facts if fact.field.endswith("_ratio")}
+
+    assert ratios <= {Combine.MEAN, Combine.SAME}
+
+
+def test_every_field_of_a_reading_is_an_input() -> None:
+    assert {field for _, field in INPUTS} == {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
+
+
+def test_vllm_offers_these_inputs_in_this_order() -> None:
+    assert [name for name, _ in PROFILES[0].inputs] == [
+        "requests_running",
+        "requests_waiting",
+        "requests_finished",
+        "preemptions",
+        "prompt_tokens",
+        "generation_tokens",
+        "kv_cache_usage",
+        "kv_cache_capacity",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "prefix_cache_hit_rate",
+        "sleep_state",
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "process_start_time",
+    ]
+
+
+def test_the_names_are_every_prefix_with_every_family_and_the_plain_ones() -> None:
+    profile = Profile(
+        name="x",
+        prefixes=("x:", "x."),
+        facts=(
+            Fact(field="running", families=("running", "busy")),
+            Fact(field="started_at_seconds", families=("start",), prefixed=False),
+        ),
+    )
+    candidates = ["x:running", "x.busy", "start", "x:start", "running", "xxbusy", "x:running_created"]
+
+    assert [name for name in candidates if re.fullmatch(profile.names_pattern, name)] == [
+        "x:running",
+        "x.busy",
+        "start",
+    ]

@@ -1,0 +1,108 @@
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_headroom.scrape.worker import Worker
+
+DEADLINE_SECONDS = 20.0
+SHORT_SECONDS = 0.05
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker[object]]:
+    worker: Worker[object] = Worker("test")
+    yield worker
+    worker.stop()
+    wait_for(lambda: not worker.is_alive)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_it_returns_what_the_function_returns_on_its_own_thread(worker: Worker[object]) -> None:
+    names = [asyncio.run(worker.call(lambda: threading.current_thread().name, DEADLINE_SECONDS)) for _ in range(2)]
+
+    assert names == ["test", "test"]
+
+
+def test_it_raises_what_the_function_raises(worker: Worker[object]) -> None:
+    def broken() -> object:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        asyncio.run(worker.call(broken, DEADLINE_SECONDS))
+
+
+def test_a_call_that_takes_too_long_is_dropped_and_the_next_one_answered(worker: Worker[object]) -> None:
+    released = threading.Event()
+
+    async def steps() -> None:
+        with pytest.raises(TimeoutError):
+            await worker.call(released.wait, SHORT_SECONDS)
+        released.set()
+        assert await worker.call(lambda: "next", DEADLINE_SECONDS) == "next"
+
+    asyncio.run(steps())
+
+
+def test_a_call_that_timed_out_before_its_turn_is_never_made(worker: Worker[object]) -> None:
+    released, made = threading.Event(), []
+
+    async def steps() -> None:
+        for function in (released.wait, lambda: made.append("second")):
+            with pytest.raises(TimeoutError):
+                await worker.call(function, SHORT_SECONDS)
+        released.set()
+        await worker.call(lambda: made.append("third"), DEADLINE_SECONDS)
+
+    asyncio.run(steps())
+
+    assert made == ["third"]
+
+
+def test_it_serves_a_new_loop_after_the_one_it_answered_to_has_closed(worker: Worker[object]) -> None:
+    released = threading.Event()
+    with pytest.raises(TimeoutError):
+        asyncio.run(worker.call(released.wait, SHORT_SECONDS))
+    released.set()
+
+    assert asyncio.run(worker.call(lambda: "answer", DEADLINE_SECONDS)) == "answer"
+
+
+def test_a_stopped_worker_lives_until_its_call_returns() -> None:
+    worker: Worker[bool] = Worker("test")
+    released = threading.Event()
+    with pytest.raises(TimeoutError):
+        asyncio.run(worker.call(released.wait, SHORT_SECONDS))
+    worker.stop()
+    assert worker.is_alive
+
+    released.set()
+    wait_for(lambda: not worker.is_alive)
+
+
+def test_the_process_ends_while_a_call_hangs() -> None:
+    script = (
+        "import asyncio, threading\n"
+        "from vllm_headroom.scrape.worker import Worker\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await Worker('test').call(threading.Event().wait, 0.1)\n"
+        "    except TimeoutError:\n"
+        "        print('timed out')\n"
+        "asyncio.run(main())\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS
+    )
+
+    assert process.stdout == "timed out\n"
