@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_URL ?=
+ENGINE_FOLDER ?= .engine
 
 .PHONY: run test check bench engine-test gpu-test clean
 
@@ -29,8 +30,8 @@ bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench
 
 engine-test: $(VENV)/.test
-	tests/engine/setup.sh .engine
-	$(BIN)/pytest -m engine -s tests/engine
+	tests/engine/setup.sh $(ENGINE_FOLDER)
+	ENGINE_FOLDER=$(ENGINE_FOLDER) $(BIN)/pytest -m engine -s tests/engine
 
 gpu-test: $(VENV)/.test
 	$(BIN)/pytest -m gpu -s tests/gpu

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from tests.process import Daemon, daemon, eventually
 pytestmark = pytest.mark.engine
 
 HERE = Path(__file__).parent
-FOLDER = Path(os.environ.get("ENGINE_FOLDER", HERE.parent.parent / ".engine"))
+FOLDER = Path(os.environ.get("ENGINE_FOLDER", ".engine")).resolve()
 TINY_CAPACITY_TOKENS = 2_097_152
 """1 GiB of KV cache at 2 layers x 2 KV heads x 32 x 2 (key, value) x 2 bytes = 512 bytes a token."""
 
@@ -35,6 +36,12 @@ class Engine:
         answer.raise_for_status()
         usage: dict[str, int] = answer.json()["usage"]
         return usage
+
+    def stream(self, prompt: str, tokens: int) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=300) as answer:
+            for _ in answer.iter_raw():
+                pass
 
 
 def words(first: int, count: int) -> str:
@@ -68,7 +75,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def beside(engine: Engine) -> Iterator[Daemon]:
-    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.25", KV_BYTES_PER_TOKEN="512") as running:
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2", KV_BYTES_PER_TOKEN="512") as running:
         yield running
 
 
@@ -96,20 +103,28 @@ def test_counters_are_the_clients_counts(engine: Engine, beside: Daemon) -> None
 
 
 def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> None:
-    with ThreadPoolExecutor(24) as pool:
-        requests = [pool.submit(engine.complete, words(31 * turn, 64), 1500) for turn in range(24)]
-        page = beside.sees(
-            lambda page: page.value("engine_requests_running") == 16 and page.value("engine_requests_waiting") == 8,
-            "16 requests run (--max-num-seqs 16) and 8 of 24 wait",
-        )
-        for request in requests:
-            request.cancel()
-        assert 64 <= page.value("engine_kv_cache_tokens_per_running_request") <= 64 + 1500 + 128
-        assert page.value("engine_kv_cache_bytes_per_running_request") == pytest.approx(
-            512 * page.value("engine_kv_cache_tokens_per_running_request")
-        )
-        assert page.value("engine_additional_requests") > 1000
+    seen = threading.Event()
 
+    def keep_one_in_flight(client: int) -> None:
+        while not seen.is_set():
+            engine.stream(words(31 * client, 64), 1500)
+
+    with ThreadPoolExecutor(24) as pool:
+        clients = [pool.submit(keep_one_in_flight, client) for client in range(24)]
+        try:
+            page = beside.sees(
+                lambda page: page.value("engine_requests_running") == 16 and page.value("engine_requests_waiting") == 8,
+                "16 requests run (--max-num-seqs 16) and 8 of 24 wait",
+            )
+        finally:
+            seen.set()
+        for client in clients:
+            client.result()
+    assert 64 <= page.value("engine_kv_cache_tokens_per_running_request") <= 64 + 1500 + 128
+    assert page.value("engine_kv_cache_bytes_per_running_request") == pytest.approx(
+        512 * page.value("engine_kv_cache_tokens_per_running_request")
+    )
+    assert page.value("engine_additional_requests") > 1000
     beside.sees(lambda page: page.value("engine_requests_running") == 0, "all have finished")
 
 

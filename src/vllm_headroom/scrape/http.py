@@ -58,7 +58,7 @@ class PageReader:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await self._page()
-        except (TimeoutError, httpx.HTTPError, OSError, UnicodeError) as error:
+        except (TimeoutError, httpx.HTTPError, OSError) as error:
             problem = no_answer(error, self._url, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed

@@ -75,7 +75,7 @@ def no_answer(error: Exception, url: httpx.URL, timeout_seconds: float) -> Failu
 def _no_connection(error: Exception, url: httpx.URL) -> Failure:
     for cause in _causes(error):
         match cause:
-            case socket.gaierror() | UnicodeError():
+            case socket.gaierror():
                 advice = "correct the host in HEADROOM_ENGINE_URL, or the resolver"
                 return failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause}): {advice}")
             case ssl.SSLError():

@@ -57,16 +57,14 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int) -> dict[int, Ro
 
 
 def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
+    """Return the role by name; a fork that has not taken another name is no second one of its parent."""
     forked = parent is not None and process.command == parent.command
-    return _titled_role(process.command) or (None if forked else _named_role(process.command)) or Role.OTHER
+    return (None if forked else _named_role(process.command)) or Role.OTHER
 
 
 def _named_role(command: tuple[str, ...]) -> Role | None:
-    return _titled_role(command) or (Role.API_SERVER if _serves(command) else None)
-
-
-def _titled_role(command: tuple[str, ...]) -> Role | None:
-    return next((role for title, role in _TITLES if command[0].startswith(title)), None)
+    titled = next((role for title, role in _TITLES if command[0].startswith(title)), None)
+    return titled or (Role.API_SERVER if _serves(command) else None)
 
 
 def _serves(command: tuple[str, ...]) -> bool:

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+import httpx
 import pytest
 import uvloop
 
@@ -12,6 +13,7 @@ from tests.fakes import engine_server
 from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
 from vllm_headroom.model import REASONS, Failure, Reason, Source
 from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.scrape.http_failures import no_answer
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 NO_SUCH_HOST = ".".join(["a" * 60] * 5)  # longer than a name may be: refused before anybody is asked
@@ -58,8 +60,13 @@ def test_a_port_where_nobody_listens_is_unreachable(fail: Fail) -> None:
     )
 
 
-def test_a_host_with_several_addresses_is_unreachable_when_all_are(fail: Fail) -> None:
-    problem = fail(f"http://localhost:{free_port()}/metrics")
+def test_a_host_with_several_addresses_is_unreachable_when_all_are() -> None:
+    attempts = ExceptionGroup("multiple connection attempts failed", [ConnectionRefusedError(111, "::1"), OSError()])
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = OSError("All connection attempts failed")
+    error.__cause__.__cause__ = attempts  # as anyio raises it; how many addresses localhost has depends on the machine
+
+    problem = no_answer(error, httpx.URL("http://localhost/metrics"), 1.0)
 
     assert problem.reason is Reason.UNREACHABLE
     assert "(Connection refused)" in problem.message
@@ -111,16 +118,33 @@ def test_a_server_too_busy_to_accept_is_a_timeout(fail: Fail) -> None:
         cut(with_head(b"", length=5)),
         cut(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\na 1\r\n"),
         cut(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nhello"),
+    ],
+    ids=["short", "no body", "half chunked", "bad chunks"],
+)
+def test_a_page_that_breaks_off_is_incomplete(fail: Fail, answer: Answer) -> None:
+    with EngineServer(answer) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "broke off its page" in problem.message
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
         cut(b""),
         cut(b"HTTP/1.1 200 O"),
         raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
         cut(with_head(b"", "302 Found", headers=("Location: http://h:port/",))),
     ],
-    ids=["short", "no body", "half chunked", "bad chunks", "nothing", "half a head", "no HTTP", "bad redirect"],
+    ids=["nothing", "half a head", "no HTTP", "bad redirect"],
 )
-def test_a_page_that_breaks_off_is_incomplete(fail: Fail, answer: Answer) -> None:
+def test_an_answer_that_is_no_http_is_incomplete(fail: Fail, answer: Answer) -> None:
     with EngineServer(answer) as server:
-        assert fail(server.url).reason is Reason.INCOMPLETE
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "hung up or broke HTTP before it answered" in problem.message
 
 
 def test_a_connection_reset_in_the_middle_of_the_page_is_incomplete(fail: Fail) -> None:
@@ -130,7 +154,10 @@ def test_a_connection_reset_in_the_middle_of_the_page_is_incomplete(fail: Fail) 
         engine_server.reset(connection, closing)
 
     with EngineServer(answer) as server:
-        assert fail(server.url).reason is Reason.INCOMPLETE
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "broke off its page" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -86,28 +86,43 @@ def test_a_failed_driver_is_tried_again_after_growing_pauses_of_a_minute_at_most
             clock.seconds += 1
         assert attempts == [0, 1, 3, 7, 15, 31, 63, 123, 183]
 
-        fake.errors = {}
-        fake.write()
-        clock.seconds += 60
-        assert reasons(await devices(nvml)) == [None, None, None]
+    run(steps, monotonic=clock)
+
+
+def test_the_pauses_begin_anew_after_a_success(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        for _ in range(3):
+            fake.errors = {"all": 9}
+            fake.write()
+            assert (await failure(nvml)).reason is Reason.DRIVER_MISSING
+            fake.errors = {}
+            fake.write()
+            clock.seconds += 1
+            assert reasons(await devices(nvml)) == [None, None, None]
 
     run(steps, monotonic=clock)
 
 
-@pytest.mark.parametrize("code", [1, 9, 18])
-def test_a_driver_that_fails_later_fails_everything_and_is_initialised_anew(fake: FakeNvml, code: int) -> None:
+@pytest.mark.parametrize(
+    ("code", "reason"), [(1, Reason.UNKNOWN), (9, Reason.DRIVER_MISSING), (18, Reason.VERSION_MISMATCH)]
+)
+def test_a_driver_that_fails_later_fails_everything_and_is_initialised_anew(
+    fake: FakeNvml, code: int, reason: Reason
+) -> None:
     clock = Clock()
 
     async def steps(nvml: Nvml) -> None:
         await devices(nvml)
-        fake.errors = {"nvmlDeviceGetMemoryInfo_v2": code}
+        fake.gpus[2].errors = {"nvmlDeviceGetMemoryInfo_v2": code}
         fake.write()
         await nvml.sample_used(10)
-        await failure(nvml)
-        fake.errors = {}
+        assert (await failure(nvml)).reason is reason
+        fake.gpus[2].errors = {}
         fake.write()
         fake.forget_calls()
-        await failure(nvml)
+        assert (await failure(nvml)).reason is reason
         assert fake.calls() == []
 
         clock.seconds += 1
@@ -161,7 +176,8 @@ def test_a_lost_gpu_is_looked_for_every_minute_and_comes_back(fake: FakeNvml) ->
         fake.write()
         clock.seconds += 60
         with capture_logs() as lines:
-            assert reasons(await devices(nvml)) == [None, None, None]
+            for _ in range(2):
+                assert reasons(await devices(nvml)) == [None, None, None]
         assert [line["event"] for line in lines] == ["GPU answers again"]
 
     run(steps, monotonic=clock)

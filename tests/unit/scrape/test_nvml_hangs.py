@@ -118,6 +118,22 @@ def test_an_init_that_hangs_fails_everything_and_is_not_made_twice(fake: FakeNvm
     assert fake.calls().count(INIT) == 1
 
 
+def test_an_init_that_hangs_after_one_that_failed_is_a_timeout(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        fake.errors = {"nvmlInitWithFlags": 9}
+        fake.write()
+        assert (await failure(nvml)).reason is Reason.DRIVER_MISSING
+        fake.hangs = {"nvmlInitWithFlags": FOR_EVER}
+        fake.write()
+        clock.seconds += 1
+        for _ in range(2):
+            assert (await failure(nvml, timeout_seconds=SHORT_SECONDS)).reason is Reason.TIMEOUT
+
+    run(steps, monotonic=clock)
+
+
 def test_nvml_is_not_shut_down_under_a_stuck_call(fake: FakeNvml) -> None:
     clock = Clock()
 
@@ -183,7 +199,24 @@ def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: F
         hang(fake, 0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(nvml.read(FOR_EVER), SHORT_SECONDS)
-        assert reasons(await devices(nvml)) == [Reason.TIMEOUT, None, None]
+        async with asyncio.timeout(PROMPTLY_SECONDS):
+            assert reasons(await devices(nvml, FOR_EVER)) == [Reason.TIMEOUT, None, None]
+
+    run(steps, call_timeout_seconds=FOR_EVER)
+
+    assert "nvmlShutdown -" not in fake.calls()
+
+
+def test_fast_sampling_does_not_wait_for_a_reading(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        hang(fake, 0)
+        reading = asyncio.create_task(nvml.read(FOR_EVER))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PROMPTLY_SECONDS):
+            await nvml.sample_used(FOR_EVER)
+        hang(fake)
+        assert isinstance(await reading, GpuReadings)
 
     run(steps, call_timeout_seconds=FOR_EVER)
 

@@ -99,3 +99,5 @@ def test_a_driver_without_xid_events_costs_nothing_else(fake: FakeNvml, function
                 assert reading.memory is not None
 
     run(steps)
+
+    assert ("nvmlEventSetWait_v2 -" in fake.calls()) is (function == "nvmlEventSetWait_v2")

@@ -77,6 +77,16 @@ def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Process
     assert roles(processes) == {7: Role.API_SERVER, 8: Role.ENGINE_CORE}
 
 
+def test_a_zombie_makes_no_scan(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 7, *SERVER)
+    tree.add(9, 7, name="gcc", state="Z", rss_pages=0)
+    read(processes)
+    tree.add(8, 7, "VLLM::EngineCore")
+
+    assert roles(processes)[8] is Role.OTHER  # not yet looked at again
+
+
 @pytest.mark.parametrize("command", [("nginx",), ("vllm", "serve")])
 def test_a_pid_that_is_used_again_is_another_process(
     tree: ProcTree, processes: Processes, command: tuple[str, ...]

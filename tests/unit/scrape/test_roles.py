@@ -117,10 +117,15 @@ def test_descendants_are_the_engines_too() -> None:
     }
 
 
-def test_a_forked_copy_of_the_server_is_no_second_server() -> None:
-    command = ("python", "/venv/bin/vllm", "serve", "m")  # the engine core of vLLM before 0.10.1 has no title
-
-    assert engine_roles(entries((7, 1, command), (8, 7, command)), OWN_PID) == {7: Role.API_SERVER, 8: Role.OTHER}
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (("python", "/venv/bin/vllm", "serve", "m"), Role.API_SERVER),  # vLLM before 0.10.1 titles no engine core
+        (("VLLM::EngineCore",), Role.ENGINE_CORE),
+    ],
+)
+def test_a_forked_copy_is_no_second_one(command: tuple[str, ...], expected: Role) -> None:
+    assert engine_roles(entries((7, 1, command), (8, 7, command)), OWN_PID) == {7: expected, 8: Role.OTHER}
 
 
 def test_a_frontend_is_a_server_below_its_launcher() -> None:
