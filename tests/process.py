@@ -107,7 +107,7 @@ class Daemon:
 def daemon(*arguments: str, **environment: str) -> Iterator[Daemon]:
     """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full."""
     settings = {
-        name if name in {"LD_LIBRARY_PATH", "NVML_FAKE_FILE"} else f"HEADROOM_{name}": value
+        name if name in {"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE"} else f"HEADROOM_{name}": value
         for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
     }
     with tempfile.TemporaryDirectory() as folder:

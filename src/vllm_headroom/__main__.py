@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from vllm_headroom.config import Settings
@@ -112,15 +113,19 @@ def _daemon(
     return _live(serve(settings), settings)
 
 
-def _live(daemon: Coroutine[Any, Any, int], settings: Settings) -> int:
-    """Run the daemon on uvloop to its end; an error of its own leaves with its traceback, and status 1."""
+def _live(daemon: Coroutine[Any, Any, int], settings: Settings) -> NoReturn:
+    """Run the daemon on uvloop and end the process with its status; an error of its own is raised.
+
+    The loop is left open: closing it waits for a resolver that does not answer (10 s, measured), and SIGTERM may not.
+    """
     import uvloop  # noqa: PLC0415 - the same
 
     from vllm_headroom import logs  # noqa: PLC0415 - the same
 
     logs.configure(settings.log_format, settings.log_level)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(daemon)
+    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(daemon)
+    logging.shutdown()
+    os._exit(status)
 
 
 COMMANDS: Final = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,25 @@ def test_a_signal_ends_it_with_status_0_while_everything_hangs(number: int, nvml
 
         assert status == 0
         assert "Traceback" not in running.log()
+
+
+def test_a_signal_ends_it_with_status_0_while_the_resolver_hangs(tmp_path: Path) -> None:
+    source, library, asked = tmp_path / "resolver.c", tmp_path / "resolver.so", tmp_path / "asked"
+    source.write_text(
+        "#include <stdio.h>\n#include <unistd.h>\n"
+        "int getaddrinfo(const char *node, const char *service, const void *hints, void *result) {"
+        f' fclose(fopen("{asked}", "w")); sleep(20); return -3; }}\n'
+    )
+    if not (compiler := shutil.which("cc")):
+        pytest.skip("no C compiler named cc: the resolver that hangs cannot be built")
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+    with daemon(ENGINE_URL="http://engine.example:8000", LD_PRELOAD=str(library), **FAST) as running:
+        eventually(asked.exists, "the resolver is asked")
+
+        status, seconds = running.stop()
+
+        assert status == 0
+        assert seconds < 15, "the resolver's 20 s were waited for"
 
 
 def test_a_gpu_that_is_lost_costs_only_itself(nvml: FakeNvml) -> None:
