@@ -38,6 +38,7 @@ class Reason(StrEnum):
     NO_DEVICES = "no_devices"
     DEVICE_LOST = "device_lost"
     UNKNOWN = "unknown"
+    DRIVER_ERROR = "driver_error"
     UNAVAILABLE = "unavailable"
 
 
@@ -66,6 +67,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.DEVICE_LOST,
         Reason.TIMEOUT,
         Reason.UNKNOWN,
+        Reason.DRIVER_ERROR,
     ),
     Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
 }

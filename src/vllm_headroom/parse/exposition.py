@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +18,10 @@ _EXPOSITION: Final = re.compile(
 )
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
+
+_KEPT_LINES: Final = 512
+_KEPT_LENGTH: Final = 2048
+"""Enough for the pages of 28 engines, whose longest line is 1.1 kB; no page can make what is kept exceed 16 MiB."""
 
 
 def page_failure(page: str) -> Failure | None:
@@ -47,13 +51,13 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     """Return the samples whose name matches the regular expression `names_pattern`, in the order of the page.
 
     Only their lines reach prometheus-client's parser, which is slow and gets every label right. Cutting a page of one
-    engine (53 kB) takes 0.05 ms and parsing what is left 0.3 ms, where parsing the whole page takes 5.5 ms.
+    engine (51 kB) takes 0.04 ms and parsing what is left 0.1 ms, where parsing the whole page takes 5.5 ms.
     """
     lines = _line(names_pattern).findall("\n" + page)
     samples: list[Sample] = []
     try:
-        for family in text_string_to_metric_families("\n".join(lines)):
-            samples += family.samples
+        for line in lines:
+            samples += _samples(line) if len(line) <= _KEPT_LENGTH else _samples.__wrapped__(line)
     except (ValueError, IndexError):  # the parser's own complaint names neither the line nor the column
         return _failure(
             Reason.MALFORMED,
@@ -61,6 +65,12 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
             "look for a proxy that rewrites the page, and report the line if there is none.",
         )
     return samples
+
+
+@lru_cache(maxsize=_KEPT_LINES)
+def _samples(line: str) -> tuple[Sample, ...]:
+    """Return the line's sample. From page to page many lines stay the same, among them the longest."""
+    return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)
 
 
 @cache

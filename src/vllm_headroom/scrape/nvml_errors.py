@@ -44,6 +44,7 @@ _SOURCE_REASONS: Final = {
     pynvml.NVML_ERROR_NO_PERMISSION: Reason.NO_PERMISSION,
     pynvml.NVML_ERROR_NOT_FOUND: Reason.NO_DEVICES,
     pynvml.NVML_ERROR_GPU_NOT_FOUND: Reason.NO_DEVICES,
+    **dict.fromkeys(BLOCKED, Reason.UNKNOWN),
 }
 _SOURCE_MESSAGES: Final = {
     Reason.LIBRARY_MISSING: (
@@ -66,11 +67,13 @@ _SOURCE_MESSAGES: Final = {
         "NVML fails on every GPU: if it stays so, the container has lost its devices (restart it) or the driver is ill"
         " (look for NVRM lines in the node's kernel log)"
     ),
+    Reason.DRIVER_ERROR: "NVML fails for now and is tried again: look for NVRM lines in the node's kernel log",
 }
 _DEVICE_REASONS: Final = {
     **dict.fromkeys(LOST, Reason.DEVICE_LOST),
     pynvml.NVML_ERROR_NO_PERMISSION: Reason.NO_PERMISSION,
     pynvml.NVML_ERROR_TIMEOUT: Reason.TIMEOUT,
+    **dict.fromkeys(BLOCKED, Reason.UNKNOWN),
 }
 _DEVICE_MESSAGES: Final = {
     Reason.DEVICE_LOST: (
@@ -85,6 +88,7 @@ _DEVICE_MESSAGES: Final = {
     Reason.UNKNOWN: (
         "the GPU cannot be read: if it stays so, restart the container, then look into the node's kernel log"
     ),
+    Reason.DRIVER_ERROR: "the GPU cannot be read: look for NVRM and Xid lines in the node's kernel log",
 }
 
 
@@ -95,7 +99,7 @@ def source_failure(reason: Reason, code: int | None = None) -> Failure:
 
 def source_failure_of(code: int) -> Failure:
     """Return the failure that `code` means for NVML as a whole."""
-    return source_failure(_SOURCE_REASONS.get(code, Reason.UNKNOWN), code)
+    return source_failure(_SOURCE_REASONS.get(code, Reason.DRIVER_ERROR), code)
 
 
 def device_failure(reason: Reason, code: int | None = None) -> Failure:
@@ -105,13 +109,13 @@ def device_failure(reason: Reason, code: int | None = None) -> Failure:
 
 def device_failure_of(code: int) -> Failure:
     """Return the failure that `code` means for one device."""
-    return device_failure(_DEVICE_REASONS.get(code, Reason.UNKNOWN), code)
+    return device_failure(_DEVICE_REASONS.get(code, Reason.DRIVER_ERROR), code)
 
 
 def unforeseen(error: Exception) -> Failure:
     """Return the failure for an error that neither NVML nor this daemon knows."""
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
-    return _failure(Reason.UNKNOWN, message, None)
+    return _failure(Reason.DRIVER_ERROR, message, None)
 
 
 def _failure(reason: Reason, message: str, code: int | None) -> Failure:

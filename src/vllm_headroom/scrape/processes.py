@@ -61,13 +61,14 @@ class Processes:
         return ProcessReadings(engine=engine, visible_pids=pids, sees_host_pids=sees_host_pids)
 
     def _forget(self) -> None:
-        self._entries = {}
+        self._entries, self._roles = {}, {}
         self._rescan_at_seconds = self._monotonic() + self._rescan_seconds
 
     def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
         known = ((pid, self._entries.get(pid) or proc_files.entry(self._proc, pid)) for pid in pids)
-        self._entries = {pid: entry for pid, entry in known if entry}
-        self._roles = engine_roles(self._entries, proc_files.own_pid(self._proc))
+        entries = {pid: entry for pid, entry in known if entry}
+        if entries != self._entries:
+            self._entries, self._roles = entries, engine_roles(entries, proc_files.own_pid(self._proc))
         found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 

@@ -155,44 +155,6 @@ def test_nvml_is_not_shut_down_under_a_stuck_call(fake: FakeNvml) -> None:
     run(steps, monotonic=clock, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
 
 
-def test_a_wait_for_events_that_hangs_costs_only_the_events(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        fake.hangs = {"nvmlEventSetWait_v2": FOR_EVER}
-        fake.write()
-        for _ in range(2):
-            await nvml.sample_used(10)
-            assert reasons(await devices(nvml)) == [None, None, None]
-
-    run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
-
-    assert fake.calls().count("nvmlEventSetWait_v2 -") == 1
-
-
-def test_fast_sampling_that_hangs_neither_raises_nor_delays_the_reading(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        hang(fake, 2)
-        await nvml.sample_used(10)
-        fake.forget_calls()
-        assert reasons(await devices(nvml)) == [None, None, Reason.TIMEOUT]
-        assert f"{MEMORY} GPU-2" not in fake.calls()
-
-    run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
-
-
-def test_a_reading_does_not_wait_for_fast_sampling_beyond_its_time(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        hang(fake, 0)
-        sampling = asyncio.create_task(nvml.sample_used(FOR_EVER))
-        await asyncio.sleep(0)
-        assert (await failure(nvml, timeout_seconds=SHORT_SECONDS)).reason is Reason.TIMEOUT
-        sampling.cancel()
-
-    run(steps, call_timeout_seconds=FOR_EVER)
-
-
 def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
         await devices(nvml)
@@ -205,20 +167,6 @@ def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: F
     run(steps, call_timeout_seconds=FOR_EVER)
 
     assert "nvmlShutdown -" not in fake.calls()
-
-
-def test_fast_sampling_does_not_wait_for_a_reading(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        hang(fake, 0)
-        reading = asyncio.create_task(nvml.read(FOR_EVER))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PROMPTLY_SECONDS):
-            await nvml.sample_used(FOR_EVER)
-        hang(fake)
-        assert isinstance(await reading, GpuReadings)
-
-    run(steps, call_timeout_seconds=FOR_EVER)
 
 
 @pytest.mark.parametrize(

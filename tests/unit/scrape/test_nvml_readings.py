@@ -162,36 +162,6 @@ def test_the_process_list_is_renewed_when_memory_moved_unless_it_is_brand_new(
     assert fake.calls().count(LIST_PROCESSES) == lists
 
 
-def test_the_peak_is_the_highest_of_fast_samples_and_readings_in_the_last_minute(fake: FakeNvml) -> None:
-    clock = Clock()
-
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        for step_seconds, used_bytes in ((1.0, 50 * GIB), (1.0, 20 * GIB)):
-            clock.seconds += step_seconds
-            fake.gpus[0].used_bytes = used_bytes
-            fake.write()
-            await nvml.sample_used(10)
-        for step_seconds, peak_bytes in ((0.0, 50 * GIB), (59.0, 50 * GIB), (0.1, 20 * GIB)):
-            clock.seconds += step_seconds
-            assert (await devices(nvml))[0].used_peak_bytes == peak_bytes
-
-    run(steps, monotonic=clock)
-
-
-def test_fast_sampling_asks_for_nothing_but_memory_and_events(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await nvml.sample_used(10)
-        assert fake.calls() == []
-
-        await devices(nvml)
-        fake.forget_calls()
-        await nvml.sample_used(10)
-        assert fake.calls() == [f"nvmlDeviceGetMemoryInfo_v2 {UUID}", "nvmlEventSetWait_v2 -"]
-
-    run(steps)
-
-
 def test_unified_memory_leaves_memory_unknown_and_the_rest_known(fake: FakeNvml) -> None:
     fake.gpus[0] = FakeGpu(uuid=UUID, name="NVIDIA GB10", total_bytes=None, processes={5: 37 * GIB})
     fake.write()

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.bench.busy_engine import ONE_ENGINE, busy
+from tests.bench.growth import SETTLED_TICKS
+from tests.bench.processes import cpu_seconds, findings, resident_bytes, start
+from tests.bench.results import Results
+from tests.fakes.engine_server import EngineServer
+from tests.fakes.nvml.library import MIB, FakeNvml
+from tests.process import daemon
+
+pytestmark = pytest.mark.bench
+
+MINUTES = float(os.environ.get("BENCH_MINUTES", "1"))
+TICKS = int(os.environ.get("BENCH_TICKS", "200000"))
+SCRAPE_INTERVAL_SECONDS = 5.0
+
+
+def test_resident_memory(nvml: FakeNvml, results: Results) -> None:
+    """Watch the daemon with its default settings while, beside it, the sampler turns as fast as it goes."""
+    with EngineServer(busy(ONE_ENGINE)) as engine, daemon(
+        "run", ENGINE_URL=engine.url, GPUS="all", **nvml.environment()
+    ) as running:
+        growing = start("growth", str(TICKS))
+        running.sees(lambda page: page.has("engine_requests_running"), "the engine answers")
+        began, cpu_before = time.monotonic(), cpu_seconds(running.process.pid)
+        while growing.poll() is None or time.monotonic() - began < 60 * MINUTES:
+            running.get("/metrics")
+            time.sleep(SCRAPE_INTERVAL_SECONDS)
+        seconds = time.monotonic() - began
+        share = (cpu_seconds(running.process.pid) - cpu_before) / seconds
+        resident = resident_bytes(running.process.pid)
+    grown = findings(growing)
+
+    results.at_most(64, f"resident memory of `run` after {seconds / 60:.0f} min", resident / MIB, " MiB")
+    results.note("CPU of `run` with default settings, one scrape in 5 s", f"{100 * share:.2g} % of a core")
+    growth = max(0, grown["end"] - grown["settled"])
+    what = f"growth of resident memory from tick {SETTLED_TICKS:,} to tick {TICKS:,}"
+    results.at_most(1, what, growth / MIB, " MiB")
