@@ -10,9 +10,9 @@ from vllm_headroom import catalog
 from vllm_headroom.model import Metric, Published, Sample
 
 _STYLE: Final = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:58rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
     "h1{margin-bottom:0}table{border-collapse:collapse;margin:1rem 0;width:100%}"
-    "th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d8dee4}td.n{text-align:right}"
+    "th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap}"
     ".bad{color:#b42318;font-weight:600}.notice{background:#fff4ce;padding:.5rem .8rem;border-radius:.3rem}"
 )
 _GIB: Final = 2**30

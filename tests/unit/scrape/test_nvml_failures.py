@@ -30,7 +30,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
         (6, Reason.NO_DEVICES, "NVIDIA_VISIBLE_DEVICES"),
         (17, Reason.UNKNOWN, "(NVML error 17)"),
         (999, Reason.UNKNOWN, "(NVML error 999)"),
-        (77, Reason.UNKNOWN, "(NVML error 77)"),
+        (77, Reason.DRIVER_ERROR, "(NVML error 77)"),
     ],
 )
 def test_an_init_that_fails_says_why_and_what_to_do(fake: FakeNvml, code: int, reason: Reason, advice: str) -> None:
@@ -105,7 +105,7 @@ def test_the_pauses_begin_anew_after_a_success(fake: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"), [(1, Reason.UNKNOWN), (9, Reason.DRIVER_MISSING), (18, Reason.VERSION_MISMATCH)]
+    ("code", "reason"), [(1, Reason.DRIVER_ERROR), (9, Reason.DRIVER_MISSING), (18, Reason.VERSION_MISMATCH)]
 )
 def test_a_driver_that_fails_later_fails_everything_and_is_initialised_anew(
     fake: FakeNvml, code: int, reason: Reason
@@ -162,7 +162,7 @@ def test_what_no_one_foresaw_is_a_failure_and_no_exception(fake: FakeNvml, tmp_p
 
     async def steps(nvml: Nvml) -> None:
         failed = await failure(nvml)
-        assert failed.reason is Reason.UNKNOWN
+        assert failed.reason is Reason.DRIVER_ERROR
         assert "UnicodeDecodeError" in failed.message
 
         fake.write()
