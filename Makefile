@@ -9,10 +9,8 @@ ENGINE_FOLDER ?= .engine
 
 run: $(VENV)/.run
 ifeq ($(ENGINE_URL),)
-	@echo "Simulated engine and GPU. Look at http://localhost:9839/ and http://localhost:9839/metrics; Ctrl-C ends it."
 	$(BIN)/vllm-headroom demo
 else
-	@echo "Reading $(ENGINE_URL). Look at http://localhost:9839/ and http://localhost:9839/metrics; Ctrl-C ends it."
 	$(BIN)/vllm-headroom run --engine-url '$(ENGINE_URL)'
 endif
 
@@ -41,11 +39,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: requirements/runtime.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV), about half a minute ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/runtime.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
 $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing into $(VENV), about a minute ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import EllipsisType
 from typing import Any, Final
 
 from vllm_headroom.model import (
@@ -51,16 +52,21 @@ def gpu(
     used: int = 900,
     engine: int | None = None,
     other: int | None = None,
+    held: int | EllipsisType | None = ...,
     attribution: Attribution | None = Attribution.PROCESS,
     memory: bool = True,
     **known: Any,
 ) -> Gpu:
+    """Return a GPU of the engine's, which is taken to hold all that is used unless `engine` or `held` says."""
+    if held is ...:
+        held = (used if engine is None else engine) if memory and attribution is not None else None
     seen = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used, reserved_bytes=None)
     return Gpu(
         reading=GpuReading(index=index, uuid=uuid, name="H100", memory=seen if memory else None, **known),
         attribution=attribution,
         engine_bytes=engine,
         other_bytes=other,
+        held_bytes=held,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def main() -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    _end_on_signals()
     from vllm_headroom.config import Settings  # noqa: PLC0415 - each command imports what it needs, and no more
 
     async def serve(settings: Settings) -> int:
@@ -81,6 +83,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _demo(words: Sequence[str]) -> int:
+    _end_on_signals()
     from vllm_headroom import demo  # noqa: PLC0415 - the same
     from vllm_headroom.demo.settings import DemoSettings  # noqa: PLC0415 - the same
 
@@ -126,6 +129,12 @@ def _live(daemon: Coroutine[Any, Any, int], settings: Settings) -> NoReturn:
     status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(daemon)
     logging.shutdown()
     os._exit(status)
+
+
+def _end_on_signals() -> None:
+    """Let a signal that comes before the loop listens to them end the process with status 0."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
 
 
 COMMANDS: Final = {

@@ -11,6 +11,7 @@ from functools import partial
 from importlib import metadata, resources
 from typing import Final
 
+import httpx
 import structlog
 
 from vllm_headroom.clock import Clock, SystemClock
@@ -59,10 +60,15 @@ async def serve(settings: Settings) -> int:
             headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
         ),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(monotonic=clock.monotonic),
+        processes=Processes(engine_port=_port(settings.engine_url), monotonic=clock.monotonic),
         clock=clock,
     )
     return await run(parts, settings)
+
+
+def _port(url: str) -> int:
+    parsed = httpx.URL(url)
+    return parsed.port or (443 if parsed.scheme == "https" else 80)
 
 
 async def run(parts: Parts, settings: Settings) -> int:
@@ -77,18 +83,24 @@ async def run(parts: Parts, settings: Settings) -> int:
             problem=error.strerror,
         )
         return CANNOT_LISTEN
-    log.info("listening", port=listener.getsockname()[1], version=version())
-    try:
-        return await _run(parts, settings, listener)
-    finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                await parts.engine.close()
-                await parts.gpus.close()
+    ending = Ending()
+    with signals(ending):
+        try:
+            log.info("listening", port=listener.getsockname()[1], version=version())
+            return await _run(parts, settings, listener, ending)
+        finally:
+            await _close(parts)
 
 
-async def _run(parts: Parts, settings: Settings, listener: socket.socket) -> int:
-    interval, clock, ending = settings.sample_interval_seconds, parts.clock, Ending()
+async def _close(parts: Parts) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await parts.engine.close()
+            await parts.gpus.close()
+
+
+async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
+    interval, clock = settings.sample_interval_seconds, parts.clock
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
         parse=parse_engines,
@@ -99,10 +111,16 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket) -> int
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
+    port = listener.getsockname()[1]
 
     async def tick() -> None:
+        first = sampler.published is None
         await sampler.tick()
         heartbeat.beat()
+        if first:
+            log.info(
+                "first sample published", look_at=f"http://localhost:{port}/", scrape=f"http://localhost:{port}/metrics"
+            )
         if grace.is_over(sampler.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
@@ -116,16 +134,9 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket) -> int
         )
     )
     fast = settings.gpu_sample_interval_seconds
-    with signals(ending):
-        return await live(
-            (
-                every(interval, tick, clock),
-                every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock),
-            ),
-            server,
-            listener,
-            ending,
-        )
+    sampling = every(interval, tick, clock)
+    peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
+    return await live((sampling, peaks), server, listener, ending)
 
 
 def version() -> str:

@@ -89,7 +89,7 @@ class Settings(BaseSettings):
         60,
         0,
         3600,
-        "How long the driver may fail in a way that only a new container mends (NVML errors 18 and 999) before the"
+        "How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the"
         " daemon ends with status 3.",
     )
     reported_bytes: Size | None = setting(

@@ -59,6 +59,8 @@ def metrics_url(value: str) -> str:
 def gpu_names(value: object) -> object:
     """Return `auto`, `all`, or the tuple of indices and UUIDs of a list or a text with commas."""
     names = value.split(",") if isinstance(value, str) else value
+    if isinstance(value, str) and value.lower() in {"auto", "all"}:
+        return value.lower()
     if names in (["auto"], ["all"]):
         return names[0]
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) for name in names):

@@ -23,7 +23,7 @@ BEYOND_REPAIR: Final = 3
 """Exit status when only a new container can help: the driver's library cannot be loaded again in one process."""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
-"""NVML errors 18 and 999 (NVIDIA/nvidia-container-toolkit#48): they last until the container is made anew."""
+"""NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
 FARE_WELL_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""

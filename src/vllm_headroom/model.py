@@ -92,6 +92,18 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+class LeakState(StrEnum):
+    """What the leak detector says of one series; the values of the label `state`."""
+
+    UNKNOWN = "unknown"
+    WARMING_UP = "warming_up"
+    UNSETTLED = "unsettled"
+    STABLE = "stable"
+    GROWING = "growing"
+    LEAKING = "leaking"
+    ASLEEP = "asleep"
+
+
 class Kind(StrEnum):
     """A Prometheus metric type."""
 
@@ -223,11 +235,14 @@ class ProcessReadings:
     """The engine's processes, and every pid that /proc shows.
 
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
+    `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
+    watched: then `engine` is empty.
     """
 
     engine: tuple[EngineProcess, ...]
     visible_pids: frozenset[int]
     sees_host_pids: bool
+    ambiguous_roots: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +250,8 @@ class Gpu:
     """A device with its owner: `attribution` is None where it is not taken for the engine's.
 
     `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
+    `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
+    and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
     `process_count` is the number of compute processes NVML lists.
     """
 
@@ -242,19 +259,13 @@ class Gpu:
     attribution: Attribution | None
     engine_bytes: int | None = None
     other_bytes: int | None = None
+    held_bytes: int | None = None
     process_count: int | None = None
-
-    @property
-    def held_bytes(self) -> int | None:
-        """Bytes the engine is taken to hold: its processes' memory where known, else all that is used on its GPU."""
-        if self.attribution is None or self.reading.memory is None:
-            return None
-        return self.reading.memory.used_bytes if self.engine_bytes is None else self.engine_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingTime:
-    """When the reading of one source ended, on the sampling clock, and how long it took."""
+    """When the reading of one source ended, and how long it took, both on the machine's monotonic clock."""
 
     source: Source
     seconds: float

@@ -11,7 +11,7 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.derive.derivation import Derivation
+from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -92,7 +92,7 @@ class Sampler:
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
         self._clock = clock
         self._gpu_timeout_seconds = gpu_timeout_seconds
-        self._transitions = Transitions()
+        self._transitions = Transitions(selection)
 
     async def tick(self) -> None:
         """Read all sources at once, derive and publish; a fault in one part costs that part only."""
@@ -113,6 +113,8 @@ class Sampler:
             gpu.result(),
             process.result(),
         )
+        if not isinstance(processes, Failure):
+            self._transitions.engines_found(processes.ambiguous_roots)
         return Snapshot(
             time_seconds=self._clock.time(),
             monotonic_seconds=self._clock.monotonic(),
@@ -123,9 +125,10 @@ class Sampler:
         )
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
-        began = self._clock.monotonic()
+        machine = asyncio.get_running_loop().time
+        began = machine()
         value = await reading
-        ended = self._clock.monotonic()
+        ended = machine()
         return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
 
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
@@ -134,9 +137,10 @@ class Sampler:
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
         try:
-            self._states[derivation.name], samples = derivation.step(self._states[derivation.name], snapshot)
+            self._states[derivation.name], samples = answer(derivation, self._states[derivation.name], snapshot)
         except Exception as error:  # noqa: BLE001 - the loop's rim: one derivation's fault never costs the page
             self._states[derivation.name] = derivation.initial
-            self._transitions.derivation_failed(derivation.name, error)
+            self._transitions.derivation(derivation.name, error)
             return ()
+        self._transitions.derivation(derivation.name, None)
         return samples

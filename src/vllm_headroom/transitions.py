@@ -6,6 +6,7 @@ from typing import Final
 
 import structlog
 
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, Gpu, Reason, Snapshot, Source
 
 log = structlog.get_logger()
@@ -18,16 +19,22 @@ NOT_ATTRIBUTED: Final = (
     "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"
     " engine's processes (shareProcessNamespace: true in the pod)"
 )
+AMBIGUOUS: Final = (
+    "several vLLM servers are visible: give each its own --port and let HEADROOM_ENGINE_URL name that of the one to"
+    " watch, or do not share the host's processes"
+)
 
 
 class Transitions:
     """Remembers what was last said of each source, so that a state is logged once."""
 
-    def __init__(self) -> None:
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
         self._reasons: dict[Source, Reason | None] = {}
         self._offers: bool | None = None
         self._owners: tuple[tuple[str, str], ...] | None = None
         self._broken: set[str] = set()
+        self._ambiguous_roots = 0
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
@@ -39,11 +46,22 @@ class Transitions:
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
 
-    def derivation_failed(self, name: str, error: Exception) -> None:
-        """Log the traceback of a derivation's first fault."""
-        if name not in self._broken:
+    def engines_found(self, ambiguous_roots: int) -> None:
+        """Log when the processes of several engines are visible and none can be told to be the one that is watched."""
+        if ambiguous_roots == self._ambiguous_roots:
+            return
+        self._ambiguous_roots = ambiguous_roots
+        if ambiguous_roots:
+            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
+
+    def derivation(self, name: str, error: Exception | None) -> None:
+        """Log a derivation's fault with its traceback, and that it works again."""
+        if error is not None and name not in self._broken:
             self._broken.add(name)
-            log.error("derivation failed; its series are absent", derivation=name, exc_info=error)
+            log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
+        elif error is None and name in self._broken:
+            self._broken.remove(name)
+            log.info("derivation works again", derivation=name)
 
     def _source(self, source: Source, part: object) -> None:
         reason = part.reason if isinstance(part, Failure) else None
@@ -76,5 +94,13 @@ class Transitions:
         self._owners = owners
         for uuid, attribution in owners:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
-        if not owners and gpus:
+        if not owners and gpus and not self._selection.listed:
             log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))
+        self._unseen(gpus)
+
+    def _unseen(self, gpus: tuple[Gpu, ...]) -> None:
+        visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
+        missing = [name for name in self._selection.listed if name.casefold() not in visible]
+        if missing:
+            shown = " ".join(f"{gpu.reading.index}={gpu.reading.uuid}" for gpu in gpus)
+            log.warning("HEADROOM_GPUS names GPUs that are not visible", missing=",".join(missing), visible=shown)

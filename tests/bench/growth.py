@@ -1,6 +1,6 @@
 """Turns the sampler as fast as it goes, in a process of its own; prints how its resident memory grew.
 
-The clock moves by an interval per tick, so that windows fill and empty as they would in eleven days. The engine is busy,
+The clock moves by an interval per tick, so that windows fill and empty as in eleven days. The engine is busy, it
 fails now and then and restarts now and then; the GPUs' numbers move; every hundredth sample is scraped.
 """
 
@@ -85,9 +85,7 @@ class Gpus:
             index=index,
             uuid=f"GPU-{index}",
             name="NVIDIA H100 80GB HBM3",
-            memory=GpuMemory(
-                total_bytes=80 * GIB, used_bytes=used, free_bytes=79 * GIB - used, reserved_bytes=GIB
-            ),
+            memory=GpuMemory(total_bytes=80 * GIB, used_bytes=used, free_bytes=79 * GIB - used, reserved_bytes=GIB),
             used_peak_bytes=used + step % 7,
             utilization_ratio=step % 100 / 100,
             temperature_celsius=40.0 + step % 40,

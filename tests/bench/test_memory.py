@@ -22,9 +22,10 @@ SCRAPE_INTERVAL_SECONDS = 5.0
 
 def test_resident_memory(nvml: FakeNvml, results: Results) -> None:
     """Watch the daemon with its default settings while, beside it, the sampler turns as fast as it goes."""
-    with EngineServer(busy(ONE_ENGINE)) as engine, daemon(
-        "run", ENGINE_URL=engine.url, GPUS="all", **nvml.environment()
-    ) as running:
+    with (
+        EngineServer(busy(ONE_ENGINE)) as engine,
+        daemon("run", ENGINE_URL=engine.url, GPUS="all", **nvml.environment()) as running,
+    ):
         growing = start("growth", str(TICKS))
         running.sees(lambda page: page.has("engine_requests_running"), "the engine answers")
         began, cpu_before = time.monotonic(), cpu_seconds(running.process.pid)

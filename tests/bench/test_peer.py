@@ -33,7 +33,7 @@ def test_beside_a_peer(nvml: FakeNvml, results: Results) -> None:
     """
     settings = {"GPUS": "all", "SAMPLE_INTERVAL_SECONDS": "1", **nvml.environment()}
     with (
-        _peer(_installed(), nvml) as (peer_url, peer_pid),
+        _peer(_installed(results), nvml) as (peer_url, peer_pid),
         EngineServer(busy(ONE_ENGINE)) as engine,
         daemon("run", ENGINE_URL=engine.url, **settings) as running,
     ):
@@ -51,15 +51,17 @@ def test_beside_a_peer(nvml: FakeNvml, results: Results) -> None:
     results.note(f"resident memory: ours / {PEER}", f"{our_memory:.3g} / {their_memory:.3g} MiB")
 
 
-def _installed() -> Path:
+def _installed(results: Results) -> Path:
     """Return the peer's command, installed once; skip where the package index does not answer."""
     home = ROOT / ".cache" / "bench" / PEER
     command = home / "bin" / "nvitop-exporter"
     if not command.exists():
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if subprocess.run([*pip, PEER], check=False).returncode:
-            pytest.skip(f"{PEER} cannot be installed: the comparison with a peer is left out")
+        installed = subprocess.run([*pip, PEER], capture_output=True, check=False)
+        if installed.returncode:
+            results.note(f"beside {PEER}", "left out: the package index does not offer it")
+            pytest.skip(installed.stderr.decode(errors="replace"))
     return command
 
 

@@ -38,5 +38,7 @@ def _measure(running: Daemon, results: Results, situation: str) -> None:
     url = URL(running.url)
     took = scrape(url.host, url.port or 80, SECONDS)
     middle, high = took[len(took) // 2], took[len(took) * 99 // 100]
-    what = f"/metrics at 50 scrapes/s from 4 clients, {situation}: p99 (median {1e3 * middle:.2g} ms, {len(took)} scrapes)"
+    what = (
+        f"/metrics at 50 scrapes/s from 4 clients, {situation}: p99 (median {1e3 * middle:.2g} ms, {len(took)} scrapes)"
+    )
     results.at_most(10, what, 1e3 * high, " ms")

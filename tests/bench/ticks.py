@@ -35,7 +35,7 @@ ROUNDS_PER_PARSE: Final = 8
 async def main(urls: list[str]) -> None:
     """Take turns between the URLs and between ticks and parsing, so that all of them see the same machine."""
     clock = SystemClock()
-    gpus, processes = Nvml(monotonic=clock.monotonic), Processes(monotonic=clock.monotonic)
+    gpus, processes = Nvml(monotonic=clock.monotonic), Processes(engine_port=8000, monotonic=clock.monotonic)
     engines = [PageReader(url=url, timeout_seconds=4) for url in urls]
     samplers = [_sampler(Sources(engine=engine, gpus=gpus, processes=processes), clock) for engine in engines]
     ticks: list[list[float]] = [[] for _ in urls]
@@ -49,8 +49,8 @@ async def main(urls: list[str]) -> None:
             if turn % ROUNDS_PER_PARSE == 0:
                 page = await engine.fetch()
                 assert isinstance(page, str), page
-                parses[index].append(_cpu_seconds(lambda page=page: parse_engines(page)))  # type: ignore[misc]
-                wholes[index].append(_cpu_seconds(lambda page=page: list(text_string_to_metric_families(page))))  # type: ignore[misc]
+                parses[index].append(_cpu_seconds(parse_engines, page))
+                wholes[index].append(_cpu_seconds(_whole, page))
     await gpus.close()
     for engine in engines:
         await engine.close()
@@ -73,9 +73,13 @@ def _sampler(sources: Sources, clock: SystemClock) -> Sampler:
     )
 
 
-def _cpu_seconds(work: Callable[[], object]) -> float:
+def _whole(page: str) -> int:
+    return sum(len(family.samples) for family in text_string_to_metric_families(page))
+
+
+def _cpu_seconds(work: Callable[[str], object], page: str) -> float:
     began = time.process_time()
-    work()
+    work(page)
     return time.process_time() - began
 
 

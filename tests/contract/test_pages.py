@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE
 from tests.samples import gpu
 from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
 from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Role, Sample, Snapshot, Source
 from vllm_headroom.parse import parse_engines
@@ -29,7 +29,7 @@ PAGES = {
 def beside() -> tuple[Gpu, ...]:
     """Return two GPUs, the engine's and another's, that stand beside every page."""
     ours = gpu(total=80 * GIB, used=75 * GIB, engine=74 * GIB, other=0, used_peak_bytes=76 * GIB, utilization_ratio=0.5)
-    return ours, replace(gpu(index=1, uuid="GPU-b", total=80 * GIB, used=GIB), attribution=None)
+    return ours, gpu(index=1, uuid="GPU-b", total=80 * GIB, used=GIB, attribution=None)
 
 
 def seen(text: str) -> Snapshot:
@@ -49,8 +49,7 @@ def rendered(snapshot: Snapshot) -> str:
     """Return the page that the daemon would serve half a second after this first snapshot."""
     samples: list[Sample] = []
     for derivation in derivations(kv_bytes_per_token=512.0):
-        _, answer = derivation.step(derivation.initial, snapshot)
-        samples += answer
+        samples += answer(derivation, derivation.initial, snapshot)[1]
     published = Published(samples=tuple(samples), monotonic_seconds=100.0)
     registry = CollectorRegistry()
     registry.register(HeadroomCollector(lambda: published, lambda: 100.5, ("0.0.0", "", "3.11.7")))

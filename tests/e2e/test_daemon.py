@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,6 +135,22 @@ def test_a_signal_ends_it_with_status_0_while_everything_hangs(number: int, nvml
 
         assert status == 0
         assert "Traceback" not in running.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_right_after_the_start_ends_it_with_status_0(number: int) -> None:
+    with daemon() as running:
+        assert running.stop(number)[0] == 0
+        assert "Traceback" not in running.log()
+
+
+def test_a_signal_ends_it_with_status_0_while_a_client_does_not_read() -> None:
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **FAST) as running:
+        port = int(running.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+
+            assert running.stop()[0] == 0
 
 
 def test_a_signal_ends_it_with_status_0_while_the_resolver_hangs(tmp_path: Path) -> None:

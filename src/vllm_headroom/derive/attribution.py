@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.model import Attribution, Failure, Gpu, GpuProcess, GpuReading, GpuReadings, ProcessReadings
@@ -19,7 +19,10 @@ _RACE_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which GPUs the operator calls the engine's: `everything`, those `listed` by UUID or NVML index, or auto."""
+    """Which GPUs the operator calls the engine's: `everything`, those `listed` by UUID or NVML index, or auto.
+
+    The case of a UUID's letters does not matter.
+    """
 
     everything: bool = False
     listed: tuple[str, ...] = ()
@@ -27,10 +30,17 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttributionState:
-    """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them."""
+    """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.
+
+    `ledger_opened` is True once the driver has told the memory of a process of the engine: from then on, not knowing
+    who holds what is a passing thing. `ambiguous` is whether /proc, when last read, showed several engines of which
+    none could be told to be the one.
+    """
 
     remembered: frozenset[str] = frozenset()
     holders: frozenset[tuple[int, float]] = frozenset()
+    ledger_opened: bool = False
+    ambiguous: bool = False
 
 
 def attribute(
@@ -41,18 +51,23 @@ def attribute(
     Automatic attribution follows the engine's processes: devices they hold memory on, remembered while the engine is
     down until a new one holds memory somewhere; before any was seen, the only device there is; never a guess among
     several. Who holds what is None unless /proc and NVML are sure to mean the same process: in the host's PID
-    namespace or from driver 565.57.01 on, and once a process of the engine has been seen on a device.
+    namespace or from driver 565.57.01 on, and once a process of the engine has been seen on a device; and while the
+    engine cannot be told from others. What the engine is then taken to hold is None when it was known before, and all
+    that is used where it never can be.
     """
     state = _follow(state, readings, processes)
+    knowable = state.ledger_opened or state.ambiguous
     ledger_known = bool(state.remembered) and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
     gpus = []
     for device in readings.devices:
         engine_bytes, other_bytes = _ledger(device, processes) if ledger_known else (None, None)
+        attribution = _attribution(device, state, selection, devices=len(readings.devices))
         gpu = Gpu(
             reading=device,
-            attribution=_attribution(device, state, selection, devices=len(readings.devices)),
+            attribution=attribution,
             engine_bytes=engine_bytes,
             other_bytes=other_bytes,
+            held_bytes=_held(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
         )
         gpus.append(gpu)
@@ -61,20 +76,26 @@ def attribute(
 
 def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
     """Return where the engine is now; one that gives back its devices one after another is not a new one."""
-    if isinstance(processes, Failure) or not _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS):
+    if isinstance(processes, Failure):
+        return state
+    state = replace(state, ambiguous=processes.ambiguous_roots > 0)
+    if not _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS):
         return state
     engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
-    found = [(device.uuid, engine[pid]) for device in readings.devices for pid in _pids(device) if pid in engine]
+    found = [
+        (device.uuid, each) for device in readings.devices for each in device.processes or () if each.pid in engine
+    ]
     if not found:
         return state
-    devices, holders = (frozenset(column) for column in zip(*found, strict=True))
-    if holders & state.holders:
-        devices |= state.remembered
-    return AttributionState(remembered=devices, holders=holders)
-
-
-def _pids(device: GpuReading) -> tuple[int, ...]:
-    return tuple(process.pid for process in device.processes or ())
+    devices = frozenset(uuid for uuid, _ in found)
+    holders = frozenset(engine[each.pid] for _, each in found)
+    told = any(each.used_bytes is not None for _, each in found)
+    return replace(
+        state,
+        remembered=devices | state.remembered if holders & state.holders else devices,
+        holders=holders,
+        ledger_opened=state.ledger_opened or (told and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)),
+    )
 
 
 def _same_pids(
@@ -97,7 +118,8 @@ def _attribution(
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
-        return Attribution.UUID if {device.uuid, str(device.index)} & set(selection.listed) else None
+        listed = {name.casefold() for name in selection.listed}
+        return Attribution.UUID if {device.uuid.casefold(), str(device.index)} & listed else None
     if state.remembered:
         return Attribution.PROCESS if device.uuid in state.remembered else None
     return Attribution.SINGLE if devices == 1 else None
@@ -105,7 +127,7 @@ def _attribution(
 
 def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[int | None, int | None]:
     """Return the bytes the engine's processes hold and those other visible ones hold; what is left is nobody's."""
-    if isinstance(processes, Failure) or device.processes is None or device.memory is None:
+    if isinstance(processes, Failure) or processes.ambiguous_roots or device.processes is None or device.memory is None:
         return None, None
     engine_pids = {process.pid for process in processes.engine}
     other_pids = processes.visible_pids - engine_pids
@@ -119,6 +141,12 @@ def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[i
     if other_bytes is not None:
         other_bytes = min(other_bytes, used_bytes - (engine_bytes or 0))
     return engine_bytes, other_bytes
+
+
+def _held(device: GpuReading, engine_bytes: int | None, other_bytes: int | None, *, knowable: bool) -> int | None:
+    if engine_bytes is not None or knowable or device.memory is None:
+        return engine_bytes
+    return device.memory.used_bytes - (other_bytes or 0)
 
 
 def _total(processes: Iterable[GpuProcess]) -> int | None:

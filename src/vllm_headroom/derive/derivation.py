@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Generic, TypeVar
 
 from vllm_headroom.model import Sample, Snapshot
@@ -20,6 +21,12 @@ class Derivation(Generic[State]):
     step: Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
-def stateless(name: str, answer: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
+    """Return what the step returns, less what is no number: a page of absurd values divides to infinity."""
+    following, samples = derivation.step(state, snapshot)
+    return following, tuple(sample for sample in samples if isfinite(sample.value))
+
+
+def stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
     """Return the derivation of a question that needs no memory."""
-    return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, answer(snapshot)))
+    return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor
+from math import floor, isfinite
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import engine_labels, named
@@ -27,10 +27,11 @@ def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator
         yield Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * bytes_per_token)
     if not engine.running or not engine.kv_used_ratio:
         return
-    share = engine.kv_used_ratio / engine.running
-    yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor((1.0 - engine.kv_used_ratio) / share)))
+    more = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
+    yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor(more)) if isfinite(more) else more)
     if capacity_tokens is None:
         return
-    yield Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, share * capacity_tokens)
+    tokens = engine.kv_used_ratio * capacity_tokens / engine.running
+    yield Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens)
     if bytes_per_token is not None:
-        yield Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, share * capacity_tokens * bytes_per_token)
+        yield Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * bytes_per_token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import gpu_labels, named
 from vllm_headroom.model import Failure, Sample, Snapshot
 
 
@@ -11,12 +11,14 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the memory the engine holds on each GPU over the running requests of the whole page.
 
     A request runs on every GPU of a tensor-parallel engine and on one of a data-parallel one; either way the sum over
-    the GPUs is the memory per request of the whole server. Absent while nothing runs.
+    the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
+    engines does not say.
     """
     if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
         return ()
-    running = sum(engine.running or 0.0 for engine in snapshot.engines.engines)
-    if running <= 0:
+    counts = [engine.running for engine in named(snapshot.engines)]
+    running = sum(count for count in counts if count is not None)
+    if None in counts or running <= 0:
         return ()
     return tuple(
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, gpu_labels(gpu), gpu.held_bytes / running)

@@ -24,6 +24,10 @@ class HeadroomCollector(Collector):
         self._monotonic = monotonic
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
+    def describe(self) -> Iterator[Family]:
+        """Yield every family there can be, so that a scraper may ask for some by `name[]`."""
+        return (_family(metric, []) for metric in catalog.METRICS)
+
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
         published = self._published()

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
-
-CONNECTIONS: Final = 100
-"""Connections open at once, so that memory is bounded; more get 503. Prometheus pairs, a browser and probes are ten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +72,15 @@ async def _send(send: Send, answer: Answer) -> None:
     await send({"type": "http.response.body", "body": answer.body.encode()})
 
 
+class Connection(H11Protocol):
+    """uvicorn's connection, which also closes when it stays silent before its first request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the clock that otherwise starts after the first answer: idle sockets must not pile up."""
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers: signals belong to the daemon."""
 
@@ -81,7 +89,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 application,
                 loop="none",
-                http="h11",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -89,7 +97,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=CONNECTIONS,
                 timeout_graceful_shutdown=1,
             )
         )

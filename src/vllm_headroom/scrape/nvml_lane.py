@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 from vllm_headroom.scrape.worker import Worker
 
 T = TypeVar("T")
-MOST_STUCK: Final = 2
-"""Threads given up at a time: the one that hangs on an ill GPU and the one that took over from it."""
+MOST_STUCK: Final = 8
+"""Threads given up at a time, one per GPU of a common node: each hangs on a GPU that is not asked again meanwhile."""
 
 
 class Lane:

@@ -46,8 +46,17 @@ def entry(proc: Path, pid: int) -> ProcEntry | None:
         return None
     if fields[0] == "Z":
         return None
-    command = tuple(arguments.decode(errors="replace").split("\0")) if arguments else (name,)
-    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command)
+    words = _words(arguments) if arguments else (name,)
+    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=words)
+
+
+def command(proc: Path, pid: int) -> tuple[str, ...]:
+    """Return the process's whole command line, empty when it has gone."""
+    try:
+        arguments = (proc / str(pid) / "cmdline").read_bytes().rstrip(b"\0")
+    except OSError:
+        return ()
+    return _words(arguments) if arguments else ()
 
 
 def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
@@ -93,6 +102,10 @@ def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
     if len(fields) < 20:  # noqa: PLR2004 - up to field 22, the start time
         raise ValueError(f"the stat of process {pid} is cut short")
     return name, fields
+
+
+def _words(arguments: bytes) -> tuple[str, ...]:
+    return tuple(arguments.decode(errors="replace").split("\0"))
 
 
 def _started(fields: list[str]) -> float:

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from vllm_headroom.model import EngineProcess, Failure, ProcessReadings, Reason, Role, Source
 from vllm_headroom.scrape import proc_files
 from vllm_headroom.scrape.proc_files import ProcEntry
 from vllm_headroom.scrape.roles import engine_roles
+from vllm_headroom.scrape.roots import Choice, engine_roots
 from vllm_headroom.scrape.worker import Worker
 
 
 class Processes:
-    """Finds vLLM's processes under `proc` and measures them.
+    """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
 
     A process that is new is looked at once; all of them are looked at again every `rescan_seconds` of `monotonic`,
     because a process gets its title only after it has started, and whenever one of the engine's has gone.
     """
 
     def __init__(
-        self, *, proc: Path = Path("/proc"), monotonic: Callable[[], float], rescan_seconds: float = 15.0
+        self,
+        *,
+        engine_port: int,
+        proc: Path = Path("/proc"),
+        monotonic: Callable[[], float],
+        rescan_seconds: float = 15.0,
     ) -> None:
+        self._engine_port = engine_port
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
         self._rescan_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
+        self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._worker = Worker[ProcessReadings]("processes")
 
     async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
         """Return the engine's processes that are alive, and every pid that shows.
 
+        Which of several engines it is, `roots.engine_roots` says.
         Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
         TIMEOUT until it lets go. UNAVAILABLE where there is no /proc.
         """
@@ -58,7 +67,12 @@ class Processes:
             self._forget()
             engine = self._engine(pids)
         sees_host_pids = proc_files.sees_host_pids(self._proc)
-        return ProcessReadings(engine=engine, visible_pids=pids, sees_host_pids=sees_host_pids)
+        return ProcessReadings(
+            engine=engine,
+            visible_pids=pids,
+            sees_host_pids=sees_host_pids,
+            ambiguous_roots=self._choice.ambiguous,
+        )
 
     def _forget(self) -> None:
         self._entries, self._roles = {}, {}
@@ -68,9 +82,15 @@ class Processes:
         known = ((pid, self._entries.get(pid) or proc_files.entry(self._proc, pid)) for pid in pids)
         entries = {pid: entry for pid, entry in known if entry}
         if entries != self._entries:
-            self._entries, self._roles = entries, engine_roles(entries, proc_files.own_pid(self._proc))
+            self._entries, self._roles = entries, self._chosen(entries)
         found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
+
+    def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
+        command_of = partial(proc_files.command, self._proc)
+        own_pid = proc_files.own_pid(self._proc)
+        self._choice = engine_roots(entries, self._engine_port, command_of, by_port=self._choice.by_port)
+        return engine_roles(entries, own_pid, self._choice.roots)
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         rss_bytes = proc_files.resident_bytes(self._proc, entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Final
 
@@ -36,8 +36,8 @@ _MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
 _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
-def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int) -> dict[int, Role]:
-    """Return the role of each of vLLM's processes by pid: the named ones and all their descendants.
+def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
+    """Return the role of each process of an engine by pid: its `roots` and all their descendants.
 
     `own_pid` and its descendants are never among them: an entrypoint that starts this daemon and then becomes vLLM
     is its parent.
@@ -46,7 +46,7 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int) -> dict[int, Ro
     for pid, process in entries.items():
         children[process.parent_pid].append(pid)
     roles: dict[int, Role] = {}
-    waiting = [pid for pid, process in entries.items() if _named_role(process.command)]
+    waiting = list(roots)
     while waiting:
         pid = waiting.pop()
         if pid in roles or pid == own_pid:
@@ -59,15 +59,16 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int) -> dict[int, Ro
 def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
     """Return the role by name; a fork that has not taken another name is no second one of its parent."""
     forked = parent is not None and process.command == parent.command
-    return (None if forked else _named_role(process.command)) or Role.OTHER
+    return (None if forked else named_role(process.command)) or Role.OTHER
 
 
-def _named_role(command: tuple[str, ...]) -> Role | None:
+def named_role(command: tuple[str, ...]) -> Role | None:
+    """Return the role that a title or a server's command line tells; None where it is not vLLM's."""
     titled = next((role for title, role in _TITLES if command[0].startswith(title)), None)
-    return titled or (Role.API_SERVER if _serves(command) else None)
+    return titled or (Role.API_SERVER if serves(command) else None)
 
 
-def _serves(command: tuple[str, ...]) -> bool:
+def serves(command: tuple[str, ...]) -> bool:
     """Tell whether this is the command line of a vLLM server, and not only one that mentions it."""
     program, *arguments = _past_interpreter(command)
     if program in _SERVER_MODULES or program.endswith("/vllm/entrypoints/openai/api_server.py"):

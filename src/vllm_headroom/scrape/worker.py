@@ -22,6 +22,7 @@ class Worker(Generic[T]):
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job[T] | None] = SimpleQueue()
+        self._begun: asyncio.Future[T] | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -29,8 +30,11 @@ class Worker(Generic[T]):
         """Return what `function` returns on the thread, or raise what it raises.
 
         Raises TimeoutError after `timeout_seconds`, waiting for earlier calls included. A call that timed out or was
-        cancelled before its turn is never made; one that had begun runs on, and what it gives is dropped.
+        cancelled before its turn is never made; one that had begun runs on, and what it gives is dropped: until it
+        returns, further calls raise TimeoutError at once, so that none pile up behind it.
         """
+        if (begun := self._begun) is not None and begun.done():
+            raise TimeoutError
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put((function, loop, future))
@@ -51,7 +55,9 @@ class Worker(Generic[T]):
             function, loop, future = job
             if future.cancelled():
                 continue
+            self._begun = future
             outcome = _outcome(function, future)
+            self._begun = None  # before the loop marks it done: done while begun is given up
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for the answer
                 loop.call_soon_threadsafe(outcome)
 

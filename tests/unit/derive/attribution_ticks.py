@@ -42,11 +42,18 @@ def gpus(*devices: GpuReading, driver: str | None = NEW_DRIVER) -> GpuReadings:
     return GpuReadings(driver_version=driver, devices=devices)
 
 
-def engine(*pids: int, visible: tuple[int, ...] = (), host: bool = False, started: float = 1.0) -> ProcessReadings:
+def engine(
+    *pids: int, visible: tuple[int, ...] = (), host: bool = False, started: float = 1.0, ambiguous: int = 0
+) -> ProcessReadings:
     processes = tuple(
         EngineProcess(pid=pid, role=Role.WORKER, rss_bytes=1, started_at_seconds=started + pid) for pid in pids
     )
-    return ProcessReadings(engine=processes, visible_pids=frozenset({*pids, *visible}), sees_host_pids=host)
+    return ProcessReadings(
+        engine=processes,
+        visible_pids=frozenset({*pids, *visible}),
+        sees_host_pids=host,
+        ambiguous_roots=ambiguous,
+    )
 
 
 def last(*ticks: tuple[GpuReadings, ProcessReadings | Failure], selection: Selection = AUTO) -> tuple[Gpu, ...]:

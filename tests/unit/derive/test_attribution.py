@@ -32,7 +32,9 @@ def test_all_takes_every_device() -> None:
     assert attributions(seen) == [ASSUMED, ASSUMED]
 
 
-@pytest.mark.parametrize("listed", [("GPU-1", "GPU-2"), ("1", "2"), ("GPU-1", "2"), ("2", "1", "7", "GPU-x")])
+@pytest.mark.parametrize(
+    "listed", [("GPU-1", "GPU-2"), ("1", "2"), ("GPU-1", "2"), ("2", "1", "7", "GPU-x"), ("gpu-1", "Gpu-2")]
+)
 def test_a_list_takes_the_devices_it_names(listed: tuple[str, ...]) -> None:
     readings = gpus(device(0, (7, 1)), device(1), device(2), device(12))
     seen = last((readings, engine(7)), selection=Selection(listed=listed))
@@ -74,8 +76,9 @@ UP = (gpus(device(0, (7, GIB)), device(1, (8, GIB)), device(2)), engine(7, 8))
         (gpus(device(0, listed=False), device(1, listed=False), device(2, listed=False)), engine(7, 8)),
         (gpus(device(0), device(1), device(2)), engine(17, 18, started=100.0)),
         (gpus(device(0), device(1, (8, GIB)), device(2)), engine(8)),
+        (gpus(device(0, (7, GIB)), device(1, (8, GIB)), device(2)), engine(visible=(7, 8), ambiguous=2)),
     ],
-    ids=["down", "no /proc", "no process list", "restarting", "giving back one after another"],
+    ids=["down", "no /proc", "no process list", "restarting", "giving back one after another", "beside another engine"],
 )
 def test_auto_remembers_the_devices(down: tuple[GpuReadings, ProcessReadings | Failure]) -> None:
     assert attributions(last(UP, down)) == [PROCESS, PROCESS, None]

@@ -4,9 +4,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.derive.attribution_ticks import GIB, MIB, NO_PROC, device, engine, gpus, last, ledger
+from tests.unit.derive.attribution_ticks import (
+    AUTO,
+    GIB,
+    MIB,
+    MIDDLE_DRIVER,
+    NO_PROC,
+    device,
+    engine,
+    gpus,
+    last,
+    ledger,
+)
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+
+Tick = tuple[GpuReadings, ProcessReadings | Failure]
+UP: Tick = (gpus(device(0, (7, 3), (99, 5))), engine(7, visible=(99,)))
+
+
+def held(*ticks: Tick, selection: Selection = AUTO) -> list[int | None]:
+    return [gpu.held_bytes for gpu in last(*ticks, selection=selection)]
 
 
 def test_the_ledger_leaves_pids_that_do_not_show_unattributed() -> None:
@@ -49,8 +67,72 @@ def test_before_the_engine_was_seen_on_a_device_nothing_is_known(processes: Proc
     ],
     ids=["no /proc", "no process list", "no memory info"],
 )
-def test_what_was_known_is_not_kept(blind: tuple[GpuReadings, ProcessReadings | Failure]) -> None:
+def test_what_was_known_is_not_kept(blind: Tick) -> None:
     assert ledger(last((gpus(device(0, (7, 3))), engine(7)), blind)) == [(None, None)]
+
+
+@pytest.mark.parametrize(
+    "blind",
+    [
+        (UP[0], NO_PROC),
+        (gpus(device(0, listed=False)), UP[1]),
+        (gpus(device(0, (7, 3), memory=False)), UP[1]),
+        (gpus(device(0, (7, None), (99, 5))), UP[1]),
+        (gpus(device(0, (7, GIB), used=GIB // 2)), UP[1]),
+        (gpus(device(0, (7, 3)), driver=None), UP[1]),
+        (UP[0], engine(visible=(7, 99), ambiguous=2)),
+    ],
+    ids=["no /proc", "no list", "no memory info", "not told for a pid", "race", "no driver version", "two engines"],
+)
+def test_what_becomes_unknown_for_a_moment_is_never_taken_for_the_engines(blind: Tick) -> None:
+    assert held(UP, blind) == [None]
+    assert held(UP, blind, UP) == [3]
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_reading_that_opens_the_ledger_opens_it_for_every_device(*, listed: bool) -> None:
+    readings = gpus(device(0, (7, 3)), device(1, listed=listed))
+
+    assert held((readings, engine(7)), selection=Selection(everything=True)) == [3, 0 if listed else None]
+
+
+def test_an_excess_is_unknown_from_the_first_reading_on() -> None:
+    assert held((gpus(device(0, (7, GIB), used=GIB // 2)), engine(7))) == [None]
+
+
+@pytest.mark.parametrize(
+    "tick",
+    [
+        (gpus(device(0)), NO_PROC),
+        (gpus(device(0, (7, 3))), engine()),
+        (gpus(device(0, (7, 3)), driver=MIDDLE_DRIVER), engine(7)),
+        (gpus(device(0, (7, None), (99, None))), engine(7, visible=(99,))),
+    ],
+    ids=["no /proc", "a PID namespace of its own", "a driver that mistakes memory", "a driver that never tells"],
+)
+def test_all_that_is_used_counts_where_the_ledger_cannot_be_known(tick: Tick) -> None:
+    assert held(tick, tick) == [80 * GIB]
+
+
+def test_what_others_are_known_to_hold_does_not_count() -> None:
+    tick = (gpus(device(0, (7, None), (99, GIB))), engine(7, visible=(99,)))
+
+    assert held(tick) == [79 * GIB]
+
+
+def test_a_device_that_is_not_the_engines_is_not_held() -> None:
+    assert held((gpus(device(0, (7, 3)), device(1, (99, 5))), engine(7, visible=(99,)))) == [3, None]
+
+
+@pytest.mark.parametrize("selection", [AUTO, Selection(listed=("0",)), Selection(everything=True)])
+def test_while_the_engine_cannot_be_told_from_another_one_nothing_is_known(selection: Selection) -> None:
+    tick = (gpus(device(0, (7, 3), (8, 4))), engine(visible=(7, 8), ambiguous=2))
+    (gpu,) = last(tick, selection=selection)
+
+    assert (gpu.engine_bytes, gpu.other_bytes, gpu.held_bytes) == (None, None, None)
+    assert ledger(last(UP, tick, selection=selection)) == [(None, None)]
+    assert held(tick, (tick[0], NO_PROC), selection=selection) == [None]
+    assert held(tick, (tick[0], engine()), selection=selection) == [80 * GIB]
 
 
 def test_a_list_that_cannot_be_read_has_no_count_and_an_empty_one_has_none_in_it() -> None:
@@ -110,3 +192,4 @@ def test_the_ledger_is_never_negative_nor_above_what_is_used(
         engine_bytes, other_bytes = gpu.engine_bytes or 0, gpu.other_bytes or 0
         assert gpu.reading.memory is not None
         assert 0 <= engine_bytes <= engine_bytes + other_bytes <= gpu.reading.memory.used_bytes
+        assert gpu.held_bytes is None or engine_bytes <= gpu.held_bytes <= gpu.reading.memory.used_bytes - other_bytes

@@ -37,12 +37,16 @@ def test_an_engine_below_its_budget_has_a_negative_discrepancy() -> None:
     assert answer(seen)["headroom_memory_discrepancy_bytes"] == {(*A_GPU, "budget"): -400.0}
 
 
-def test_memory_that_cannot_be_attributed_counts_whole_on_a_gpu_taken_for_the_engines() -> None:
-    seen = snapshot(
-        engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=1000, used=930, engine=None),)
-    )
+def test_what_the_engine_is_taken_to_hold_counts_where_its_processes_memory_is_not_known() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=1000, used=960, held=930),))
 
     assert answer(seen)["headroom_memory_discrepancy_bytes"] == {(*A_GPU, "budget"): 30.0}
+
+
+def test_without_knowing_what_the_engine_holds_there_is_only_what_it_reports() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(used=930, held=None),))
+
+    assert answer(seen) == {"headroom_memory_reported_bytes": {(*A_GPU, "budget"): 900.0}}
 
 
 def test_a_metric_in_bytes_comes_before_the_budget() -> None:

@@ -49,6 +49,10 @@ def test_a_counter_that_fell_began_again_from_zero() -> None:
     assert ratio_after((0, counters(1000, 900)), (5, counters(40, 10))) == 0.25
 
 
+def test_hits_that_fell_tell_a_restart_even_where_the_queries_have_overtaken_what_they_were() -> None:
+    assert ratio_after((0, counters(100, 90)), (5, counters(200, 20))) == 0.1
+
+
 def test_hits_cannot_exceed_queries() -> None:
     assert ratio_after((0, counters(0, 0)), (5, counters(10, 12))) == 1.0
 

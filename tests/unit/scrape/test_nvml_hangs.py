@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run, until
-from vllm_headroom.model import GpuReadings, Reason
+from vllm_headroom.model import Failure, GpuReadings, Reason
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.scrape.nvml_lane import MOST_STUCK
 
 FOR_EVER = 600.0
 PROMPTLY_SECONDS = 20.0
@@ -83,22 +84,38 @@ def test_a_gpu_that_hangs_when_it_is_opened_is_listed_by_its_index(fake: FakeNvm
     run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
 
 
-def test_when_the_second_thread_hangs_too_nvml_fails_as_a_whole_until_one_call_returns(fake: FakeNvml) -> None:
+def test_two_gpus_that_hang_cost_only_themselves_and_are_asked_once(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
         await devices(nvml)
         hang(fake, 0, 1)
         fake.forget_calls()
         for _ in range(2):
-            assert (await failure(nvml)).reason is Reason.TIMEOUT
+            assert reasons(await devices(nvml)) == [Reason.TIMEOUT, Reason.TIMEOUT, None]
             await nvml.sample_used(10)
-        assert fake.calls() == [f"{MEMORY} GPU-0", f"{MEMORY} GPU-1"]
+        assert fake.calls().count(f"{MEMORY} GPU-0") == fake.calls().count(f"{MEMORY} GPU-1") == 1
 
         hang(fake, 0)
-        partial = await until(nvml, lambda read: isinstance(read, GpuReadings))
+        partial = await until(
+            nvml, lambda read: isinstance(read, GpuReadings) and reasons(read.devices) == [Reason.TIMEOUT, None, None]
+        )
         assert isinstance(partial, GpuReadings)
-        assert reasons(partial.devices) == [Reason.TIMEOUT, None, None]
 
     run(steps, call_timeout_seconds=CALL_TIMEOUT_SECONDS)
+
+
+def test_when_as_many_calls_are_stuck_as_may_be_nvml_fails_as_a_whole_until_one_returns(fake: FakeNvml) -> None:
+    fake.gpus = [FakeGpu(uuid=f"GPU-{index}") for index in range(MOST_STUCK + 1)]
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        hang(fake, *range(MOST_STUCK))
+        await until(nvml, lambda read: isinstance(read, Failure) and read.reason is Reason.TIMEOUT)
+
+        hang(fake, *range(1, MOST_STUCK))
+        await until(nvml, lambda read: isinstance(read, GpuReadings))
+
+    run(steps, call_timeout_seconds=0.2)
 
 
 def test_an_init_that_hangs_fails_everything_and_is_not_made_twice(fake: FakeNvml) -> None:

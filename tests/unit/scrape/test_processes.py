@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def tree(tmp_path: Path) -> ProcTree:
 
 @pytest.fixture
 def processes(tree: ProcTree) -> Processes:
-    return Processes(proc=tree.path, monotonic=lambda: 0.0)
+    return Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0)
 
 
 def read(processes: Processes) -> ProcessReadings:
@@ -52,6 +53,35 @@ def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes
     assert tracker.role is Role.OTHER
 
 
+def test_of_two_servers_only_the_one_that_serves_the_port_is_measured(tree: ProcTree, processes: Processes) -> None:
+    tree.add(10, 1, *SERVER, "--port", "9000")
+    tree.add(11, 10, "VLLM::EngineCore")
+    tree.add(20, 1, *SERVER)
+    tree.add(21, 20, "VLLM::EngineCore")
+
+    readings = read(processes)
+
+    assert [process.pid for process in readings.engine] == [20, 21]
+    assert readings.ambiguous_roots == 0
+    assert {10, 11} < readings.visible_pids
+
+
+def test_two_servers_that_the_port_does_not_tell_apart_are_counted_and_not_taken(
+    tree: ProcTree, processes: Processes
+) -> None:
+    tree.add(10, 1, *SERVER)
+    tree.add(20, 1, *SERVER)
+
+    assert (read(processes).engine, read(processes).ambiguous_roots) == ((), 2)
+
+
+def test_a_port_far_down_a_long_command_line_is_found(tree: ProcTree, processes: Processes) -> None:
+    tree.add(10, 1, *SERVER, "--chat-template", "x" * 100_000, "--port", "9000")
+    tree.add(20, 1, *SERVER)
+
+    assert roles(processes) == {20: Role.API_SERVER}
+
+
 def test_every_pid_shows(tree: ProcTree, processes: Processes) -> None:
     tree.add(4380, 1, *SERVER)
     tree.add(5000, 1, state="Z", name="dead")
@@ -65,7 +95,8 @@ def test_no_engine_is_no_failure(processes: Processes) -> None:
 
 @pytest.mark.parametrize(("namespace", "expected"), [("pid:[4026531836]", True), ("pid:[4026532281]", False)])
 def test_the_first_pid_namespace_is_known_by_its_inode(tmp_path: Path, namespace: str, *, expected: bool) -> None:
-    processes = Processes(proc=ProcTree(tmp_path, namespace=namespace).path, monotonic=lambda: 0.0)
+    tree = ProcTree(tmp_path, namespace=namespace)
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0)
 
     assert read(processes).sees_host_pids is expected
 
@@ -145,13 +176,15 @@ def test_a_file_that_blocks_is_a_timeout_until_it_lets_go(tree: ProcTree, proces
     cmdline.unlink()
     os.mkfifo(cmdline)  # opening it blocks until somebody writes
 
-    async def run() -> list[ProcessReadings | Failure]:
-        hung = [await processes.read(0.1), await processes.read(0.1)]
-        await asyncio.to_thread(cmdline.write_bytes, b"vllm\0serve\0")
-        return [*hung, await processes.read(30)]
-
-    *hung, readings = asyncio.run(run())
+    hung = [asyncio.run(processes.read(0.1)) for _ in range(2)]
+    with cmdline.open("wb") as file:
+        cmdline.unlink()
+        cmdline.write_bytes(b"vllm\0serve\0")
+        file.write(b"vllm\0serve\0")
+    deadline = time.monotonic() + 30
+    while isinstance(readings := asyncio.run(processes.read(30)), Failure):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
     assert [problem.reason for problem in hung if isinstance(problem, Failure)] == [Reason.TIMEOUT] * 2
-    assert isinstance(readings, ProcessReadings)
     assert [process.pid for process in readings.engine] == [7]

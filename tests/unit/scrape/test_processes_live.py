@@ -8,33 +8,67 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from vllm_headroom.model import EngineProcess, ProcessReadings, Role
 from vllm_headroom.scrape.processes import Processes
 
-Start = Callable[[str], "subprocess.Popen[bytes]"]
+PORT = 10_000 + os.getpid() % 50_000
+"""Tells the servers of these tests from any other on this machine."""
+
+SERVER = """
+import subprocess, sys
+child = subprocess.Popen(["bash", "-c", sys.argv[-1]], stdin=subprocess.DEVNULL)
+sys.stdin.readline()
+child.wait()
+sys.stdin.readline()
+"""
+CORE = "echo $$; exec -a VLLM::EngineCore sleep 60"
+Start = Callable[..., "Served"]
+
+
+class Served:
+    """A server whose child has printed its pid; a line to the server makes it reap the child."""
+
+    def __init__(self, server: subprocess.Popen[bytes]) -> None:
+        assert server.stdout is not None
+        self.server = server
+        self.pid = int(server.stdout.readline())
+
+    def reap(self) -> None:
+        assert self.server.stdin is not None
+        self.server.stdin.write(b"\n")
+        self.server.stdin.flush()
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
-    """Start shell commands, each in a session of its own that is killed at the end."""
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a `vllm serve` that runs a shell command, in a session of its own that is killed at the end."""
     started: list[subprocess.Popen[bytes]] = []
+    program = tmp_path / "vllm"
+    program.write_text(SERVER)
 
-    def popen(script: str) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True))
-        return started[-1]
+    def serve(script: str, port: int = PORT) -> Served:
+        command = [sys.executable, str(program), "serve", "--port", str(port), script]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True))
+        return Served(started[-1])
 
-    yield popen
+    yield serve
     for process in started:
         with process, contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def reader(rescan_seconds: float = 0.0) -> Processes:
+    return Processes(engine_port=PORT, monotonic=time.monotonic, rescan_seconds=rescan_seconds)
+
+
 @pytest.fixture
 def processes() -> Processes:
-    return Processes(monotonic=time.monotonic, rescan_seconds=0)
+    return reader()
 
 
 def read(processes: Processes) -> ProcessReadings:
@@ -47,6 +81,11 @@ def found(processes: Processes, pid: int) -> EngineProcess | None:
     return next((process for process in read(processes).engine if process.pid == pid), None)
 
 
+def is_titled(processes: Processes, pid: int) -> bool:
+    process = found(processes, pid)
+    return process is not None and process.role is Role.ENGINE_CORE
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
@@ -56,8 +95,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def test_a_process_with_a_title_is_found_and_measured(processes: Processes, start: Start) -> None:
     began = time.time()
-    core = start("exec -a VLLM::EngineCore sleep 60")
-    wait_until(lambda: found(processes, core.pid))
+    core = start(CORE)
+    wait_until(lambda: is_titled(processes, core.pid))
 
     process = found(processes, core.pid)
 
@@ -69,35 +108,41 @@ def test_a_process_with_a_title_is_found_and_measured(processes: Processes, star
 
 
 def test_what_a_process_of_the_engine_starts_is_the_engines(processes: Processes, start: Start) -> None:
-    worker = start("exec -a VLLM::Worker_TP1 bash -c 'sleep 60 & echo $!; wait'")
-    assert worker.stdout is not None
-    child = int(worker.stdout.readline())
+    child = start("exec -a VLLM::Worker_TP1 bash -c 'sleep 60 & echo $!; wait'")
 
-    process = found(processes, child)
+    process = found(processes, child.pid)
 
     assert process is not None
     assert process.role is Role.OTHER
 
 
+def test_of_two_servers_the_one_with_the_port_is_the_engine(processes: Processes, start: Start) -> None:
+    neighbour, core = start(CORE, port=PORT + 1), start(CORE)
+    wait_until(lambda: is_titled(processes, core.pid))
+
+    pids = {process.pid for process in read(processes).engine}
+
+    assert pids == {core.server.pid, core.pid}
+    assert {neighbour.server.pid, neighbour.pid} < read(processes).visible_pids
+
+
 def test_a_killed_process_is_gone_even_before_it_is_reaped(start: Start) -> None:
-    processes = Processes(monotonic=time.monotonic)
-    core = start("exec -a VLLM::EngineCore sleep 60")
-    wait_until(lambda: found(Processes(monotonic=time.monotonic), core.pid))
+    processes, core = reader(rescan_seconds=15.0), start(CORE)
+    wait_until(lambda: is_titled(reader(), core.pid))
     assert found(processes, core.pid)
 
-    core.kill()
-    os.waitid(os.P_PID, core.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(core.pid, signal.SIGKILL)
 
-    assert found(processes, core.pid) is None
+    wait_until(lambda: found(processes, core.pid) is None)
     assert core.pid in read(processes).visible_pids  # a zombie still shows
-    core.wait()
-    assert core.pid not in read(processes).visible_pids
+    core.reap()
+    wait_until(lambda: core.pid not in read(processes).visible_pids)
 
 
 def test_a_process_in_a_namespace_of_its_own_knows_it_is_not_in_the_first() -> None:
     script = (
         "import asyncio, time; from vllm_headroom.scrape.processes import Processes; "
-        "print(asyncio.run(Processes(monotonic=time.monotonic).read(30)))"
+        "print(asyncio.run(Processes(engine_port=8000, monotonic=time.monotonic).read(30)))"
     )
     unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
     if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
@@ -105,4 +150,6 @@ def test_a_process_in_a_namespace_of_its_own_knows_it_is_not_in_the_first() -> N
 
     result = subprocess.run([*unshare, sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
-    assert result.stdout == ("ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False)\n")
+    assert result.stdout == (
+        "ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False, ambiguous_roots=0)\n"
+    )

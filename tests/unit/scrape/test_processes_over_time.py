@@ -32,7 +32,7 @@ def tree(tmp_path: Path) -> ProcTree:
 
 @pytest.fixture
 def processes(tree: ProcTree, clock: Clock) -> Processes:
-    return Processes(proc=tree.path, monotonic=clock)
+    return Processes(engine_port=8000, proc=tree.path, monotonic=clock)
 
 
 def read(processes: Processes) -> ProcessReadings:
@@ -75,6 +75,28 @@ def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Process
     tree.remove(9)
 
     assert roles(processes) == {7: Role.API_SERVER, 8: Role.ENGINE_CORE}
+
+
+def test_a_neighbour_is_not_taken_while_the_engine_is_down(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 1, *SERVER, "--port", "9000")
+    before = roles(processes)
+    tree.remove(7)
+    down = roles(processes)
+    tree.add(9, 1, *SERVER)
+
+    assert (before, down, roles(processes)) == ({7: Role.API_SERVER}, {}, {9: Role.API_SERVER})
+
+
+def test_engines_are_told_apart_as_soon_as_they_can_be(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 1, *SERVER)
+    before = read(processes)
+    tree.remove(8)
+    after = read(processes)
+
+    assert (before.ambiguous_roots, after.ambiguous_roots) == (2, 0)
+    assert [process.pid for process in after.engine] == [7]
 
 
 def test_a_zombie_makes_no_scan(tree: ProcTree, processes: Processes) -> None:

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -28,6 +29,16 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+async def answer(worker: Worker[object], value: str) -> object:
+    """Return what a call gives once the worker takes calls again."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            return await worker.call(lambda: value, DEADLINE_SECONDS)
+        await asyncio.sleep(0.01)
+    return None
+
+
 def test_it_returns_what_the_function_returns_on_its_own_thread(worker: Worker[object]) -> None:
     names = [asyncio.run(worker.call(lambda: threading.current_thread().name, DEADLINE_SECONDS)) for _ in range(2)]
 
@@ -49,7 +60,7 @@ def test_a_call_that_takes_too_long_is_dropped_and_the_next_one_answered(worker:
         with pytest.raises(TimeoutError):
             await worker.call(released.wait, SHORT_SECONDS)
         released.set()
-        assert await worker.call(lambda: "next", DEADLINE_SECONDS) == "next"
+        assert await answer(worker, "next") == "next"
 
     asyncio.run(steps())
 
@@ -58,15 +69,53 @@ def test_a_call_that_timed_out_before_its_turn_is_never_made(worker: Worker[obje
     released, made = threading.Event(), []
 
     async def steps() -> None:
-        for function in (released.wait, lambda: made.append("second")):
-            with pytest.raises(TimeoutError):
-                await worker.call(function, SHORT_SECONDS)
+        first = asyncio.create_task(worker.call(released.wait, DEADLINE_SECONDS))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await worker.call(lambda: made.append("second"), SHORT_SECONDS)
         released.set()
+        assert await first is True
         await worker.call(lambda: made.append("third"), DEADLINE_SECONDS)
 
     asyncio.run(steps())
 
     assert made == ["third"]
+
+
+def test_while_a_call_that_was_given_up_is_out_others_are_refused_at_once(worker: Worker[object]) -> None:
+    released, made = threading.Event(), []
+
+    async def steps() -> None:
+        with pytest.raises(TimeoutError):
+            await worker.call(released.wait, SHORT_SECONDS)
+        for _ in range(1000):  # each would wait for its whole time if it were not refused
+            with pytest.raises(TimeoutError):
+                await worker.call(lambda: made.append("refused"), DEADLINE_SECONDS)
+        released.set()
+        assert await answer(worker, "next") == "next"
+
+    asyncio.run(steps())
+
+    assert made == []
+
+
+def test_a_call_whose_caller_was_cancelled_counts_as_given_up(worker: Worker[object]) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hang() -> bool:
+        begun.set()
+        return released.wait()
+
+    async def steps() -> None:
+        first = asyncio.create_task(worker.call(hang, DEADLINE_SECONDS))
+        assert await asyncio.to_thread(begun.wait, DEADLINE_SECONDS)
+        first.cancel()
+        await asyncio.wait([first])
+        with pytest.raises(TimeoutError):
+            await worker.call(lambda: "second", DEADLINE_SECONDS)
+        released.set()
+
+    asyncio.run(steps())
 
 
 def test_it_serves_a_new_loop_after_the_one_it_answered_to_has_closed(worker: Worker[object]) -> None:
@@ -75,7 +124,7 @@ def test_it_serves_a_new_loop_after_the_one_it_answered_to_has_closed(worker: Wo
         asyncio.run(worker.call(released.wait, SHORT_SECONDS))
     released.set()
 
-    assert asyncio.run(worker.call(lambda: "answer", DEADLINE_SECONDS)) == "answer"
+    assert asyncio.run(answer(worker, "answer")) == "answer"
 
 
 def test_a_stopped_worker_lives_until_its_call_returns() -> None:
