@@ -105,7 +105,11 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
         parse=parse_engines,
         selection=settings.selection,
-        derivations=derivations(reported_bytes=settings.reported_bytes, kv_bytes_per_token=settings.kv_bytes_per_token),
+        derivations=derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
     )

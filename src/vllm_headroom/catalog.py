@@ -113,10 +113,37 @@ MEMORY_DISCREPANCY: Final = _gauge(
 MEMORY_DISCREPANCY_RATIO: Final = _gauge(
     "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
 )
+LOAD_STABLE: Final = _gauge("load_stable", (), "1 while the requests in the engine have stayed level for ten minutes.")
+MEMORY_DELTA: Final = _gauge(
+    "memory_delta_bytes", GPU, "Change of the memory the engine holds since load became stable; absent while it is not."
+)
+LEAK_STATE: Final = _gauge(
+    "leak_state",
+    (*GPU, "state"),
+    "1 for the one state this GPU is in; growing is the early warning, leaking the alarm.",
+)
+LEAK_RATE: Final = _gauge(
+    "leak_bytes_per_second", GPU, "Growth that load does not explain; absent unless growing or leaking."
+)
+LEAK_RATE_LOWER: Final = _gauge("leak_bytes_per_second_lower", GPU, "Lower end of the 95 % interval of the growth.")
+LEAK_RATE_UPPER: Final = _gauge("leak_bytes_per_second_upper", GPU, "Upper end of the 95 % interval of the growth.")
+LEAK_PER_REQUEST: Final = _gauge("leak_bytes_per_request", GPU, "The same growth per finished request.")
+LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
+TIME_TO_OOM: Final = _gauge(
+    "time_to_oom_seconds",
+    GPU,
+    "Time until the device is full at the request rate to expect; absent unless growing or leaking.",
+)
+TIME_TO_OOM_LOWER: Final = _gauge("time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory.")
 MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
     "memory_per_running_request_bytes",
     GPU,
     "Memory the engine holds on this GPU over its running requests; absent without running requests.",
+)
+MEMORY_PER_REQUEST_RATIO: Final = _gauge(
+    "memory_per_running_request_ratio",
+    GPU,
+    "Memory per running request over its baseline at comparable load; above 1.1 is a per-request leak.",
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
     "engine_kv_cache_tokens_per_running_request", ENGINE, "Tokens in the KV cache over running requests."
@@ -136,6 +163,15 @@ ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
 )
 HOST_MEMORY: Final = _gauge(
     "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by what they do."
+)
+
+HOST_LEAK_STATE: Final = _gauge(
+    "host_leak_state", ("process", "state"), "1 for the one state the host memory of these processes is in."
+)
+HOST_LEAK_RATE: Final = _gauge(
+    "host_leak_bytes_per_second",
+    ("process",),
+    "Growth of host memory that load does not explain; absent unless growing or leaking.",
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))

@@ -108,6 +108,13 @@ class Settings(BaseSettings):
         gt=0,
         le=10**9,
     )
+    baseline_bytes_per_request: Size | None = setting(
+        None,
+        "What a running request should cost in GPU memory on each GPU, to compare with; without it, it is learned.",
+        accepts="a number of bytes, or a size such as 9500kB",
+        word="SIZE",
+        shown="learned",
+    )
     listen_host: str = setting(
         "",
         "The address to serve /metrics on.",

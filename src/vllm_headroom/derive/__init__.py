@@ -10,18 +10,24 @@ from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.leak.baseline import Baselines, baseline
+from vllm_headroom.derive.leak.leak import LeakMemory, leak
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
 
 
 def derivations(
-    *, reported_bytes: float | None = None, kv_bytes_per_token: float | None = None
+    *,
+    reported_bytes: float | None = None,
+    kv_bytes_per_token: float | None = None,
+    baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation, in the order of the line: what a newcomer adds to.
 
     `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
-    token in the KV cache of one engine; None where the operator does not say.
+    token in the KV cache of one engine, `baseline_bytes_per_request` what a running request should cost on a GPU; None
+    where the operator does not say.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=health),
@@ -31,4 +37,8 @@ def derivations(
         stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token)),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
+        Derivation(name="leak", initial=LeakMemory(), step=leak),
+        Derivation(
+            name="baseline", initial=Baselines(), step=partial(baseline, configured_bytes=baseline_bytes_per_request)
+        ),
     )

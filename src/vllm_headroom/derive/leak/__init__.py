@@ -1,0 +1,1 @@
+"""Is memory leaking: growth that load, warm-up and the allocator do not explain."""

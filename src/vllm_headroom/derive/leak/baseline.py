@@ -1,0 +1,85 @@
+"""Does a running request cost more than it did at comparable load?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import log
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.gpus import finished, life
+from vllm_headroom.derive.leak.work import begun_anew
+from vllm_headroom.derive.readings import gpu_labels, named
+from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
+
+COMPARABLE: Final = 1.1
+"""Loads within this factor are comparable: the alarm is at 1.1 (9.5 to 10.5 MB per request in the post-mortem)."""
+
+READINGS: Final = 60
+"""Readings that make a baseline, five minutes at the default interval: shorter ones catch a burst's high water."""
+
+WARM_REQUESTS: Final = 1000.0
+"""Requests finished in this life before a baseline is learned: first uses of kernels are over by then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baselines:
+    """Learned memory per GPU and load band: (readings so far, mean bytes held); for one life of the engine."""
+
+    life: str | None = None
+    finished_total: float | None = None
+    bands: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
+
+
+def baseline(
+    state: Baselines, snapshot: Snapshot, *, configured_bytes: float | None
+) -> tuple[Baselines, tuple[Sample, ...]]:
+    """Return memory per running request over its baseline.
+
+    With `configured_bytes` (per running request and GPU) the ratio is to that. Else it is to the mean of the first
+    readings at comparable load, once there are enough of them; there is no sample while nothing runs.
+    """
+    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
+        return state, ()
+    page = snapshot.engines
+    state = _of_this_life(state, page)
+    counts = [engine.running for engine in named(page)]
+    running = sum(count for count in counts if count is not None)
+    if None in counts or running <= 0:
+        return state, ()
+    band, warm = round(log(running) / log(COMPARABLE)), (finished(page) or 0.0) >= WARM_REQUESTS
+    samples = []
+    bands = dict(state.bands)
+    for gpu in snapshot.gpus:
+        if gpu.held_bytes is None:
+            continue
+        if configured_bytes is not None:
+            ratio: float | None = gpu.held_bytes / running / configured_bytes
+        else:
+            mine = bands.get(gpu.reading.uuid, {})
+            ratio = _ratio(mine.get(band), gpu.held_bytes)
+            if warm:
+                bands[gpu.reading.uuid] = {**mine, band: _learned(mine.get(band), gpu.held_bytes)}
+        if ratio is not None:
+            samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, gpu_labels(gpu), ratio))
+    following = Baselines(life=state.life, finished_total=state.finished_total, bands=bands)
+    return following, tuple(samples)
+
+
+def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
+    now_life, now_finished = life(page), finished(page)
+    anew = begun_anew(state.life, now_life, state.finished_total, now_finished)
+    return Baselines(life=now_life, finished_total=now_finished, bands={} if anew else state.bands)
+
+
+def _learned(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:
+    count, mean = before or (0, 0.0)
+    if count >= READINGS:
+        return count, mean
+    return count + 1, mean + (held_bytes - mean) / (count + 1)
+
+
+def _ratio(learned: tuple[int, float] | None, held_bytes: int) -> float | None:
+    if learned is None or learned[0] < READINGS or learned[1] <= 0:
+        return None
+    return held_bytes / learned[1]

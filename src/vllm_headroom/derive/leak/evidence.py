@@ -1,0 +1,71 @@
+"""How often does the floor of memory rise, against how often work alone would make it rise?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, log
+from typing import Final
+
+from vllm_headroom.derive.leak.facts import MIB, Level, Point, Verdict
+
+BLOCK_SECONDS: Final = 30.0
+PARTS: Final = 4
+"""A block of one level is made of four of the level below: 30 s, 2, 8, 32 and 128 minutes."""
+
+THRESHOLDS: Final = (16.7, 15.3, 13.9, 12.5, 11.1)
+"""ln(1000 days x blocks a day x 6 levels): under the null a false alarm takes e^threshold blocks (e-detectors)."""
+
+RISE_BYTES: Final = MIB
+"""Below every allocator's smallest step, which is 2 MiB (cudaMalloc, torch's small pool)."""
+
+RECORDS: Final = 6.0
+"""Independent sources of records and first uses: the chance of one in a block is at most this times ln(n1/n0)."""
+
+CHANCE_IN_A_LEAK: Final = 0.8
+LEAST_CHANCE: Final = 0.10
+"""Real benign steps come in clusters, so no rise is ever thought rarer than this."""
+
+BACKGROUND_PER_SECOND: Final = 0.15 / 3600
+USELESS_CHANCE: Final = 0.75
+"""In blocks in which a rise is this likely anyway, there is no evidence either way: the warm-up, by itself."""
+
+SPARE: Final = 4.0
+NEWEST_POINTS: Final = 64
+MISSES_THAT_END_IT: Final = 6
+
+
+def chance(first: tuple[float, float], last: tuple[float, float]) -> float:
+    """Return the chance that a healthy engine's floor rises between two (seconds, requests) since the anchor.
+
+    The n-th of exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is first
+    seen at rate 1/n, so J sources give at most J ln(n1/n0); idle processes age by time instead.
+    """
+    by_requests = log((last[1] + 50.0) / (first[1] + 50.0))
+    by_time = log((last[0] + 60.0) / (first[0] + 60.0))
+    background = 1.0 - exp(-BACKGROUND_PER_SECOND * (last[0] - first[0]))
+    return max(RECORDS * max(by_requests, by_time), LEAST_CHANCE, background)
+
+
+def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> Level:
+    """Return the level with one more block's evidence; its reference must be known."""
+    assert level.reference_bytes is not None  # noqa: S101 - the caller sets it with the first block
+    rose = point.floor_bytes >= level.reference_bytes + RISE_BYTES
+    score = level.score
+    if rise_chance < USELESS_CHANCE:
+        odds = CHANCE_IN_A_LEAK / rise_chance if rose else (1 - CHANCE_IN_A_LEAK) / (1 - rise_chance)
+        score = min(threshold + SPARE, max(0.0, score + log(odds)))
+    kept = level.points if score > 0 else ()
+    return replace(
+        level,
+        reference_bytes=max(level.reference_bytes, point.floor_bytes),
+        score=score,
+        points=(*kept, point)[-NEWEST_POINTS:],
+        began=level.began if kept else point,
+        misses=0 if rose else level.misses + 1,
+    )
+
+
+def settle(level: Level, judged: Verdict, threshold: float) -> Level:
+    """Return the level with its verdict: it rises with the evidence, and ends when the growth has ended."""
+    ended = level.misses >= MISSES_THAT_END_IT or level.score < threshold / 2
+    return replace(level, verdict=Verdict.NONE if ended else max(level.verdict, judged))

@@ -1,0 +1,136 @@
+"""What the detector is told and what it remembers of one series of memory readings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+MIB = 2**20
+
+
+class Verdict(IntEnum):
+    """How sure the detector is of a leak."""
+
+    NONE = 0
+    GROWING = 1
+    LEAKING = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One reading: monotonic seconds, bytes held (None: not known now), finished requests and who is observed.
+
+    `finished_total` is the engine's own counter, None while its page fails or has none. `life` names this life of the
+    engine, `neighbours` the number of processes where other processes' memory cannot be told apart. `room_bytes` is
+    what is left on the device.
+    """
+
+    seconds: float
+    held_bytes: int | None
+    finished_total: float | None = None
+    life: str | None = None
+    neighbours: int | None = None
+    awake: bool | None = None
+    room_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A closed block of readings: when it ended on the three axes, and the least that was held in it.
+
+    `busy_seconds` counts only time in which work was done or memory grew.
+    """
+
+    seconds: float
+    requests: float
+    busy_seconds: float
+    floor_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Readings that are still being gathered: where the block began, the least and the most held, its parts so far."""
+
+    seconds: float
+    requests: float
+    floor_bytes: float
+    ceiling_bytes: float
+    parts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """The evidence at one length of blocks.
+
+    `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
+    the blocks since the score was last 0 (the newest 64), `began` the first of them ever.
+    """
+
+    block: Block | None = None
+    reference_bytes: float | None = None
+    score: float = 0.0
+    points: tuple[Point, ...] = ()
+    began: Point | None = None
+    misses: int = 0
+    below_since: float | None = None
+    verdict: Verdict = Verdict.NONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Requests finished since the track began, also while the engine's counter cannot be read.
+
+    `rate` is requests per second, averaged over minutes; `base_requests` are the requests at the last known counter;
+    `mileage` holds (seconds, requests) every quarter of an hour for a day.
+    """
+
+    requests: float = 0.0
+    rate: float = 0.0
+    finished_total: float | None = None
+    base_requests: float = 0.0
+    life: str | None = None
+    mileage: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """How fast it grows and how long that can last; times in seconds, None where it cannot be said.
+
+    The interval is of 95 %. `by_requests` tells whether requests or time drive the growth.
+    """
+
+    bytes_per_second: float
+    lower: float
+    upper: float
+    bytes_per_request: float | None
+    by_requests: bool
+    leaked_bytes: float
+    oom_seconds: float | None
+    oom_seconds_lower: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """Everything remembered of one series: bounded, and explicit enough to be saved.
+
+    `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by.
+    `anchor_*` is where this stretch of comparable readings began. `history` holds (requests, busy seconds, grown bytes)
+    at 6 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their clipped sum.
+    """
+
+    clock: float
+    seconds: float = 0.0
+    work: Work = field(default_factory=Work)
+    anchor_seconds: float | None = None
+    anchor_requests: float = 0.0
+    busy_seconds: float = 0.0
+    top_bytes: float = 0.0
+    resting_since: float | None = None
+    asleep: bool = False
+    neighbours: int | None = None
+    levels: tuple[Level, ...] = ()
+    history: tuple[tuple[float, float, float], ...] = ()
+    rises: tuple[float, ...] = ()
+    grown_bytes: float = 0.0
+    verdict: Verdict = Verdict.NONE
+    estimate: Estimate | None = None

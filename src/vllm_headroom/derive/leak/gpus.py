@@ -1,0 +1,117 @@
+"""Does the engine's GPU memory leak, how fast and how long is left?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
+from vllm_headroom.derive.leak.track import observe, warming_up
+from vllm_headroom.derive.readings import gpu_labels, named
+from vllm_headroom.model import EnginePage, Failure, Gpu, LeakState, Sample, Snapshot
+
+SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
+FORGET_SECONDS: Final = 86400.0
+"""A device or role not seen for a day is forgotten: memory stays bounded while pods and MIG instances change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracks:
+    """A track per series, by UUID or role."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+
+
+def gpu_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
+    """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
+    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+    ours = [gpu for gpu in gpus if gpu.attribution is not None]
+    now = snapshot.monotonic_seconds
+    tracks = kept(state, now)
+    samples: list[Sample] = []
+    for gpu in ours:
+        uuid = gpu.reading.uuid
+        tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), observation(gpu, snapshot))
+        samples += _samples(gpu, tracks[uuid], settled=settled)
+    return Tracks(tracks=tracks), tuple(samples)
+
+
+def kept(state: Tracks, now: float) -> dict[str, Track]:
+    """Return the tracks that were moved within a day."""
+    return {name: track for name, track in state.tracks.items() if now - track.clock < FORGET_SECONDS}
+
+
+def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
+    """Return what the detector is told of a GPU."""
+    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    memory = gpu.reading.memory
+    room = None
+    if memory is not None:
+        room = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    return Observation(
+        seconds=snapshot.monotonic_seconds,
+        held_bytes=gpu.held_bytes,
+        finished_total=None if page is None else finished(page),
+        life=None if page is None else life(page),
+        neighbours=gpu.process_count if gpu.engine_bytes is None else None,
+        awake=None if page is None else awake(page),
+        room_bytes=room,
+    )
+
+
+def finished(page: EnginePage) -> float | None:
+    """Return the requests all engines of the page finished; None where one does not say."""
+    totals = [engine.finished_total for engine in named(page)]
+    known = [total for total in totals if total is not None]
+    return sum(known) if known and len(known) == len(totals) else None
+
+
+def life(page: EnginePage) -> str | None:
+    """Return what names this life of the server: when it started, where the page says so."""
+    started = {engine.started_at_seconds for engine in page.engines} - {None}
+    return ",".join(sorted(f"{seconds:.3f}" for seconds in started if seconds is not None)) or None
+
+
+def awake(page: EnginePage) -> bool | None:
+    """Return False while an engine of the page sleeps; None where none says."""
+    said = [engine.awake for engine in page.engines if engine.awake is not None]
+    return all(said) if said else None
+
+
+def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
+    """Return the one state of the contract that a track is in."""
+    if not known or track.anchor_seconds is None:
+        return LeakState.UNKNOWN
+    if track.asleep:
+        return LeakState.ASLEEP
+    if track.verdict is Verdict.LEAKING:
+        return LeakState.LEAKING
+    if track.verdict is Verdict.GROWING:
+        return LeakState.GROWING
+    if track.resting_since is not None or not settled:
+        return LeakState.UNSETTLED
+    return LeakState.WARMING_UP if warming_up(track) else LeakState.STABLE
+
+
+def _samples(gpu: Gpu, track: Track, *, settled: bool) -> Iterator[Sample]:
+    labels = gpu_labels(gpu)
+    is_in = leak_state(track, known=gpu.held_bytes is not None, settled=settled)
+    for state in LeakState:
+        yield Sample(catalog.LEAK_STATE, (*labels, str(state)), float(state is is_in))
+    if track.estimate is None or is_in not in SHOWN:
+        return
+    found = track.estimate
+    values = (
+        (catalog.LEAK_RATE, found.bytes_per_second),
+        (catalog.LEAK_RATE_LOWER, found.lower),
+        (catalog.LEAK_RATE_UPPER, found.upper),
+        (catalog.LEAK_PER_REQUEST, found.bytes_per_request),
+        (catalog.LEAKED, found.leaked_bytes),
+        (catalog.TIME_TO_OOM, found.oom_seconds),
+        (catalog.TIME_TO_OOM_LOWER, found.oom_seconds_lower),
+    )
+    for metric, value in values:
+        if value is not None:
+            yield Sample(metric, labels, value)

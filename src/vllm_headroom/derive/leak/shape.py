@@ -1,0 +1,174 @@
+"""Does the growth of a stretch look like a leak: many rises, even, long enough and not fading?"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Final
+
+from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+
+LEAST_RISES: Final = 6
+"""Rises before anything is said: fewer are indistinguishable from first uses of kernels."""
+
+LEAST_GROWTH_BYTES: Final = 48 * MIB
+"""Growth before anything is said: a few of the allocator's 20 MiB segments (c10 kLargeBuffer) are not a leak."""
+
+CLIP: Final = 3.0
+"""A rise counts at most this many median rises: one large step must not make a trend."""
+
+LARGEST_STEP: Final = 0.40
+"""A stretch of which one rise makes up more than this may be growing; it is not called a leak."""
+
+EVEN_SHARES: Final = {Verdict.LEAKING: (0.45, 0.35), Verdict.GROWING: (0.40, 0.30)}
+"""The later half's least share of the growth, on the axis where it is larger and on the other one."""
+
+FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
+"""Least shares of the first and last quarter: growth that began or ended within the stretch is not even."""
+
+STEADY_PACE, STEADY_BY_TIME, GROWING_PACE = 0.75, 0.70, 0.50
+"""Least pace of the last half of a life against the quarter before, by requests: a logarithm gives 0.5, a line 1."""
+
+YOUNG: Final = 3
+GROWING_SECONDS: Final = 600.0
+LEAKING_SECONDS: Final = 3600.0
+"""How long a stretch must last. Bounded ramps (caches, LoRA slots) are linear until they end: only waiting tells."""
+
+HASTE: Final = 0.15
+"""An alarm may come after this share of the time that is left until out-of-memory, if that is sooner."""
+
+OUT_OF_MEMORY_BYTES: Final = 100 * MIB
+"""What is left when allocations begin to fail: they come in segments of 20 MiB and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """A stretch's rises, clipped, and their sum, between retained floors; `largest_share` is before the clipping."""
+
+    points: tuple[Point, ...]
+    retained_bytes: tuple[float, ...]
+    rises: tuple[float, ...]
+    total_bytes: float
+    largest_share: float
+
+
+def growth(points: tuple[Point, ...]) -> Growth | None:
+    """Return the growth that was never given back; None when it is too little to say anything."""
+    retained = _retained(points)
+    raw = [after - before for before, after in pairwise(retained)]
+    rising = [rise for rise in raw if rise > 0]
+    if len(rising) < LEAST_RISES:
+        return None
+    most = CLIP * median(rising)
+    clipped = tuple(min(rise, most) for rise in raw)
+    total = sum(clipped)
+    if total < LEAST_GROWTH_BYTES:
+        return None
+    largest_share = max(rising) / sum(rising)
+    return Growth(points=points, retained_bytes=retained, rises=clipped, total_bytes=total, largest_share=largest_share)
+
+
+def _retained(points: tuple[Point, ...]) -> tuple[float, ...]:
+    """Return the floors less what later floors gave back: running minima from the end."""
+    least, kept = float("inf"), []
+    for point in reversed(points):
+        least = min(least, point.floor_bytes)
+        kept.append(least)
+    return tuple(reversed(kept))
+
+
+def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdict:
+    """Return what the stretch amounts to, given how steady the whole life's growth is."""
+    even = _evenness(grown)
+    if Verdict.NONE in (even, steadiness):
+        return Verdict.NONE
+    lasted = grown.points[-1].seconds - grown.points[0].seconds
+    soon = _soon(grown, lasted, room_bytes)
+    sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
+    if sure and lasted >= min(soon, LEAKING_SECONDS):
+        return Verdict.LEAKING
+    return Verdict.GROWING if lasted >= min(soon, GROWING_SECONDS) else Verdict.NONE
+
+
+def _soon(grown: Growth, lasted: float, room_bytes: float | None) -> float:
+    if room_bytes is None:
+        return LEAKING_SECONDS
+    rate = (grown.retained_bytes[-1] - grown.retained_bytes[0]) / lasted
+    return max(HASTE * max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / rate, GROWING_SECONDS)
+
+
+def _evenness(grown: Growth) -> Verdict:
+    """Return whether the later half has its share of the growth, by requests or by busy time."""
+    quarters = [
+        shares
+        for axis in (_requests, _busy)
+        if (shares := _quarters(grown, [axis(point) for point in grown.points])) is not None
+    ]
+    if not quarters or not any(_never_stops(shares) for shares in quarters):
+        return Verdict.NONE
+    late = [shares[2] + shares[3] for shares in quarters]
+    for verdict, (most, least) in EVEN_SHARES.items():
+        if max(late) >= most and min(late) >= least:
+            return verdict
+    return Verdict.NONE
+
+
+def _requests(point: Point) -> float:
+    return point.requests
+
+
+def _busy(point: Point) -> float:
+    return point.busy_seconds
+
+
+def _never_stops(shares: list[float]) -> bool:
+    return shares[0] >= FIRST_QUARTER and shares[1] > 0 and shares[2] > 0 and shares[3] >= LAST_QUARTER
+
+
+def _quarters(grown: Growth, axis: list[float]) -> list[float] | None:
+    """Return the share of the growth in each quarter of the axis; None when nothing happened on it."""
+    first, length = axis[0], axis[-1] - axis[0]
+    if length <= 0:
+        return None
+    shares = [0.0] * 4
+    scale = 2 / length
+    for before, after, rise in zip(axis, axis[1:], grown.rises, strict=False):
+        shares[min(3, int(scale * (before + after - 2 * first)))] += rise
+    return [share / grown.total_bytes for share in shares]
+
+
+def steadiness(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float]) -> Verdict:
+    """Return whether growth keeps its pace over this life: the last half against the quarter before it.
+
+    `history` and `now` are (requests, busy seconds, grown bytes) since the anchor. Growth by records and first uses is
+    logarithmic in the work done, which halves the pace; a leak keeps it.
+    """
+    if len(history) < YOUNG:
+        return Verdict.LEAKING
+    by_requests, by_time = _pace(history, now, 0), _pace(history, now, 1)
+    if by_requests is None:
+        by_requests = float("inf") if by_time is None else by_time
+    if by_requests >= STEADY_PACE or (by_time is not None and by_time >= 1.0 and by_requests >= STEADY_BY_TIME):
+        return Verdict.LEAKING
+    return Verdict.GROWING if by_requests >= GROWING_PACE else Verdict.NONE
+
+
+def _pace(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float], axis: int) -> float | None:
+    """Return the growth per unit in the last half over that in the quarter before; None when nothing happened."""
+    here = now[axis]
+    if here <= 0:
+        return None
+    half, quarter = _grown_at(history, axis, here / 2), _grown_at(history, axis, here / 4)
+    before = (half - quarter) / (here / 4)
+    return float("inf") if before <= 0 else (now[2] - half) / (here / 2) / before
+
+
+def _grown_at(history: tuple[tuple[float, float, float], ...], axis: int, where: float) -> float:
+    """Interpolate the grown bytes at a place on an axis."""
+    index = bisect_right(history, where, key=lambda entry: entry[axis])
+    if index in (0, len(history)):
+        return history[index - 1 if index else 0][2]
+    left, right = history[index - 1], history[index]
+    return left[2] + (right[2] - left[2]) * (where - left[axis]) / (right[axis] - left[axis])
