@@ -9,10 +9,11 @@ from typing import Final
 from vllm_headroom.derive.leak.facts import MIB, Level, Point, Verdict
 
 BLOCK_SECONDS: Final = 30.0
-PARTS: Final = 4
-"""A block of one level is made of four of the level below: 30 s, 2, 8, 32 and 128 minutes."""
+PARTS: Final = (1, 4, 4, 2, 2, 4)
+"""How many blocks of the level below make one: 30 s, 2, 8, 16, 32 and 128 minutes. Longer ones see past the teeth of a
+collector, whose period must fit into a block."""
 
-THRESHOLDS: Final = (16.7, 15.3, 13.9, 12.5, 11.1)
+THRESHOLDS: Final = (16.7, 15.3, 13.9, 13.2, 12.5, 11.1)
 """ln(1000 days x blocks a day x 6 levels): under the null a false alarm takes e^threshold blocks (e-detectors)."""
 
 RISE_BYTES: Final = MIB

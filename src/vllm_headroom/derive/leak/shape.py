@@ -80,23 +80,30 @@ def _retained(points: tuple[Point, ...]) -> tuple[float, ...]:
 
 
 def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdict:
-    """Return what the stretch amounts to, given how steady the whole life's growth is."""
+    """Return what the stretch amounts to, given how steady the whole life's growth is.
+
+    Whatever its cause may be, growth that has lasted longer than what is left until the device is full is an alarm.
+    """
     even = _evenness(grown)
     if Verdict.NONE in (even, steadiness):
         return Verdict.NONE
     lasted = grown.points[-1].seconds - grown.points[0].seconds
-    soon = _soon(grown, lasted, room_bytes)
+    left = _left(grown, lasted, room_bytes)
+    soon = max(HASTE * left, GROWING_SECONDS)
     sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
     if sure and lasted >= min(soon, LEAKING_SECONDS):
         return Verdict.LEAKING
-    return Verdict.GROWING if lasted >= min(soon, GROWING_SECONDS) else Verdict.NONE
+    if lasted < GROWING_SECONDS:
+        return Verdict.NONE
+    return Verdict.LEAKING if lasted >= left else Verdict.GROWING
 
 
-def _soon(grown: Growth, lasted: float, room_bytes: float | None) -> float:
+def _left(grown: Growth, lasted: float, room_bytes: float | None) -> float:
+    """Return the seconds until the device is full at the stretch's pace; without end where nothing can fill up."""
     if room_bytes is None:
-        return LEAKING_SECONDS
-    rate = (grown.retained_bytes[-1] - grown.retained_bytes[0]) / lasted
-    return max(HASTE * max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / rate, GROWING_SECONDS)
+        return float("inf")
+    pace = (grown.retained_bytes[-1] - grown.retained_bytes[0]) / lasted
+    return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
 
 
 def _evenness(grown: Growth) -> Verdict:

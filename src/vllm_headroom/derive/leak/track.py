@@ -172,7 +172,7 @@ def _part(track: Track, index: int, block: Block) -> Track:
         parts=whole.parts + 1,
     )
     track = _with_level(track, index, replace(level, block=whole))
-    return _close(track, index) if whole.parts == PARTS else track
+    return _close(track, index) if whole.parts == PARTS[index] else track
 
 
 def _remember(track: Track, level: Level, block: Block) -> Track:
