@@ -93,6 +93,12 @@ def _demo(words: Sequence[str]) -> int:
     return _daemon(words, DemoSettings, serve, DEMO_USAGE)
 
 
+def _replay(words: Sequence[str]) -> int:
+    from vllm_headroom.replay import command  # noqa: PLC0415 - the same
+
+    return command.start(words)
+
+
 def _daemon(
     words: Sequence[str],
     kind: type[AnySettings],
@@ -140,6 +146,7 @@ def _end_on_signals() -> None:
 COMMANDS: Final = {
     "run": Command(summary="The daemon, beside a vLLM server; what runs without a command.", start=_run),
     "demo": Command(summary="The daemon over a simulated engine and GPU, to look at.", start=_demo),
+    "replay": Command(summary="The leak detector over a recorded past.", start=_replay),
 }
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, resources
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 import structlog
@@ -20,12 +21,15 @@ from vllm_headroom.daemon import BEYOND_REPAIR, Ending, GraceTime, Heartbeat, ev
 from vllm_headroom.derive import derivations
 from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.recorder import Recorder
 from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom.keeper.keeper import Keeper
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
 from vllm_headroom.scrape.http import PageReader
 from vllm_headroom.scrape.nvml import Nvml
 from vllm_headroom.scrape.processes import Processes
+from vllm_headroom.scrape.worker import Worker
 
 log = structlog.get_logger()
 
@@ -34,6 +38,13 @@ GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
 GOODBYE_SECONDS: Final = 0.3
+
+KEEP_SECONDS: Final = 60.0
+LAST_SAVE_SECONDS: Final = 0.5
+"""Beside the farewell to scrapes in progress, which may take as long."""
+
+RECORD_SECONDS: Final = 1.0
+"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +112,7 @@ async def _close(parts: Parts) -> None:
 
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
     interval, clock = settings.sample_interval_seconds, parts.clock
+    keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
         parse=parse_engines,
@@ -112,9 +124,11 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         ),
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
+        recall=None if keeper is None else keeper.recall,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
+    recorder = None if settings.trace_file is None else _recorder(settings.trace_file, settings.trace_max_bytes)
     port = listener.getsockname()[1]
 
     async def tick() -> None:
@@ -128,6 +142,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         if grace.is_over(sampler.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
+        if recorder is not None and sampler.snapshot is not None:
+            await recorder.record(sampler.snapshot)
 
     server = Server(
         application(
@@ -140,7 +156,24 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
-    return await live((sampling, peaks), server, listener, ending)
+    keeping = () if keeper is None else (_keep(keeper, sampler, clock),)
+    return await live((sampling, peaks, *keeping), server, listener, ending)
+
+
+def _keeper(folder: Path, clock: Clock) -> Keeper:
+    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
+
+
+async def _keep(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
+    try:
+        await every(KEEP_SECONDS, lambda: keeper.save(sampler.states), clock)
+    finally:
+        await keeper.save(sampler.states, LAST_SAVE_SECONDS)
+
+
+def _recorder(file: Path, max_bytes: int) -> Recorder:
+    """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
+    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call, timeout_seconds=RECORD_SECONDS)
 
 
 def version() -> str:

@@ -131,6 +131,27 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
     )
+    state_dir: Path | None = setting(
+        None,
+        "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
+        accepts="the path of a directory",
+        word="DIRECTORY",
+        shown=NONE,
+    )
+    trace_file: Path | None = setting(
+        None,
+        "A file to record every sample in, as a trace for vllm-headroom replay.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
+    )
+    trace_max_bytes: Size = setting(
+        64 * 1024 * 1024,
+        "At this size the trace becomes FILE.1, in place of an older one, and a new one begins.",
+        accepts="a number of bytes, or a size such as 64MiB",
+        word="SIZE",
+        shown="64MiB",
+    )
     log_format: LogFormat = setting(
         "logfmt", "How log lines are written, to stderr.", accepts="logfmt or json", word="FORMAT"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -70,7 +70,10 @@ class Sources:
 
 
 class Sampler:
-    """Owns the state of every derivation and what is published; `published` is None before the first tick ended."""
+    """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
+
+    `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    """
 
     def __init__(
         self,
@@ -81,9 +84,11 @@ class Sampler:
         derivations: tuple[Derivation[Any], ...],
         clock: Clock,
         gpu_timeout_seconds: float,
+        recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
     ) -> None:
         self.published: Published | None = None
         self.gpus: tuple[Gpu, ...] | Failure | None = None
+        self.snapshot: Snapshot | None = None
         self._sources = sources
         self._parse = parse
         self._selection = selection
@@ -93,13 +98,22 @@ class Sampler:
         self._clock = clock
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
+        self._recall = recall
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The state of every derivation, by its name."""
+        return dict(self._states)
 
     async def tick(self) -> None:
         """Read all sources at once, derive and publish; a fault in one part costs that part only."""
         snapshot = await self._snapshot()
         self._transitions.report(snapshot)
+        if self._recall is not None:
+            self._states.update(await self._recall(snapshot))
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
         self.gpus = snapshot.gpus
+        self.snapshot = snapshot
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
 
     async def _snapshot(self) -> Snapshot:

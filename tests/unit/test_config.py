@@ -160,7 +160,7 @@ def test_settings_are_frozen_and_know_no_other_names() -> None:
     with pytest.raises(ValidationError):
         Settings().listen_port = 1
     with pytest.raises(ValidationError):
-        Settings(state_dir="/var/lib")  # type: ignore[call-arg]
+        Settings(home_dir="/var/lib")  # type: ignore[call-arg]
 
 
 def test_an_error_raised_by_the_class_itself_hides_its_input() -> None:

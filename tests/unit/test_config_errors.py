@@ -125,7 +125,7 @@ FILES = {
     "mapping": [f"log_level in {{file}}: got {{{{'a': 'b'}}}}, {LEVEL}"],
     "nul": [r"engine_ca_file in {file}: got '\x00', accepts the path of a file"],
     "several": [
-        "state in {file}: not a setting, see --help",
+        "state in {file}: not a setting, did you mean state_dir?",
         f"listen_port in {{file}}: got '65536', {PORT}",
         f"log_level in {{file}}: got 'loud', {LEVEL}",
     ],

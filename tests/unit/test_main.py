@@ -97,7 +97,7 @@ def test_an_unknown_command_is_told_the_known_ones() -> None:
     process = vllm_headroom("doctr")
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "'doctr': not a command, accepts run, demo\n"
+    assert process.stderr == "'doctr': not a command, accepts run, demo, replay\n"
 
 
 def test_help_imports_nothing_of_the_daemon() -> None:

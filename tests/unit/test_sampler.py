@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import pytest
 from structlog.testing import capture_logs
@@ -75,9 +76,10 @@ def parsed(text: str) -> EnginePage | Failure:
 
 def sampler(
     said: Said,
-    *more: Derivation[None],
+    *more: Derivation[Any],
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
+    recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
 ) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
@@ -86,6 +88,7 @@ def sampler(
         derivations=(*derivations(), *more),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
+        recall=recall,
     )
 
 
@@ -158,6 +161,27 @@ def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> Non
         "derivation failed, its series are absent",
         "derivation works again",
     ]
+
+
+def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
+    class Recall:
+        found: ClassVar = {"count": 41}
+
+        async def __call__(self, snapshot: Snapshot) -> dict[str, int]:
+            assert not isinstance(snapshot.engines, Failure)
+            found, Recall.found = Recall.found, {}
+            return found
+
+    counting = Derivation(
+        name="count",
+        initial=0,
+        step=lambda state, _: (state + 1, (Sample(catalog.ENGINE_RUNNING, ("count", "0"), float(state + 1)),)),
+    )
+    subject = sampler(Said(), counting, recall=Recall())
+
+    assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 42.0
+    assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 43.0
+    assert subject.states["count"] == 43
 
 
 def test_a_selection_that_nothing_visible_fits_is_named() -> None:

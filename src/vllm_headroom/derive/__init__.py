@@ -11,7 +11,7 @@ from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
-from vllm_headroom.derive.leak.leak import LeakMemory, leak
+from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
@@ -37,7 +37,7 @@ def derivations(
         stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token)),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="leak", initial=LeakMemory(), step=leak),
+        Derivation(name="leak", initial=LeakMemory(), step=leaks),
         Derivation(
             name="baseline", initial=Baselines(), step=partial(baseline, configured_bytes=baseline_bytes_per_request)
         ),

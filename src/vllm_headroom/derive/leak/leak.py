@@ -19,7 +19,7 @@ class LeakMemory:
     host: Tracks = field(default_factory=Tracks)
 
 
-def leak(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
+def leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return whether load is stable and the leak family of every GPU of the engine and every role of its processes."""
     loaded, load_samples = load(state.load, snapshot)
     settled = loaded.stable is not False

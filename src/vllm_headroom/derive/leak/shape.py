@@ -28,7 +28,7 @@ EVEN_SHARES: Final = {Verdict.LEAKING: (0.45, 0.35), Verdict.GROWING: (0.40, 0.3
 FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
 """Least shares of the first and last quarter: growth that began or ended within the stretch is not even."""
 
-STEADY_PACE, STEADY_BY_TIME, GROWING_PACE = 0.75, 0.70, 0.50
+STEADY_PACE, STEADY_BY_TIME, GROWING_PACE = 0.82, 0.75, 0.50
 """Least pace of the last half of a life against the quarter before, by requests: a logarithm gives 0.5, a line 1."""
 
 YOUNG: Final = 3
@@ -38,6 +38,10 @@ LEAKING_SECONDS: Final = 3600.0
 
 HASTE: Final = 0.15
 """An alarm may come after this share of the time that is left until out-of-memory, if that is sooner."""
+
+PATIENCE: Final = 0.05
+MOST_PATIENCE_SECONDS: Final = 2 * 3600.0
+"""And it waits for this share where out-of-memory is far: waiting costs little there, and slow ramps mostly end."""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
 """What is left when allocations begin to fail: they come in segments of 20 MiB and more."""
@@ -89,19 +93,26 @@ def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdi
         return Verdict.NONE
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = _left(grown, lasted, room_bytes)
-    soon = max(HASTE * left, GROWING_SECONDS)
     sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
-    if sure and lasted >= min(soon, LEAKING_SECONDS):
+    if sure and lasted >= _patience(left):
         return Verdict.LEAKING
     if lasted < GROWING_SECONDS:
         return Verdict.NONE
-    return Verdict.LEAKING if lasted >= left else Verdict.GROWING
+    return Verdict.LEAKING if left is not None and lasted >= left else Verdict.GROWING
 
 
-def _left(grown: Growth, lasted: float, room_bytes: float | None) -> float:
-    """Return the seconds until the device is full at the stretch's pace; without end where nothing can fill up."""
+def _patience(left: float | None) -> float:
+    """Return how many seconds sure growth must have lasted, given what is left."""
+    if left is None:
+        return LEAKING_SECONDS
+    late = min(max(PATIENCE * left, LEAKING_SECONDS), MOST_PATIENCE_SECONDS)
+    return min(max(HASTE * left, GROWING_SECONDS), late)
+
+
+def _left(grown: Growth, lasted: float, room_bytes: float | None) -> float | None:
+    """Return the seconds until the device is full at the stretch's pace; None where nothing can fill up."""
     if room_bytes is None:
-        return float("inf")
+        return None
     pace = (grown.retained_bytes[-1] - grown.retained_bytes[0]) / lasted
     return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
 

@@ -35,6 +35,9 @@ REST_MOST_SECONDS: Final = 1800.0
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
 GIVEN_BACK_LEVEL: Final = 2
+JUDGED_LEVEL: Final = 1
+"""Evidence is judged whenever a block of this level ends, every two minutes: judging costs more than all the rest."""
+
 """Memory that stays this far below its highest floor for this long was given back: the comparison begins anew."""
 
 
@@ -105,7 +108,8 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         track = _close(track, 0)
         if track.anchor_seconds is None:
             return _gather(_anchored(track), held_bytes, room_bytes)
-        track = _judged(track, room_bytes)
+        if track.levels[JUDGED_LEVEL].block is None:
+            track = _judged(track, room_bytes)
         block = None
     now = (track.seconds, track.work.requests)
     if block is None:

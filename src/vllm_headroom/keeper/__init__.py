@@ -1,0 +1,1 @@
+"""Keeps what the leak detector learned over a restart of the daemon."""

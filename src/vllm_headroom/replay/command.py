@@ -1,0 +1,165 @@
+"""The command `replay`: its options, its exit status and who draws what."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+from typing import BinaryIO, Final, NoReturn
+
+from vllm_headroom.model import Snapshot
+from vllm_headroom.parse.trace import snapshot_of, snapshots
+from vllm_headroom.replay.answer import found
+from vllm_headroom.replay.curves import Curves
+from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.replay.watch import Watch
+from vllm_headroom.replay.words import verdict
+
+LEAK_FOUND: Final = 1
+BAD_INPUT: Final = 2
+LONGEST_LINE: Final = 2**20
+"""Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
+
+NARROWEST, WIDEST = 60, 160
+NO_TERMINAL: Final = "No picture: pip install 'vllm-headroom[replay]' draws memory and load here."
+NO_PNG: Final = "--png needs matplotlib: pip install 'vllm-headroom[png]'"
+
+DESCRIPTION: Final = """\
+Feeds a recorded past through the daemon's leak detector: would it have caught
+our outage?
+
+TRACE is a file that HEADROOM_TRACE_FILE let the daemon record, or - for
+standard input.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0, with 1 when a leak was found and --fail-on-leak was
+given, and with 2 when the past cannot be read.
+
+Example:
+  vllm-headroom replay trace.jsonl
+  cat trace.jsonl.1 trace.jsonl | vllm-headroom replay - --json
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line."""
+        self.exit(BAD_INPUT, f"vllm-headroom replay: {message}; see --help\n")
+
+
+def start(words: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parser = _parser(words)
+    given = parser.parse_args(words)
+    if (given.trace is None) == (given.from_prometheus is None):
+        parser.error("needs a TRACE or --from-prometheus, and not both")
+    try:
+        return _replay(given)
+    except BadInput as error:
+        sys.stderr.write(f"{error}\n")
+        return BAD_INPUT
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="vllm-headroom replay",
+        usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(from_prometheus=None)
+    parser.add_argument("trace", metavar="TRACE", nargs="?", help="the trace, - for standard input")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of words and a picture")
+    parser.add_argument("--fail-on-leak", action="store_true", help="end with status 1 when there was an alarm")
+    parser.add_argument("--png", metavar="FILE", type=Path, help="draw memory and load into this file")
+    if {word.partition("=")[0] for word in words} & {"-h", "--help", "--from-prometheus"}:
+        from vllm_headroom.replay.prometheus import add_options  # noqa: PLC0415 - a trace needs no HTTP client
+
+        add_options(parser)
+    return parser
+
+
+def _replay(given: argparse.Namespace) -> int:
+    save = _saver() if given.png else None
+    watch, curves = Watch(), Curves()
+    for snapshot in _past(given):
+        watch.step(snapshot)
+        if save or not given.json:
+            curves.step(snapshot)
+    if save:
+        try:
+            save(watch, curves, given.png)
+        except OSError as error:
+            raise BadInput(f"{given.png}: cannot be written: {error.strerror}") from error
+    if given.json:
+        _print(json.dumps(found(watch), allow_nan=False))
+    else:
+        _print("\n".join(verdict(watch)) + ("" if save else _drawn(watch, curves)))
+    return LEAK_FOUND if given.fail_on_leak and watch.leaked else 0
+
+
+def _past(given: argparse.Namespace) -> Iterator[Snapshot]:
+    """Yield the snapshots; raises BadInput at what cannot be read."""
+    if given.from_prometheus is not None:
+        from vllm_headroom.replay.prometheus import records_from  # noqa: PLC0415 - the same
+
+        yield from _usable(map(snapshot_of, records_from(given)))
+    elif given.trace == "-":
+        yield from _usable(snapshots(_lines(sys.stdin.buffer)))
+    else:
+        try:
+            with Path(given.trace).open("rb") as stream:
+                yield from _usable(snapshots(_lines(stream)))
+        except OSError as error:
+            raise BadInput(f"{given.trace}: cannot be read: {error.strerror}") from error
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(stream.readline, LONGEST_LINE), b"")
+
+
+def _usable(past: Iterable[Snapshot | str]) -> Iterator[Snapshot]:
+    for snapshot in past:
+        if isinstance(snapshot, str):
+            raise BadInput(snapshot)
+        yield snapshot
+
+
+def _saver() -> Callable[[Watch, Curves, Path], None]:
+    try:
+        from vllm_headroom.replay.picture import save  # noqa: PLC0415 - an optional extra
+    except ModuleNotFoundError as error:
+        raise BadInput(NO_PNG) from error
+    return save
+
+
+def _drawn(watch: Watch, curves: Curves) -> str:
+    try:
+        from vllm_headroom.replay.terminal import drawing  # noqa: PLC0415 - an optional extra
+    except ModuleNotFoundError:
+        return f"\n\n{NO_TERMINAL}"
+    columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return "".join(f"\n\n{chart}" for chart in drawing(watch, curves, columns=columns, colour=colour))
+
+
+def _print(text: str) -> None:
+    """Write to standard output; whoever stops reading it needs no more of it."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,63 @@
+"""The states one series of memory readings went through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.model import LeakState
+
+Interval = tuple[float, float | None]
+"""From and to, in the trace's seconds; the end is None where the state lasts to the end of the trace."""
+
+COLLECTED: Final = (LeakState.GROWING, LeakState.LEAKING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What the detector said at one sample; None where it did not say. The rate's interval is of 95 %."""
+
+    seconds: float
+    bytes_per_second: float | None = None
+    bytes_per_second_lower: float | None = None
+    bytes_per_second_upper: float | None = None
+    bytes_per_request: float | None = None
+    leaked_bytes: float | None = None
+    time_to_oom_seconds: float | None = None
+    time_to_oom_seconds_lower: float | None = None
+    by_requests: bool | None = None
+
+
+class Course:
+    """Follows the states of one series; `state` is the newest, `first` and `last` are the samples in state leaking."""
+
+    def __init__(self) -> None:
+        self.state = LeakState.UNKNOWN
+        self.first: Moment | None = None
+        self.last: Moment | None = None
+        self._known = LeakState.UNKNOWN
+        self._intervals: dict[LeakState, list[Interval]] = {state: [] for state in COLLECTED}
+
+    @property
+    def growing(self) -> tuple[Interval, ...]:
+        """The intervals of the early warning."""
+        return tuple(self._intervals[LeakState.GROWING])
+
+    @property
+    def leaking(self) -> tuple[Interval, ...]:
+        """The intervals of the alarm."""
+        return tuple(self._intervals[LeakState.LEAKING])
+
+    def step(self, state: LeakState, moment: Moment) -> None:
+        """Go on to the next sample; one that could not be read ends no interval."""
+        self.state = state
+        if state is LeakState.LEAKING:
+            self.first = self.first or moment
+            self.last = moment
+        if state in (LeakState.UNKNOWN, self._known):
+            return
+        if left := self._intervals.get(self._known):
+            left[-1] = (left[-1][0], moment.seconds)
+        if state in COLLECTED:
+            self._intervals[state].append((moment.seconds, None))
+        self._known = state

@@ -1,0 +1,94 @@
+"""Hand-made stretches of memory readings: one reading every 15 s, ten requests a second unless said otherwise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict
+from vllm_headroom.derive.leak.track import observe
+
+HOUR = 3600.0
+STEP = 15.0
+BASE = 75_000 * MIB
+TOTAL = 81_559 * MIB
+RATE = 10.0
+LEAK = 12_800.0
+"""Bytes per request: 12.8 MB per thousand, the post-mortem's leak."""
+
+Shape = Callable[[float], float]
+"""Seconds since the start to bytes on top of the base."""
+
+
+def segments(size: float, segment: int = 2 * MIB) -> float:
+    """Round up to the allocator's segments."""
+    return math.ceil(size / segment) * segment
+
+
+def leak(seconds: float) -> float:
+    return segments(seconds * RATE * LEAK)
+
+
+def flat(_seconds: float) -> float:
+    return 0.0
+
+
+def records(seed: int, hours: float) -> Shape:
+    """Return high water of random demand per reading: a running maximum, rarer and rarer."""
+    chance, highest, steps = random.Random(seed), 0.0, []  # noqa: S311 - it plays demand
+    for _ in range(int(hours * HOUR / STEP) + 2):
+        highest = max(highest, *(chance.lognormvariate(0, 0.5) for _ in range(int(STEP * RATE))))
+        steps.append(segments(100 * MIB * highest))
+    return lambda seconds: steps[int(seconds / STEP)]
+
+
+def readings(shape: Shape, hours: float, *, start: float = 0.0, rate: float = RATE) -> Iterator[Observation]:
+    for number in range(int(hours * HOUR / STEP)):
+        seconds = start + number * STEP
+        held = int(BASE + shape(seconds - start))
+        yield Observation(
+            seconds=seconds,
+            held_bytes=held,
+            finished_total=float(int((seconds - start) * rate)),
+            life="1",
+            room_bytes=max(0, TOTAL - held),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What became of a track: its last state, the verdict after every reading and the estimate at the first alarm."""
+
+    track: Track
+    verdicts: tuple[Verdict, ...]
+    alarm: Estimate | None
+
+    def first(self, verdict: Verdict) -> float | None:
+        """Return the hours until the verdict was first reached."""
+        found = next((number for number, each in enumerate(self.verdicts) if each >= verdict), None)
+        return None if found is None else found * STEP / HOUR
+
+    @property
+    def worst(self) -> Verdict:
+        return max(self.verdicts)
+
+
+def follow(seen: Iterable[Observation], track: Track | None = None) -> Course:
+    verdicts, alarm = [], None
+    for each in seen:
+        track = observe(track or Track(clock=each.seconds), each)
+        verdicts.append(track.verdict)
+        if track.verdict is Verdict.LEAKING and alarm is None:
+            alarm = track.estimate
+    assert track is not None
+    return Course(track, tuple(verdicts), alarm)
+
+
+def changed(
+    seen: Iterable[Observation], when: Callable[[Observation], bool], **change: object
+) -> Iterator[Observation]:
+    """Yield the readings, with other values in those for which `when` holds."""
+    for each in seen:
+        yield replace(each, **change) if when(each) else each  # type: ignore[arg-type]

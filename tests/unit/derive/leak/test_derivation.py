@@ -1,0 +1,203 @@
+"""The leak family on the page: load, GPUs, host and the ratio to a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
+from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.baseline import READINGS, Baselines, baseline
+from vllm_headroom.derive.leak.leak import LeakMemory, leaks
+from vllm_headroom.model import EngineProcess, LeakState, Metric, Role, Sample, Snapshot, Source
+
+FAMILY = (
+    catalog.LEAK_RATE,
+    catalog.LEAK_RATE_LOWER,
+    catalog.LEAK_RATE_UPPER,
+    catalog.LEAK_PER_REQUEST,
+    catalog.LEAKED,
+    catalog.TIME_TO_OOM,
+    catalog.TIME_TO_OOM_LOWER,
+)
+Change = Callable[[Snapshot, float], Snapshot]
+
+
+def unchanged(seen: Snapshot, _seconds: float) -> Snapshot:
+    return seen
+
+
+def run(hours: float, shape: Callable[[float], float], change: Change = unchanged) -> Iterator[tuple[Sample, ...]]:
+    """Yield what the leak derivation says at every reading of a GPU and a host process that grow alike."""
+    state = LeakMemory()
+    for turn in range(int(hours * 3600 / STEP)):
+        seconds = turn * STEP
+        size = int(BASE + shape(seconds))
+        seen = snapshot(
+            at=seconds,
+            engines=page(engine(running=80.0, waiting=0.0, finished_total=seconds * RATE, started_at_seconds=1.0)),
+            gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),),
+            processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=size, started_at_seconds=1.0),),
+        )
+        state, samples = leaks(state, change(seen, seconds))
+        yield samples
+
+
+def states(samples: tuple[Sample, ...], metric: Metric = catalog.LEAK_STATE) -> set[str]:
+    return {labels[-1] for labels, value in values(samples, metric).items() if value == 1.0}
+
+
+def test_exactly_one_state_is_1_and_all_are_there() -> None:
+    for samples in run(2, leak):
+        shown = values(samples, catalog.LEAK_STATE)
+        assert {labels[-1] for labels in shown} == set(LeakState)
+        assert sorted(shown.values()) == [0.0] * 6 + [1.0]
+
+
+def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host() -> None:
+    said = list(run(2, leak))
+
+    for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE):
+        order = list(dict.fromkeys(state for samples in said for state in states(samples, metric)))
+        assert [state for state in order if state != "stable"] == ["warming_up", "growing", "leaking"]
+    assert values(said[-1], catalog.LEAK_PER_REQUEST)[A_GPU] == pytest.approx(LEAK, rel=0.05)
+    assert values(said[-1], catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
+
+
+def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:
+    for samples in run(1, lambda _: 0.0):
+        assert not any(values(samples, metric) for metric in (*FAMILY, catalog.HOST_LEAK_RATE))
+
+
+def test_they_are_all_there_while_it_leaks() -> None:
+    *_, last = run(2, leak)
+
+    assert all(values(last, metric) for metric in FAMILY)
+
+
+def test_a_gpu_that_is_not_the_engines_or_cannot_be_read_has_no_series() -> None:
+    def lose(seen: Snapshot, _seconds: float) -> Snapshot:
+        return replace(seen, gpus=failure(Source.NVML))
+
+    def give_away(seen: Snapshot, _seconds: float) -> Snapshot:
+        return replace(seen, gpus=(gpu(attribution=None),))
+
+    for change in (lose, give_away):
+        assert not any(values(samples, catalog.LEAK_STATE) for samples in run(0.1, leak, change))
+
+
+def test_memory_that_is_unknown_for_now_is_unknown_and_keeps_the_verdict() -> None:
+    def forget(seen: Snapshot, seconds: float) -> Snapshot:
+        if seconds != 2 * 3600 - 2 * STEP:
+            return seen
+        return replace(seen, gpus=(gpu(total=TOTAL, used=TOTAL // 2, held=None),))
+
+    *_, before, unknown, after = run(2, leak, forget)
+
+    assert [states(samples) for samples in (before, unknown, after)] == [{"leaking"}, {"unknown"}, {"leaking"}]
+    assert not values(unknown, catalog.LEAK_RATE)
+
+
+def test_a_sleeping_engine_is_asleep() -> None:
+    def sleep(seen: Snapshot, seconds: float) -> Snapshot:
+        return replace(seen, engines=page(engine(running=0.0, awake=False))) if seconds > 1800 else seen
+
+    *_, last = run(0.6, lambda _: 0.0, sleep)
+
+    assert states(last) == {"asleep"}
+
+
+def test_changing_load_is_unsettled_and_level_load_is_stable() -> None:
+    def change(seen: Snapshot, seconds: float) -> Snapshot:
+        running = 80.0 if seconds < 3600 else 20.0
+        return replace(seen, engines=page(engine(running=running, finished_total=seconds * RATE)))
+
+    said = list(run(1.3, lambda _: 0.0, change))
+
+    assert states(said[int(3500 / STEP)]) == {"stable"}
+    assert values(said[int(3500 / STEP)], catalog.LOAD_STABLE) == {(): 1.0}
+    assert states(said[int(3900 / STEP)]) == {"unsettled"}
+    assert values(said[int(3900 / STEP)], catalog.LOAD_STABLE) == {(): 0.0}
+    assert values(said[-1], catalog.LOAD_STABLE) == {(): 1.0}
+
+
+def test_the_delta_counts_from_when_load_became_stable() -> None:
+    said = list(run(0.5, leak))
+    became = next(turn for turn, samples in enumerate(said) if values(samples, catalog.LOAD_STABLE))
+
+    assert values(said[became], catalog.MEMORY_DELTA) == {A_GPU: 0.0}
+    grown = leak(len(said) * STEP - STEP) - leak(became * STEP)
+    assert values(said[-1], catalog.MEMORY_DELTA)[A_GPU] == pytest.approx(grown, abs=2)
+
+
+def test_load_is_unknown_without_the_page_and_before_ten_minutes() -> None:
+    def deafen(seen: Snapshot, seconds: float) -> Snapshot:
+        return replace(seen, engines=failure(Source.ENGINE)) if seconds > 1200 else seen
+
+    said = list(run(0.4, lambda _: 0.0, deafen))
+
+    assert not values(said[int(500 / STEP)], catalog.LOAD_STABLE)
+    assert values(said[int(900 / STEP)], catalog.LOAD_STABLE)
+    assert not values(said[-1], catalog.LOAD_STABLE)
+
+
+def test_gpus_in_another_order_are_judged_alike() -> None:
+    def twice(reverse: bool) -> Change:  # noqa: FBT001 - two orders
+        def change(seen: Snapshot, _seconds: float) -> Snapshot:
+            assert not isinstance(seen.gpus, type(failure(Source.NVML)))
+            pair = (seen.gpus[0], gpu(index=1, uuid="GPU-b", total=TOTAL, used=BASE, engine=BASE))
+            return replace(seen, gpus=pair[::-1] if reverse else pair)
+
+        return change
+
+    *_, straight = run(2, leak, twice(reverse=False))
+    *_, turned = run(2, leak, twice(reverse=True))
+
+    assert values(straight, catalog.LEAK_STATE) == values(turned, catalog.LEAK_STATE)
+    assert states(straight) == {"leaking", "stable"}
+
+
+def ratios(held: Callable[[int], int], turns: int, configured: float | None = None) -> list[float | None]:
+    state, found = Baselines(), []
+    for turn in range(turns):
+        running = 10.0 if turn % 2 else 20.0
+        seen = snapshot(
+            at=turn * 5.0,
+            engines=page(engine(running=running, finished_total=2000.0 + turn, started_at_seconds=1.0)),
+            gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
+        )
+        state, samples = baseline(state, seen, configured_bytes=configured)
+        found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
+    return found
+
+
+def test_the_ratio_is_to_what_was_learned_at_comparable_load() -> None:
+    learning = 2 * READINGS
+
+    found = ratios(lambda turn: 9_500 if turn <= learning else 10_500, learning + 10)
+
+    assert found[learning - 2] is None
+    assert found[-1] == pytest.approx(10_500 / 9_500)
+
+
+def test_a_configured_baseline_needs_no_learning() -> None:
+    assert ratios(lambda _: 9_500, 2, configured=500.0)[1] == pytest.approx(950 / 500)
+
+
+def test_a_baseline_of_another_life_is_forgotten() -> None:
+    state = Baselines(life="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
+    seen = snapshot(engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)))
+
+    state, samples = baseline(state, seen, configured_bytes=None)
+
+    assert samples == ()
+    assert all(count < READINGS for bands in state.bands.values() for count, _ in bands.values())
+
+
+def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:
+    for running in (0.0, None):
+        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)))
+        assert baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()

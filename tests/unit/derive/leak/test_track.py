@@ -1,0 +1,279 @@
+"""What is a leak and what is not, rule by rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.derive.leak.stretches import (
+    BASE,
+    HOUR,
+    LEAK,
+    RATE,
+    TOTAL,
+    changed,
+    flat,
+    follow,
+    leak,
+    readings,
+    records,
+    segments,
+)
+from vllm_headroom.derive.leak.evidence import NEWEST_POINTS
+from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
+from vllm_headroom.derive.leak.track import HISTORY_POINTS, warming_up
+from vllm_headroom.derive.leak.work import MILEAGE_POINTS
+
+
+def test_flat_memory_warms_up_and_is_never_anything_else_than_quiet() -> None:
+    early, late = follow(readings(flat, 0.05)), follow(readings(flat, 6))
+
+    assert warming_up(early.track)
+    assert not warming_up(late.track)
+    assert late.worst is Verdict.NONE
+
+
+def test_a_steady_leak_is_growing_within_half_an_hour_and_leaking_within_an_hour_and_a_half() -> None:
+    course = follow(readings(leak, 3))
+
+    growing, leaking = course.first(Verdict.GROWING), course.first(Verdict.LEAKING)
+    assert growing is not None
+    assert leaking is not None
+    assert growing < 0.5
+    assert leaking < 1.4
+    assert course.verdicts[-1] is Verdict.LEAKING
+
+
+def test_the_alarm_says_how_fast_by_what_how_much_and_how_long_is_left() -> None:
+    course = follow(readings(leak, 3))
+    found, at = course.alarm, course.first(Verdict.LEAKING)
+    assert found is not None
+    assert at is not None
+
+    assert found.bytes_per_second == pytest.approx(RATE * LEAK, rel=0.05)
+    assert found.lower < RATE * LEAK < found.upper
+    assert found.bytes_per_request == pytest.approx(LEAK, rel=0.05)
+    assert found.by_requests
+    assert found.leaked_bytes == pytest.approx(at * HOUR * RATE * LEAK, rel=0.2)
+    left = (TOTAL - BASE - at * HOUR * RATE * LEAK - OUT_OF_MEMORY_BYTES) / (RATE * LEAK)
+    assert found.oom_seconds == pytest.approx(left, rel=0.05)
+    assert found.oom_seconds_lower is not None
+    assert found.oom_seconds_lower < left
+
+
+def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> None:
+    quiet = (replace(each, finished_total=1000.0) for each in readings(leak, 3))
+
+    course = follow(quiet)
+
+    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.alarm is not None
+    assert not course.alarm.by_requests
+    assert course.alarm.bytes_per_request is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_of_random_demand_are_not_a_leak(seed: int) -> None:
+    assert follow(readings(records(seed, 12), 12)).worst is Verdict.NONE
+
+
+@pytest.mark.parametrize("step", [20 * MIB, 300 * MIB, 2000 * MIB])
+def test_one_large_step_is_not_a_leak(step: int) -> None:
+    assert follow(readings(lambda seconds: step if seconds > 2 * HOUR else 0, 6)).worst is Verdict.NONE
+
+
+def test_a_few_first_uses_are_not_a_leak() -> None:
+    uses = (0.7, 1.1, 1.8, 2.4, 3.9)
+
+    course = follow(readings(lambda seconds: 20 * MIB * sum(seconds > use * HOUR for use in uses), 6))
+
+    assert course.worst is Verdict.NONE
+
+
+def test_growth_below_the_least_amount_is_not_a_leak() -> None:
+    assert follow(readings(lambda seconds: segments(seconds * 1000), 10)).worst is Verdict.NONE
+
+
+def test_a_fast_bounded_fill_is_at_most_growing_and_is_forgotten() -> None:
+    course = follow(readings(lambda seconds: segments(min(seconds, 2400) / 2400 * 900 * MIB, 20 * MIB), 4))
+
+    assert course.worst is not Verdict.LEAKING
+    assert course.verdicts[-1] is Verdict.NONE
+
+
+def test_memory_that_follows_load_is_not_a_leak() -> None:
+    def tide(seconds: float) -> float:
+        return segments(1500 * MIB * abs((seconds / HOUR) % 4 - 2) / 2)
+
+    assert follow(readings(tide, 16)).verdicts[-1] is not Verdict.LEAKING
+
+
+def test_a_leak_beneath_a_sawtooth_is_found() -> None:
+    course = follow(readings(lambda seconds: leak(seconds) + segments(seconds % 900 / 900 * 300 * MIB), 8))
+
+    assert course.verdicts[-1] is Verdict.LEAKING
+
+
+def test_a_collectors_teeth_alone_are_not_a_leak() -> None:
+    course = follow(readings(lambda seconds: segments(seconds % 900 / 900 * 300 * MIB), 8))
+
+    assert course.worst is not Verdict.LEAKING
+    assert course.verdicts[-1] is Verdict.NONE
+
+
+@pytest.mark.parametrize("life", ["2", None])
+def test_a_restart_begins_anew(life: str | None) -> None:
+    first = follow(readings(leak, 2))
+    assert first.verdicts[-1] is Verdict.LEAKING
+    again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, life=life)
+
+    second = follow(again, first.track)
+
+    assert set(second.verdicts) == {Verdict.NONE}
+
+
+def test_a_sleep_is_no_verdict_and_waking_begins_anew() -> None:
+    first = follow(readings(leak, 2))
+    asleep = [
+        Observation(seconds=2 * HOUR + 15 * turn, held_bytes=BASE // 10, finished_total=72000.0, life="1", awake=False)
+        for turn in range(40)
+    ]
+    sleeping = follow(asleep, first.track)
+    assert sleeping.track.asleep
+    assert set(sleeping.verdicts) == {Verdict.NONE}
+
+    awake = changed(readings(flat, 1, start=2.5 * HOUR), lambda _: True, finished_total=72000.0, awake=True)
+    woken = follow(awake, sleeping.track)
+
+    assert not woken.track.asleep
+    assert set(woken.verdicts) == {Verdict.NONE}
+
+
+def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None:
+    first = follow(readings(flat, 1))
+    smaller = [
+        Observation(
+            seconds=HOUR + 15 * turn,
+            held_bytes=int(BASE * 0.3 + leak(15 * turn)),
+            finished_total=36000 + 150.0 * turn,
+            life="1",
+            room_bytes=9_000 * MIB,
+        )
+        for turn in range(4 * 240)
+    ]
+
+    assert follow(smaller, first.track).verdicts[-1] is Verdict.LEAKING
+
+
+def test_another_process_coming_begins_anew_where_it_cannot_be_told_apart() -> None:
+    seen = [replace(each, neighbours=1) for each in readings(leak, 2)]
+    course = follow(seen)
+    assert course.verdicts[-1] is Verdict.LEAKING
+
+    joined = replace(seen[-1], seconds=seen[-1].seconds + 15, neighbours=2)
+
+    assert follow([joined], course.track).verdicts == (Verdict.NONE,)
+
+
+def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
+    def gap(each: Observation) -> bool:
+        return 1800 < each.seconds < 3000
+
+    blind = changed(readings(leak, 3), gap, held_bytes=None)
+    deaf = changed(readings(leak, 3), gap, finished_total=None, life=None)
+
+    assert follow(blind).verdicts[-1] is Verdict.LEAKING
+    assert follow(deaf).verdicts[-1] is Verdict.LEAKING
+
+
+def test_a_leak_is_found_without_any_request_counter() -> None:
+    assert follow(changed(readings(leak, 3), lambda _: True, finished_total=None)).verdicts[-1] is Verdict.LEAKING
+
+
+def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
+    deaf = changed(
+        readings(records(7, 10), 10), lambda each: 4 * HOUR < each.seconds < 6 * HOUR, finished_total=None, life=None
+    )
+
+    assert follow(deaf).worst is Verdict.NONE
+
+
+def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
+    course = follow(readings(leak, 2))
+    last = course.track.clock
+    back = [
+        replace(each, seconds=last - 5000 + each.seconds, held_bytes=int(BASE + leak(2 * HOUR + each.seconds)))
+        for each in readings(flat, 0.2)
+    ]
+
+    assert set(follow([replace(each, finished_total=None) for each in back], course.track).verdicts) == {
+        Verdict.LEAKING
+    }
+
+
+def test_a_leak_that_ends_is_no_longer_one() -> None:
+    course = follow(readings(lambda seconds: leak(min(seconds, 2 * HOUR)), 8))
+
+    assert course.worst is Verdict.LEAKING
+    assert course.verdicts[-1] is Verdict.NONE
+    assert course.track.estimate is None
+
+
+def test_when_the_device_is_nearly_full_the_alarm_comes_earlier() -> None:
+    near = (replace(each, room_bytes=int(700 * MIB - leak(each.seconds))) for each in readings(leak, 1.3))
+
+    first = follow(near).first(Verdict.LEAKING)
+
+    assert first is not None
+    assert first < 0.75
+
+
+def test_memory_is_bounded_whatever_the_uptime() -> None:
+    track = follow(readings(leak, 72)).track
+
+    assert max(len(level.points) for level in track.levels) == NEWEST_POINTS
+    assert len(track.history) <= HISTORY_POINTS
+    assert len(track.work.mileage) == MILEAGE_POINTS
+
+
+@given(st.lists(st.integers(0, 2000), min_size=500, max_size=700))
+@settings(max_examples=20, deadline=None)
+def test_memory_that_never_grows_never_alarms(drops: list[int]) -> None:
+    fallen = [sum(drops[: number + 1]) * 1024 for number in range(len(drops))]
+    seen = list(readings(flat, len(drops) * 15 / HOUR))
+
+    course = follow(replace(each, held_bytes=BASE - fall) for each, fall in zip(seen, fallen, strict=False))
+
+    assert course.worst is Verdict.NONE
+
+
+@given(offset=st.integers(-30_000, 3_000))
+@settings(max_examples=10, deadline=None)
+def test_adding_a_constant_changes_nothing(offset: int) -> None:
+    high_water = records(1, 2)
+    seen = list(readings(lambda seconds: leak(seconds) + high_water(seconds), 2))
+    moved = (replace(each, held_bytes=(each.held_bytes or 0) + offset * MIB) for each in seen)
+
+    assert follow(moved).verdicts == follow(seen).verdicts
+
+
+@pytest.mark.parametrize(("stretch", "more"), [(0.5, 1), (1, 4), (2, 4)])
+def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: float, more: int) -> None:
+    def scaled(shape: str) -> Verdict:
+        seen = readings(leak if shape == "leak" else flat, 4)
+        return follow(
+            replace(
+                each,
+                seconds=each.seconds * stretch,
+                held_bytes=(each.held_bytes or 0) * more,
+                room_bytes=(each.room_bytes or 0) * more,
+            )
+            for each in seen
+        ).verdicts[-1]
+
+    assert scaled("leak") is Verdict.LEAKING
+    assert scaled("flat") is Verdict.NONE
