@@ -80,7 +80,7 @@ class Daemon:
     def page(self) -> Page:
         return Page(self.get("/metrics").text)
 
-    def sees(self, condition: Callable[[Page], object], what: str) -> Page:
+    def sees(self, condition: Callable[[Page], object], what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Page:
         """Return the first page for which `condition` holds."""
 
         def look() -> Page | None:
@@ -90,7 +90,7 @@ class Daemon:
             except ValueError:  # the value is not on this page
                 return None
 
-        return eventually(look, what)
+        return eventually(look, what, deadline_seconds)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
         """Send a signal; return the exit status and the seconds it took."""

@@ -35,10 +35,10 @@ REST_MOST_SECONDS: Final = 1800.0
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
 GIVEN_BACK_LEVEL: Final = 2
+"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew."""
+
 JUDGED_LEVEL: Final = 1
 """Evidence is judged whenever a block of this level ends, every two minutes: judging costs more than all the rest."""
-
-"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew."""
 
 
 def observe(track: Track, seen: Observation) -> Track:

@@ -1,0 +1,74 @@
+"""A real vLLM under load beside GPUs that follow a file: the states are as the file says. Takes 20 minutes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_real_vllm import Engine, engine, words
+from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
+from tests.process import Daemon, Page, daemon
+
+pytestmark = pytest.mark.engine
+
+__all__ = ["engine"]
+BASE = 72 * GIB
+BYTES_PER_REQUEST = 4 * MIB
+MINUTES = 20
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeNvml:
+    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-flat", used_bytes=BASE), FakeGpu(uuid="GPU-leak", used_bytes=BASE)])
+
+
+@pytest.fixture
+def beside(engine: Engine, nvml: FakeNvml) -> Iterator[Daemon]:
+    settings = {"ENGINE_URL": engine.url, "GPUS": "0,1", **nvml.environment()}
+    with daemon(**settings) as running:
+        yield running
+
+
+def state(page: Page, uuid: str) -> set[str]:
+    states = ("unknown", "warming_up", "unsettled", "stable", "growing", "leaking", "asleep")
+    return {name for name in states if page.value("leak_state", uuid=uuid, state=name) == 1}
+
+
+def test_a_gpu_that_grows_with_the_requests_is_growing_and_one_that_does_not_is_stable(
+    engine: Engine, beside: Daemon, nvml: FakeNvml
+) -> None:
+    done, over = [0], threading.Event()
+
+    def client(number: int) -> None:
+        while not over.is_set():
+            engine.stream(words(37 * number + done[0], 32), 16)
+            done[0] += 1
+            over.wait(1.0)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(3)]
+    for each in clients:
+        each.start()
+    seen: dict[str, list[str]] = {"GPU-flat": [], "GPU-leak": []}
+    try:
+        ends = time.monotonic() + 60 * MINUTES
+        while time.monotonic() < ends:
+            nvml.gpus[1].used_bytes = BASE + done[0] * BYTES_PER_REQUEST // (2 * MIB) * (2 * MIB)
+            nvml.write()
+            page = beside.page()
+            for uuid, states in seen.items():
+                if page.has("leak_state", uuid=uuid) and (not states or {states[-1]} != state(page, uuid)):
+                    states.extend(state(page, uuid))
+            time.sleep(2)
+    finally:
+        over.set()
+        for each in clients:
+            each.join()
+    print(seen, "requests", done[0], "bytes per request", page.text.split("headroom_leak_bytes_per_request{")[-1][:80])  # noqa: T201 - the record of a long run
+
+    assert not {"growing", "leaking"} & set(seen["GPU-flat"])
+    assert seen["GPU-leak"][-1] in {"growing", "leaking"}
+    assert page.value("leak_bytes_per_request", uuid="GPU-leak") == pytest.approx(BYTES_PER_REQUEST, rel=0.15)
