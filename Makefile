@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_URL ?=
 ENGINE_FOLDER ?= .engine
+# Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
+SCORE ?=
 
-.PHONY: run test check bench engine-test gpu-test clean
+.PHONY: run test check bench bench-leak engine-test gpu-test clean
 
 run: $(VENV)/.run
 ifeq ($(ENGINE_URL),)
@@ -26,6 +28,9 @@ check: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench
+
+bench-leak: $(VENV)/.test
+	$(BIN)/python tests/bench/leak/score.py --seeds 0-9 --jobs 2 --command "$(BIN)/vllm-headroom replay - --json" $(SCORE)
 
 engine-test: $(VENV)/.test
 	tests/engine/setup.sh $(ENGINE_FOLDER)

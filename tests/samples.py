@@ -7,7 +7,6 @@ from types import EllipsisType
 from typing import Any, Final
 
 from vllm_headroom.model import (
-    Attribution,
     EnginePage,
     EngineProcess,
     EngineReading,
@@ -17,11 +16,10 @@ from vllm_headroom.model import (
     GpuReading,
     Metric,
     ReadingTime,
-    Reason,
     Sample,
     Snapshot,
-    Source,
 )
+from vllm_headroom.vocabulary import Attribution, Reason, Source
 
 A_GPU: Final = ("0", "GPU-a")
 AN_ENGINE: Final = ("m", "0")

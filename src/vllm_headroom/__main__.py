@@ -105,7 +105,7 @@ def _daemon(
     serve: Callable[[AnySettings], Coroutine[Any, Any, int]],
     usage: str,
 ) -> int:
-    from vllm_headroom.config import SettingsError, load_as  # noqa: PLC0415 - the same
+    from vllm_headroom.config_load import SettingsError, load_as  # noqa: PLC0415 - the same
     from vllm_headroom.config_text import settings_help, settings_yaml  # noqa: PLC0415 - the same
 
     if "-h" in words or "--help" in words:

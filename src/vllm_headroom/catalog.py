@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.model import Kind, Metric
+from vllm_headroom.model import Metric
+from vllm_headroom.vocabulary import Kind
 
 GPU: Final = ("gpu", "uuid")
 ENGINE: Final = ("model_name", "engine")

@@ -14,7 +14,8 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.expose.server import Server
-from vllm_headroom.model import Failure, Gpu, Reason
+from vllm_headroom.model import Failure, Gpu
+from vllm_headroom.vocabulary import Reason
 
 log = structlog.get_logger()
 

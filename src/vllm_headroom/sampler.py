@@ -22,9 +22,9 @@ from vllm_headroom.model import (
     ReadingTime,
     Sample,
     Snapshot,
-    Source,
 )
 from vllm_headroom.transitions import Transitions
+from vllm_headroom.vocabulary import Source
 
 T = TypeVar("T")
 log = structlog.get_logger()

@@ -7,7 +7,8 @@ from typing import Final
 import structlog
 
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, Gpu, Reason, Snapshot, Source
+from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.vocabulary import Reason, Source
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.model import Kind
+from vllm_headroom.vocabulary import Kind
 
 CONTRACT = (Path(__file__).parent / "contract.txt").read_text(encoding="utf-8").splitlines()
 """One line a metric: name, type, labels; frozen. A line that begins with "later" is agreed and not shipped yet."""

@@ -21,20 +21,10 @@ from vllm_headroom import logs
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry
-from vllm_headroom.model import (
-    EngineProcess,
-    Failure,
-    GpuMemory,
-    GpuProcess,
-    GpuReading,
-    GpuReadings,
-    ProcessReadings,
-    Reason,
-    Role,
-    Source,
-)
+from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.sampler import Sampler, Sources
+from vllm_headroom.vocabulary import Reason, Role, Source
 
 SETTLED_TICKS: Final = 10_000
 TICKS_PER_LIFE: Final = 30_000

@@ -15,8 +15,9 @@ from tests.samples import gpu
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.expose.collector import HeadroomCollector
-from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Role, Sample, Snapshot, Source
+from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse import parse_engines
+from vllm_headroom.vocabulary import Role, Source
 
 EXPECTED = Path(__file__).parent / "expected"
 GIB = 2**30

@@ -21,7 +21,7 @@ from tests.process import Page, daemon, eventually
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 FAST = {"SAMPLE_INTERVAL_SECONDS": "0.1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.05"}
-PATIENT = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.5"}
+PATIENT = {"SAMPLE_INTERVAL_SECONDS": "3", "GPU_SAMPLE_INTERVAL_SECONDS": "1"}
 """For what must be answered within an interval on a machine that may be busy."""
 
 EVERY_ENGINE_SERIES = "headroom_engine_"
@@ -64,7 +64,7 @@ def test_gpus_named_by_the_operator_are_compared(nvml: FakeNvml) -> None:
 def test_an_engine_that_appears_late_is_found() -> None:
     with EngineServer(page(RECORDED)) as first:
         port = first.port
-    with daemon(ENGINE_URL=f"http://127.0.0.1:{port}", **FAST) as running:
+    with daemon(ENGINE_URL=f"http://127.0.0.1:{port}", **PATIENT) as running:
         running.sees(engine_is(up=False), "nothing listens yet")
         with EngineServer(page(RECORDED), port=port):
             running.sees(engine_is(up=True), "the engine answers")
@@ -85,7 +85,7 @@ def test_an_engine_that_appears_late_is_found() -> None:
 )
 def test_a_broken_page_costs_the_engines_half_only(answer: Answer, reason: str, nvml: FakeNvml) -> None:
     with EngineServer(page(RECORDED)) as engine:
-        settings = {"ENGINE_URL": engine.url, "ENGINE_TIMEOUT_SECONDS": "1", **PATIENT, **nvml.environment()}
+        settings = {"ENGINE_URL": engine.url, "ENGINE_TIMEOUT_SECONDS": "4", **PATIENT, **nvml.environment()}
         with daemon(**settings) as running:
             running.sees(engine_is(up=True), "the engine answers")
 
@@ -204,20 +204,25 @@ def test_what_only_a_new_container_mends_ends_with_status_3(code: int, nvml: Fak
         assert "level=critical" in running.log()
 
 
-def test_the_engines_processes_are_found_and_their_gpu_is_taken(nvml: FakeNvml) -> None:
-    title = ["bash", "-c", "exec -a VLLM::EngineCore sleep 600"]
-    with subprocess.Popen(title) as core:
-        nvml.gpus[1].processes = {core.pid: GIB}
-        nvml.write()
-        try:
-            with daemon(**FAST, **nvml.environment()) as running:
-                seen = running.sees(lambda page: page.has("gpu_info", attribution="process"), "the GPU is taken")
-                assert seen.value("gpu_info", uuid="GPU-2", attribution="process") == 1
-                assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="engine") == GIB
-                assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="unattributed") == GIB
-                assert seen.value("host_memory_bytes", process="engine_core") > 0
-        finally:
-            core.kill()
+def test_the_engines_processes_are_found_and_their_gpu_is_taken(nvml: FakeNvml, tmp_path: Path) -> None:
+    server = tmp_path / "vllm"
+    server.write_text("import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[-1]])")
+    core = "echo $$; exec -a VLLM::EngineCore sleep 600"
+    with EngineServer(page(RECORDED)) as engine:
+        command = [sys.executable, str(server), "serve", "m", "--port", str(engine.port), core]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout is not None
+            nvml.gpus[1].processes = {int(process.stdout.readline()): GIB}
+            nvml.write()
+            try:
+                with daemon(ENGINE_URL=engine.url, **FAST, **nvml.environment()) as running:
+                    seen = running.sees(lambda page: page.has("gpu_info", attribution="process"), "the GPU is taken")
+                    assert seen.value("gpu_info", uuid="GPU-2", attribution="process") == 1
+                    assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="engine") == GIB
+                    assert seen.value("gpu_memory_held_bytes", uuid="GPU-2", holder="unattributed") == GIB
+                    assert seen.value("host_memory_bytes", process="engine_core") > 0
+            finally:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_bad_settings_end_it_with_status_2_and_a_line_each() -> None:

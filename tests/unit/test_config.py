@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_headroom.config import Settings, SettingsError, load
+from vllm_headroom.config import Settings
+from vllm_headroom.config_load import SettingsError, load
 from vllm_headroom.derive.attribution import Selection
 
 UUID = "GPU-8a1b0d6e-0b64-4f7c-9a53-1d1f1a2b3c4d"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.config import SettingsError, load
+from vllm_headroom.config_load import SettingsError, load
 
 TESTDATA = Path(__file__).parent / "testdata"
 

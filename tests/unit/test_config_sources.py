@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.config import Settings, SettingsError, load
+from vllm_headroom.config import Settings
+from vllm_headroom.config_load import SettingsError, load
 
 
 def mistakes(argv: list[str], environ: dict[str, str]) -> tuple[str, ...]:

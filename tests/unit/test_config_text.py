@@ -2,8 +2,9 @@ from pathlib import Path
 
 import yaml
 
-from vllm_headroom.config import Settings, load
+from vllm_headroom.config import Settings
 from vllm_headroom.config_fields import about
+from vllm_headroom.config_load import load
 from vllm_headroom.config_text import OTHERS, WIDTH, settings_help, settings_table, settings_yaml
 from vllm_headroom.demo.settings import DemoSettings
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.samples import gpu
 from vllm_headroom.daemon import Ending, GraceTime, Heartbeat, every
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
 
 
 class ManualClock:

@@ -25,9 +25,9 @@ from vllm_headroom.model import (
     ProcessReadings,
     Sample,
     Snapshot,
-    Source,
 )
 from vllm_headroom.sampler import Sampler, Sources
+from vllm_headroom.vocabulary import Source
 
 MEMORY = GpuMemory(total_bytes=1000, used_bytes=900, free_bytes=100, reserved_bytes=None)
 

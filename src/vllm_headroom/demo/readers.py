@@ -9,15 +9,8 @@ from typing import Final
 
 from vllm_headroom.demo.memory import MIB
 from vllm_headroom.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
-from vllm_headroom.model import (
-    EngineProcess,
-    GpuMemory,
-    GpuProcess,
-    GpuReading,
-    GpuReadings,
-    ProcessReadings,
-    Role,
-)
+from vllm_headroom.model import EngineProcess, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import Role
 
 PEAK_SECONDS: Final = 60.0
 NEIGHBOUR_PID: Final = 90_000

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.model import Attribution, Failure, Gpu, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import Attribution
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import REASONS, Failure, ReadingTime, Reason, Sample, Snapshot, Source
+from vllm_headroom.model import Failure, ReadingTime, Sample, Snapshot
+from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, Role, Sample, Snapshot
+from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.vocabulary import Role
 
 
 def host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:

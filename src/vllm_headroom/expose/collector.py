@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Kind, Metric, Published, Sample
+from vllm_headroom.model import Metric, Published, Sample
+from vllm_headroom.vocabulary import Kind
 
 Family = GaugeMetricFamily | CounterMetricFamily
 

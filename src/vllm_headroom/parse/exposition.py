@@ -9,7 +9,8 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
 
 _EXPOSITION: Final = re.compile(
     r"^(?:# (?:HELP|TYPE|EOF)\b"

@@ -6,21 +6,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NoReturn
 
-from vllm_headroom.model import (
-    Attribution,
-    EnginePage,
-    EngineProcess,
-    EngineReading,
-    Failure,
-    Gpu,
-    GpuMemory,
-    GpuReading,
-    Reason,
-    Role,
-    Snapshot,
-    Source,
-)
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
 from vllm_headroom.parse.trace_fields import WrongFieldError, each, number, size, text, time_of, truth
+from vllm_headroom.vocabulary import Attribution, Reason, Role, Source
 
 FORMAT: Final = "headroom_trace"
 VERSION: Final = 1

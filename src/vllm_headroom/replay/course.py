@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.model import LeakState
+from vllm_headroom.vocabulary import LeakState
 
 Interval = tuple[float, float | None]
 """From and to, in the trace's seconds; the end is None where the state lasts to the end of the trace."""

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import httpx
 
-from vllm_headroom.model import Reason
+from vllm_headroom.vocabulary import Reason
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
 """zlib's window argument that makes it expect a gzip header."""

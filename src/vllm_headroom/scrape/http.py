@@ -12,9 +12,10 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.model import Failure, Reason
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.body import read_body
 from vllm_headroom.scrape.http_failures import broken_body, failure, no_answer, refusal, without_user
+from vllm_headroom.vocabulary import Reason
 
 _KEEP_ALIVE_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""

@@ -11,7 +11,8 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
 
 _LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 import pynvml
 
-from vllm_headroom.model import Failure, GpuReadings, Reason
+from vllm_headroom.model import Failure, GpuReadings
 from vllm_headroom.scrape.nvml_device import Device
 from vllm_headroom.scrape.nvml_errors import (
     DRIVER_WIDE,
@@ -23,6 +23,7 @@ from vllm_headroom.scrape.nvml_lane import Lane
 from vllm_headroom.scrape.nvml_roster import Outcome, Roster
 from vllm_headroom.scrape.nvml_session import Session
 from vllm_headroom.scrape.nvml_transitions import Transitions
+from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 FIRST_BACKOFF_SECONDS: Final = 1.0

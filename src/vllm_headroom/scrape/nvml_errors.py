@@ -6,7 +6,8 @@ from typing import Final
 
 import pynvml
 
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
 
 DRIVER_WIDE: Final = frozenset(
     {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from vllm_headroom.model import Failure, GpuReading, Reason
+from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.scrape.nvml_device import Device
 from vllm_headroom.scrape.nvml_errors import device_failure
 from vllm_headroom.scrape.nvml_parts import Part
 from vllm_headroom.scrape.nvml_xids import Xids
+from vllm_headroom.vocabulary import Reason
 
 Outcome = tuple[GpuReading, ...] | Failure
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pynvml
 import structlog
 
-from vllm_headroom.model import Failure, Reason
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.nvml_calls import Calls
 from vllm_headroom.scrape.nvml_device import Device, Surroundings
 from vllm_headroom.scrape.nvml_errors import source_failure, source_failure_of
 from vllm_headroom.scrape.nvml_peak import Peak
 from vllm_headroom.scrape.nvml_xids import Xids
+from vllm_headroom.vocabulary import Reason
 
 log = structlog.get_logger()
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
-from vllm_headroom.model import EngineProcess, Failure, ProcessReadings, Reason, Role, Source
+from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape import proc_files
 from vllm_headroom.scrape.proc_files import ProcEntry
 from vllm_headroom.scrape.roles import engine_roles
 from vllm_headroom.scrape.roots import Choice, engine_roots
 from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Reason, Role, Source
 
 
 class Processes:

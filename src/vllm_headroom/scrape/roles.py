@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Final
 
-from vllm_headroom.model import Role
 from vllm_headroom.scrape.proc_files import ProcEntry
+from vllm_headroom.vocabulary import Role
 
 _TITLES: Final = (
     ("VLLM::APIServer", Role.API_SERVER),

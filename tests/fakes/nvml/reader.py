@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
-from vllm_headroom.model import Failure, GpuReading, GpuReadings, Reason
+from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 DEADLINE_SECONDS: Final = 20.0

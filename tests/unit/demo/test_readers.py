@@ -9,7 +9,8 @@ from vllm_headroom.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.demo.scenario import TABLE
 from vllm_headroom.demo.world import World
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.model import Attribution, Gpu, GpuReading, ProcessReadings, Role
+from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
+from vllm_headroom.vocabulary import Attribution, Role
 
 EPOCH_SECONDS = 1_790_000_000.0
 TIMEOUT_SECONDS = 1.0

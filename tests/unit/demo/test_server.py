@@ -10,9 +10,10 @@ from vllm_headroom.demo.present import present
 from vllm_headroom.demo.scenario import TABLE
 from vllm_headroom.demo.server import engine_application, serving
 from vllm_headroom.demo.world import World
-from vllm_headroom.model import EnginePage, Failure, Reason
+from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.vocabulary import Reason
 
 TIMEOUT_SECONDS = 10.0
 

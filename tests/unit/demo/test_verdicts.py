@@ -15,9 +15,10 @@ from vllm_headroom.demo.scenario import TABLE
 from vllm_headroom.demo.world import World
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import Failure, Reason, Sample, Source
+from vllm_headroom.model import Failure, Sample
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.sampler import Sampler, Sources
+from vllm_headroom.vocabulary import Reason, Source
 
 EPOCH = 1_760_000_000.0
 INTERVAL = 15.0

@@ -12,10 +12,8 @@ from vllm_headroom.model import (
     GpuReading,
     GpuReadings,
     ProcessReadings,
-    Reason,
-    Role,
-    Source,
 )
+from vllm_headroom.vocabulary import Reason, Role, Source
 
 MIB = 2**20
 GIB = 2**30

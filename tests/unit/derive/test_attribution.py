@@ -16,7 +16,8 @@ from tests.unit.derive.attribution_ticks import (
     ledger,
 )
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import Attribution, Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import Attribution
 
 
 def attributions(seen: tuple[Gpu, ...]) -> list[Attribution | None]:

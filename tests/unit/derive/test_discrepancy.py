@@ -7,7 +7,8 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, only, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import Sample, Snapshot, Source
+from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.vocabulary import Source
 
 
 def answer(given: Snapshot, configured_bytes: float | None = None) -> dict[str, dict[tuple[str, ...], float]]:

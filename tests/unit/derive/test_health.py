@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.samples import failure, only, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.health import INITIAL, health
-from vllm_headroom.model import REASONS, ReadingTime, Source
+from vllm_headroom.model import ReadingTime
+from vllm_headroom.vocabulary import REASONS, Source
 
 
 def times(engine_ended: float = 10.0, nvml_ended: float = 10.5) -> tuple[ReadingTime, ...]:

@@ -8,7 +8,8 @@ from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.per_request import per_request
-from vllm_headroom.model import Sample, Source
+from vllm_headroom.model import Sample
+from vllm_headroom.vocabulary import Source
 
 
 def names(samples: tuple[Sample, ...]) -> dict[str, float]:

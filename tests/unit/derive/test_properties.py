@@ -13,17 +13,8 @@ from tests.samples import failure, gpu, snapshot
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.model import (
-    Attribution,
-    EnginePage,
-    EngineProcess,
-    EngineReading,
-    Failure,
-    Gpu,
-    Role,
-    Snapshot,
-    Source,
-)
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.vocabulary import Attribution, Role, Source
 
 amounts = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 ratios = st.floats(min_value=0, max_value=1, allow_nan=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, only, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import readings
-from vllm_headroom.model import Source
+from vllm_headroom.vocabulary import Source
 
 
 def held(**known: int | None) -> dict[tuple[str, ...], float]:

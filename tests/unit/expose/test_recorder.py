@@ -15,17 +15,10 @@ from structlog.testing import capture_logs
 from tests.process import eventually
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.expose.recorder import Recorder
-from vllm_headroom.model import (
-    Attribution,
-    EngineProcess,
-    Failure,
-    GpuMemory,
-    Role,
-    Snapshot,
-    Source,
-)
+from vllm_headroom.model import EngineProcess, Failure, GpuMemory, Snapshot
 from vllm_headroom.parse.trace import snapshots
 from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Attribution, Role, Source
 
 MANY = 2**20
 

@@ -17,8 +17,9 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.keeper.identity import Identity, identity
 from vllm_headroom.keeper.keeper import Keeper
 from vllm_headroom.keeper.kept import Kept, Memory
-from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Role, Sample, Snapshot
+from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Role
 
 GIB: Final = 2**30
 MIB: Final = 2**20

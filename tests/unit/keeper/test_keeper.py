@@ -28,8 +28,9 @@ from vllm_headroom.derive.leak.facts import Verdict
 from vllm_headroom.keeper.file import NAME, encode, read, write
 from vllm_headroom.keeper.keeper import Keeper
 from vllm_headroom.keeper.kept import Memory
-from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot, Source
+from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Source
 
 LAST = seen(ALARM_STEPS)
 NEXT = ALARM_STEPS + 10

@@ -9,7 +9,7 @@ from tests.unit.keeper.engine import ALARM_STEPS, STEP_SECONDS, after, device, f
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.keeper.file import decode, encode
 from vllm_headroom.keeper.kept import Memory, taken_up
-from vllm_headroom.model import Source
+from vllm_headroom.vocabulary import Source
 
 SHIFT = 123_456.0
 """How much further the next process's monotonic clock is; a whole number, so that sums stay exact."""

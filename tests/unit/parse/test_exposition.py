@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import page_failure, wanted_samples
+from vllm_headroom.vocabulary import Reason, Source
 
 WANTED = "vllm:(?:num_requests_running|cache_config_info)|process_start_time_seconds"
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Reason, Source
+from vllm_headroom.model import EnginePage, EngineReading, Failure
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.profiles import PROFILES
+from vllm_headroom.vocabulary import Reason, Source
 
 FAMILIES = sorted({family for fact in PROFILES[0].facts for family in fact.families})
 NAMES = st.builds(

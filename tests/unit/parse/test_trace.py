@@ -7,19 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllm_headroom.model import (
-    Attribution,
-    EnginePage,
-    EngineProcess,
-    EngineReading,
-    Failure,
-    Gpu,
-    GpuMemory,
-    Role,
-    Snapshot,
-    Source,
-)
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, Snapshot
 from vllm_headroom.parse.trace import snapshot_of, snapshots
+from vllm_headroom.vocabulary import Attribution, Role, Source
 
 HEADER = b'{"headroom_trace": 1}\n'
 A_GPU = {"gpu": 3, "uuid": "GPU-a", "total": 1000, "used": 900, "reserved": 20, "engine": 800, "other": 50}

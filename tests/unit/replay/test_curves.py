@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.samples import engine, failure, gpu, page, snapshot
-from vllm_headroom.model import Source
 from vllm_headroom.replay.curves import Curves, Point, limits, thinned
+from vllm_headroom.vocabulary import Source
 
 
 def test_a_single_peak_and_a_single_dip_are_kept() -> None:

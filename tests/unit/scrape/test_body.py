@@ -10,8 +10,9 @@ import pytest
 import uvloop
 
 from tests.fakes.engine_server import EngineServer, page, raw, with_head
-from vllm_headroom.model import Failure, Reason
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.vocabulary import Reason
 
 MIB = 2**20
 WHOLE = gzip.compress(os.urandom(1000))

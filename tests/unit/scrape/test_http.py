@@ -10,8 +10,9 @@ import uvloop
 
 from tests.fakes import engine_server
 from tests.fakes.engine_server import EngineServer, page, raw, with_head
-from vllm_headroom.model import Failure, Reason, Source
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.vocabulary import Reason, Source
 
 
 def fetch(url: str, times: int = 1, *, timeout_seconds: float = 30, **settings: Any) -> list[str | Failure]:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.engine_server import EngineServer, page
-from vllm_headroom.model import Failure, Reason
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.vocabulary import Reason
 
 
 def fetches(reader: PageReader, *between: Any) -> list[str | Failure]:

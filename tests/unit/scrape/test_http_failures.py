@@ -11,9 +11,10 @@ import uvloop
 
 from tests.fakes import engine_server
 from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
-from vllm_headroom.model import REASONS, Failure, Reason, Source
+from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import PageReader
 from vllm_headroom.scrape.http_failures import no_answer
+from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 NO_SUCH_HOST = ".".join(["a" * 60] * 5)  # longer than a name may be: refused before anybody is asked

@@ -8,8 +8,8 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, SONAME, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run
-from vllm_headroom.model import Reason
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
 

@@ -6,8 +6,9 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run
-from vllm_headroom.model import GpuReadings, Reason
+from vllm_headroom.model import GpuReadings
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.vocabulary import Reason
 
 FOR_EVER = 600.0
 PROMPTLY_SECONDS = 20.0

@@ -6,8 +6,8 @@ from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
-from vllm_headroom.model import Reason
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
 

@@ -5,8 +5,9 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
-from vllm_headroom.model import GpuProcess, GpuReading, Reason
+from vllm_headroom.model import GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.vocabulary import Reason
 
 SMALL = FakeInstance(uuid="MIG-small", gpu_instance=7, used_bytes=GIB, processes={11: GIB})
 LARGE = FakeInstance(uuid="MIG-large", gpu_instance=2, total_bytes=40 * GIB, used_bytes=30 * GIB, processes={22: None})

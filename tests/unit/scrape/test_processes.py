@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import BOOT_SECONDS, PAGE_BYTES, TICKS, ProcTree
-from vllm_headroom.model import EngineProcess, Failure, ProcessReadings, Reason, Role, Source
+from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.processes import Processes
+from vllm_headroom.vocabulary import Reason, Role, Source
 
 SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.model import EngineProcess, ProcessReadings, Role
+from vllm_headroom.model import EngineProcess, ProcessReadings
 from vllm_headroom.scrape.processes import Processes
+from vllm_headroom.vocabulary import Role
 
 PORT = 10_000 + os.getpid() % 50_000
 """Tells the servers of these tests from any other on this machine."""

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import BOOT_SECONDS, TICKS, ProcTree
-from vllm_headroom.model import ProcessReadings, Role
+from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.processes import Processes
+from vllm_headroom.vocabulary import Role
 
 SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 

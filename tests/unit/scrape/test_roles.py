@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.model import Role
 from vllm_headroom.scrape.proc_files import ProcEntry
 from vllm_headroom.scrape.roles import engine_roles, named_role
+from vllm_headroom.vocabulary import Role
 
 OWN_PID = 9999
 

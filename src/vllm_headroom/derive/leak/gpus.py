@@ -10,7 +10,8 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
 from vllm_headroom.derive.leak.track import observe, warming_up
 from vllm_headroom.derive.readings import gpu_labels, named
-from vllm_headroom.model import EnginePage, Failure, Gpu, LeakState, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.vocabulary import LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
 FORGET_SECONDS: Final = 86400.0

@@ -8,7 +8,8 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Observation, Track
 from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, awake, finished, kept, leak_state
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.model import EngineProcess, Failure, LeakState, Role, Sample, Snapshot
+from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
+from vllm_headroom.vocabulary import LeakState, Role
 
 
 def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import median
 from typing import Final
 
+from vllm_headroom.derive.leak.blocks import close, here, with_level
 from vllm_headroom.derive.leak.estimate import estimate
 from vllm_headroom.derive.leak.evidence import (
     BLOCK_SECONDS,
-    PARTS,
-    RISE_BYTES,
     THRESHOLDS,
     USELESS_CHANCE,
     chance,
     settle,
-    weigh,
 )
-from vllm_headroom.derive.leak.facts import MIB, Block, Level, Observation, Point, Track, Verdict
-from vllm_headroom.derive.leak.shape import CLIP, Growth, growth, judge, steadiness
+from vllm_headroom.derive.leak.facts import Block, Level, Observation, Track, Verdict
+from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
 from vllm_headroom.derive.leak.work import restarted, worked
 
-HISTORY_STEP: Final = 1.06
-HISTORY_POINTS: Final = 250
-NEWEST_RISES: Final = 31
-FEW_RISES: Final = 3
 REST_SHARE: Final = 0.5
 WAKE_SHARE: Final = 0.8
 """Half of the memory gone is a sleep or a stop; it is back at four fifths. Between them nothing is decided."""
@@ -32,10 +25,6 @@ WAKE_SHARE: Final = 0.8
 REST_MOST_SECONDS: Final = 1800.0
 """An engine that holds half of what it did for this long while awake holds what it needs now."""
 
-GIVEN_BACK_BYTES: Final = 8 * MIB
-GIVEN_BACK_SECONDS: Final = 3 * 3600.0
-GIVEN_BACK_LEVEL: Final = 2
-"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew."""
 
 JUDGED_LEVEL: Final = 1
 """Evidence is judged whenever a block of this level ends, every two minutes: judging costs more than all the rest."""
@@ -105,7 +94,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         track = replace(track, top_bytes=held_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        track = _close(track, 0)
+        track = close(track, 0)
         if track.anchor_seconds is None:
             return _gather(_anchored(track), held_bytes, room_bytes)
         if track.levels[JUDGED_LEVEL].block is None:
@@ -122,88 +111,13 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
             floor_bytes=min(block.floor_bytes, held_bytes),
             ceiling_bytes=max(block.ceiling_bytes, held_bytes),
         )
-    return _with_level(track, 0, replace(track.levels[0], block=opened))
-
-
-def _with_level(track: Track, index: int, level: Level) -> Track:
-    return replace(track, levels=(*track.levels[:index], level, *track.levels[index + 1 :]))
-
-
-def _close(track: Track, index: int) -> Track:
-    """End the block of a level: weigh it, and make it a part of the next level's block.
-
-    The anchor is None afterwards when memory was given back for good.
-    """
-    level = track.levels[index]
-    block = level.block
-    if block is None:
-        return track
-    if index == 0:
-        track = _remember(track, level, block)
-    point = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
-    level = replace(level, block=None)
-    if level.reference_bytes is None:
-        level = replace(level, reference_bytes=block.floor_bytes)
-    elif point.requests > block.requests or point.floor_bytes >= level.reference_bytes + RISE_BYTES:
-        level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
-        if index == GIVEN_BACK_LEVEL:
-            level = _given_back(level, block, track.seconds)
-            if level.below_since is not None and track.seconds - level.below_since >= GIVEN_BACK_SECONDS:
-                return replace(track, anchor_seconds=None)
-    track = _with_level(track, index, level)
-    return _part(track, index + 1, block) if index + 1 < len(track.levels) else track
-
-
-def _chance(track: Track, block: Block) -> float:
-    anchor = track.anchor_seconds or 0.0
-    first = (block.seconds - anchor, block.requests - track.anchor_requests)
-    return chance(first, (track.seconds - anchor, track.work.requests - track.anchor_requests))
-
-
-def _given_back(level: Level, block: Block, now: float) -> Level:
-    if level.reference_bytes is None or block.ceiling_bytes >= level.reference_bytes - GIVEN_BACK_BYTES:
-        return replace(level, below_since=None)
-    return level if level.below_since is not None else replace(level, below_since=block.seconds)
-
-
-def _part(track: Track, index: int, block: Block) -> Track:
-    level = track.levels[index]
-    whole = level.block or replace(block, parts=0)
-    whole = replace(
-        whole,
-        floor_bytes=min(whole.floor_bytes, block.floor_bytes),
-        ceiling_bytes=max(whole.ceiling_bytes, block.ceiling_bytes),
-        parts=whole.parts + 1,
-    )
-    track = _with_level(track, index, replace(level, block=whole))
-    return _close(track, index) if whole.parts == PARTS[index] else track
-
-
-def _remember(track: Track, level: Level, block: Block) -> Track:
-    """Add a shortest block to busy time, to the clipped growth and, now and then, to the history."""
-    rise = 0.0 if level.reference_bytes is None else max(0.0, block.floor_bytes - level.reference_bytes)
-    if rise >= RISE_BYTES:
-        rises = (*track.rises, rise)[-NEWEST_RISES:]
-        most = CLIP * median(rises) if len(rises) >= FEW_RISES else rise
-        track = replace(track, rises=rises, grown_bytes=track.grown_bytes + min(rise, most))
-    if track.work.requests <= block.requests and rise < RISE_BYTES:
-        return track
-    track = replace(track, busy_seconds=track.busy_seconds + track.seconds - block.seconds)
-    here = _here(track)
-    last = track.history[-1] if track.history else (0.0, 0.0, 0.0)
-    if here[0] >= HISTORY_STEP * last[0] or here[1] >= HISTORY_STEP * last[1]:
-        track = replace(track, history=(*track.history, here)[-HISTORY_POINTS:])
-    return track
-
-
-def _here(track: Track) -> tuple[float, float, float]:
-    return track.work.requests - track.anchor_requests, track.busy_seconds, track.grown_bytes
+    return with_level(track, 0, replace(track.levels[0], block=opened))
 
 
 def _judged(track: Track, room_bytes: int | None) -> Track:
     """Return the track with the verdict of the surest level and its estimate."""
     levels, best = [], None
-    steady = steadiness(track.history, _here(track))
+    steady = steadiness(track.history, here(track))
     for level, threshold in zip(track.levels, THRESHOLDS, strict=True):
         grown = growth(level.points) if level.score >= threshold else None
         judged = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)

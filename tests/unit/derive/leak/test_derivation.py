@@ -12,7 +12,8 @@ from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.baseline import READINGS, Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.model import EngineProcess, LeakState, Metric, Role, Sample, Snapshot, Source
+from vllm_headroom.model import EngineProcess, Failure, Metric, Sample, Snapshot
+from vllm_headroom.vocabulary import LeakState, Role, Source
 
 FAMILY = (
     catalog.LEAK_RATE,
@@ -147,7 +148,7 @@ def test_load_is_unknown_without_the_page_and_before_ten_minutes() -> None:
 def test_gpus_in_another_order_are_judged_alike() -> None:
     def twice(reverse: bool) -> Change:  # noqa: FBT001 - two orders
         def change(seen: Snapshot, _seconds: float) -> Snapshot:
-            assert not isinstance(seen.gpus, type(failure(Source.NVML)))
+            assert not isinstance(seen.gpus, Failure)
             pair = (seen.gpus[0], gpu(index=1, uuid="GPU-b", total=TOTAL, used=BASE, engine=BASE))
             return replace(seen, gpus=pair[::-1] if reverse else pair)
 

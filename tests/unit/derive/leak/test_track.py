@@ -22,10 +22,11 @@ from tests.unit.derive.leak.stretches import (
     records,
     segments,
 )
+from vllm_headroom.derive.leak.blocks import HISTORY_POINTS
 from vllm_headroom.derive.leak.evidence import NEWEST_POINTS
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
-from vllm_headroom.derive.leak.track import HISTORY_POINTS, warming_up
+from vllm_headroom.derive.leak.track import warming_up
 from vllm_headroom.derive.leak.work import MILEAGE_POINTS
 
 

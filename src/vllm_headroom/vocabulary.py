@@ -1,0 +1,110 @@
+"""The closed sets of words that become label values."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+
+class Source(StrEnum):
+    """Where a reading comes from; the values of the label `source`."""
+
+    ENGINE = "engine"
+    NVML = "nvml"
+    PROCESS = "process"
+
+
+class Reason(StrEnum):
+    """Why a reading failed; the values of the label `reason`, a closed set."""
+
+    UNREACHABLE = "unreachable"
+    NAME_RESOLUTION = "name_resolution"
+    TIMEOUT = "timeout"
+    TLS = "tls"
+    REDIRECT = "redirect"
+    UNAUTHORIZED = "unauthorized"
+    NOT_FOUND = "not_found"
+    HTTP_STATUS = "http_status"
+    TOO_LARGE = "too_large"
+    INCOMPLETE = "incomplete"
+    NOT_METRICS = "not_metrics"
+    MALFORMED = "malformed"
+    CREDENTIALS = "credentials"
+    LIBRARY_MISSING = "library_missing"
+    DRIVER_MISSING = "driver_missing"
+    VERSION_MISMATCH = "version_mismatch"
+    NO_PERMISSION = "no_permission"
+    NO_DEVICES = "no_devices"
+    DEVICE_LOST = "device_lost"
+    UNKNOWN = "unknown"
+    DRIVER_ERROR = "driver_error"
+    UNAVAILABLE = "unavailable"
+
+
+REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
+    Source.ENGINE: (
+        Reason.UNREACHABLE,
+        Reason.NAME_RESOLUTION,
+        Reason.TIMEOUT,
+        Reason.TLS,
+        Reason.REDIRECT,
+        Reason.UNAUTHORIZED,
+        Reason.NOT_FOUND,
+        Reason.HTTP_STATUS,
+        Reason.TOO_LARGE,
+        Reason.INCOMPLETE,
+        Reason.NOT_METRICS,
+        Reason.MALFORMED,
+        Reason.CREDENTIALS,
+    ),
+    Source.NVML: (
+        Reason.LIBRARY_MISSING,
+        Reason.DRIVER_MISSING,
+        Reason.VERSION_MISMATCH,
+        Reason.NO_PERMISSION,
+        Reason.NO_DEVICES,
+        Reason.DEVICE_LOST,
+        Reason.TIMEOUT,
+        Reason.UNKNOWN,
+        Reason.DRIVER_ERROR,
+    ),
+    Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
+}
+"""The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
+
+
+class Attribution(StrEnum):
+    """How a GPU came to be taken for the engine's; the values of the label `attribution`."""
+
+    PROCESS = "process"
+    UUID = "uuid"
+    SINGLE = "single"
+    ASSUMED = "assumed"
+
+
+class Role(StrEnum):
+    """What an engine's process does; the values of the label `process`."""
+
+    API_SERVER = "api_server"
+    ENGINE_CORE = "engine_core"
+    WORKER = "worker"
+    OTHER = "other"
+
+
+class LeakState(StrEnum):
+    """What the leak detector says of one series; the values of the label `state`."""
+
+    UNKNOWN = "unknown"
+    WARMING_UP = "warming_up"
+    UNSETTLED = "unsettled"
+    STABLE = "stable"
+    GROWING = "growing"
+    LEAKING = "leaking"
+    ASLEEP = "asleep"
+
+
+class Kind(StrEnum):
+    """A Prometheus metric type."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"

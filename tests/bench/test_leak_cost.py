@@ -1,0 +1,123 @@
+"""What the leak detector costs: time per sample, state per GPU, a day replayed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import generate
+import pytest
+
+from tests.bench.results import Results
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive.leak.gpus import Tracks
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.keeper.file import encode
+from vllm_headroom.keeper.identity import Identity, identity
+from vllm_headroom.keeper.kept import Kept, Memory
+from vllm_headroom.model import Snapshot
+from vllm_headroom.parse.trace import snapshots
+
+pytestmark = pytest.mark.bench
+
+HOURS: Final = 24.0
+INTERVAL_SECONDS: Final = 5.0
+STRETCH: Final = 500
+"""Samples timed together: the clock costs nothing beside them."""
+
+TRACES: Final = ("leak_req_12.8", "flat")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Day:
+    """A day of one GPU, stepped through."""
+
+    seconds_per_sample: float
+    memory: LeakMemory
+    last: Snapshot
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
+    day = stepped([each for each in snapshots(lines(name)) if isinstance(each, Snapshot)])
+    written = len(encode(kept(day.memory, day.last))) - len(encode(kept(without_gpus(day.memory), day.last)))
+    held = size(day.memory.gpus) - size(Tracks())
+
+    results.at_most(60, f"leak detector, per sample and GPU: {name}, 24 h", 1e6 * day.seconds_per_sample, " µs")
+    results.at_most(64, f"its state per GPU in the file: {name}, 24 h", written / 1024, " KiB")
+    results.at_most(64, f"its state per GPU in memory: {name}, 24 h", held / 1024, " KiB")
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_day_is_replayed_in_seconds(name: str, results: Results, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b"\n".join(lines(name)) + b"\n")
+    replay = [str(Path(sys.executable).with_name("vllm-headroom")), "replay", str(trace), "--json"]
+
+    seconds = min(elapsed(lambda: subprocess.run(replay, check=True, capture_output=True)) for _ in range(2))
+
+    results.at_most(2, f"`replay` of 24 h at 5 s: {name}", seconds, " s")
+
+
+def lines(name: str) -> list[bytes]:
+    return [line.encode() for line in generate.lines(generate.make(name, 0, HOURS, INTERVAL_SECONDS))]
+
+
+def stepped(past: Sequence[Snapshot]) -> Day:
+    """Return the fastest of three passes: what it takes when nothing else runs."""
+    detector = next(each for each in derivations() if each.name == "leak")
+    best = float("inf")
+    for _ in range(3):
+        state, seconds = detector.initial, 0.0
+        for begin in range(0, len(past), STRETCH):
+            began = time.process_time()
+            for each in past[begin : begin + STRETCH]:
+                state, _samples = answer(detector, state, each)
+            seconds += time.process_time() - began
+        best = min(best, seconds)
+    return Day(seconds_per_sample=best / len(past), memory=state, last=past[-1])
+
+
+def kept(memory: LeakMemory, last: Snapshot) -> Kept:
+    whose = identity(last.engines)
+    assert isinstance(whose, Identity)
+    return Kept(
+        version="0",
+        saved_at_seconds=last.time_seconds,
+        monotonic_seconds=last.monotonic_seconds,
+        identity=whose,
+        memory=Memory(leak=memory),
+    )
+
+
+def without_gpus(memory: LeakMemory) -> LeakMemory:
+    return replace(memory, gpus=Tracks())
+
+
+def size(thing: Any, seen: set[int] | None = None) -> int:
+    """Return the bytes of an object and of everything it alone refers to, each counted once."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    return sys.getsizeof(thing) + sum(size(part, seen) for part in parts(thing))
+
+
+def parts(thing: Any) -> list[Any]:
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return [getattr(thing, each.name) for each in fields(thing)]
+    if isinstance(thing, Mapping):
+        return [*thing.keys(), *thing.values()]
+    return list(thing) if isinstance(thing, list | tuple | set | frozenset) else []
+
+
+def elapsed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
