@@ -16,7 +16,7 @@ from tests.process import Page, daemon
 from tests.unit.keeper.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
 from vllm_headroom.keeper.file import NAME, read, write
 
-FAST = {"SAMPLE_INTERVAL_SECONDS": "0.2", "GPU_SAMPLE_INTERVAL_SECONDS": "0.1"}
+FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
 SET_ASIDE = "saved state set aside"
 STARTED = 1_760_000_000.0
 
