@@ -75,7 +75,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def beside(engine: Engine) -> Iterator[Daemon]:
-    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2", KV_BYTES_PER_TOKEN="512") as running:
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="5", KV_BYTES_PER_TOKEN="512") as running:
         yield running
 
 
@@ -113,8 +113,11 @@ def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> No
         clients = [pool.submit(keep_one_in_flight, client) for client in range(24)]
         try:
             page = beside.sees(
-                lambda page: page.value("engine_requests_running") == 16 and page.value("engine_requests_waiting") == 8,
-                "16 requests run (--max-num-seqs 16) and 8 of 24 wait",
+                lambda page: (
+                    page.value("engine_requests_running") == 16 and 1 <= page.value("engine_requests_waiting") <= 8
+                ),
+                "16 requests run (--max-num-seqs 16) and the rest of 24 wait",
+                deadline_seconds=180,
             )
         finally:
             seen.set()
