@@ -8,8 +8,7 @@ from typing import Final, TypeVar
 from vllm_headroom.config import Settings
 from vllm_headroom.config_fields import refusals
 from vllm_headroom.config_sources import CONFIG, Found, from_arguments, from_environment, from_file
-
-CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+from vllm_headroom.controls import CONTROLS
 
 
 class SettingsError(Exception):

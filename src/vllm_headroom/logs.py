@@ -11,11 +11,10 @@ import structlog
 from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from vllm_headroom.controls import CONTROLS
+
 OURS: Final = "vllm_headroom"
 FIRST: Final = ("ts", "level", "event")
-CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-"""What an engine's text could do to a terminal or to the next line."""
-
 SHARED: Final[tuple[Processor, ...]] = (
     structlog.stdlib.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True, key="ts"),

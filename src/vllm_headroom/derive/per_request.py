@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels, named
+from vllm_headroom.derive.readings import gpu_labels, running_requests
 from vllm_headroom.model import Failure, Sample, Snapshot
 
 
@@ -16,9 +16,8 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """
     if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
         return ()
-    counts = [engine.running for engine in named(snapshot.engines)]
-    running = sum(count for count in counts if count is not None)
-    if None in counts or running <= 0:
+    running = running_requests(snapshot.engines)
+    if not running:
         return ()
     return tuple(
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, gpu_labels(gpu), gpu.held_bytes / running)

@@ -50,6 +50,13 @@ def named(page: EnginePage) -> tuple[EngineReading, ...]:
     return tuple(engine for engine in page.engines if engine.model_name)
 
 
+def running_requests(page: EnginePage) -> float | None:
+    """Return the requests all engines of the page run; None where one does not say, or there is none."""
+    counts = [engine.running for engine in named(page)]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
 def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
     gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus

@@ -9,7 +9,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.gpus import finished, life
 from vllm_headroom.derive.leak.work import begun_anew
-from vllm_headroom.derive.readings import gpu_labels, named
+from vllm_headroom.derive.readings import gpu_labels, running_requests
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1
@@ -43,9 +43,8 @@ def baseline(
         return state, ()
     page = snapshot.engines
     state = _of_this_life(state, page)
-    counts = [engine.running for engine in named(page)]
-    running = sum(count for count in counts if count is not None)
-    if None in counts or running <= 0:
+    running = running_requests(page)
+    if not running:
         return state, ()
     band, warm = round(log(running) / log(COMPARABLE)), (finished(page) or 0.0) >= WARM_REQUESTS
     samples = []

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels, named
+from vllm_headroom.derive.readings import gpu_labels, named, running_requests
 from vllm_headroom.model import Failure, Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
@@ -54,11 +54,10 @@ def _requests(snapshot: Snapshot) -> float | None:
     """Return requests running and waiting in all engines; None where one does not say how many run."""
     if isinstance(snapshot.engines, Failure):
         return None
-    engines = named(snapshot.engines)
-    running = [engine.running for engine in engines if engine.running is not None]
-    if not engines or len(running) < len(engines):
+    running = running_requests(snapshot.engines)
+    if running is None:
         return None
-    return sum(running) + sum(engine.waiting or 0.0 for engine in engines)
+    return running + sum(engine.waiting or 0.0 for engine in named(snapshot.engines))
 
 
 def _gathered(state: LoadState, requests: float, now: float) -> LoadState:
