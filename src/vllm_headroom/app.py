@@ -139,7 +139,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             log.info(
                 "first sample published", look_at=f"http://localhost:{port}/", scrape=f"http://localhost:{port}/metrics"
             )
-        if grace.is_over(sampler.gpus, clock.monotonic()):
+        if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
         if recorder is not None and sampler.snapshot is not None:

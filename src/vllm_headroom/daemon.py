@@ -73,7 +73,7 @@ class GraceTime:
         self._grace_seconds = grace_seconds
         self._since: float | None = None
 
-    def is_over(self, gpus: tuple[Gpu, ...] | Failure | None, now: float) -> bool:
+    def is_over(self, gpus: tuple[Gpu, ...] | Failure, now: float) -> bool:
         """Return whether the grace is over, given what this tick read."""
         if not isinstance(gpus, Failure) or gpus.reason not in FATAL:
             self._since = None

@@ -87,7 +87,6 @@ class Sampler:
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
     ) -> None:
         self.published: Published | None = None
-        self.gpus: tuple[Gpu, ...] | Failure | None = None
         self.snapshot: Snapshot | None = None
         self._sources = sources
         self._parse = parse
@@ -112,7 +111,6 @@ class Sampler:
         if self._recall is not None:
             self._states.update(await self._recall(snapshot))
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
-        self.gpus = snapshot.gpus
         self.snapshot = snapshot
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
 
