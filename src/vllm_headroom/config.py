@@ -98,7 +98,8 @@ class Settings(BaseSettings):
     )
     baseline_bytes_per_request: Size | None = setting(
         None,
-        "What a running request should cost in GPU memory on each GPU, to compare with; without it, it is learned.",
+        "What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it is "
+        "learned.",
         accepts="a number of bytes, or a size such as 9500kB",
         word="SIZE",
         shown="learned",

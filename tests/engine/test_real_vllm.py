@@ -37,12 +37,6 @@ class Engine:
         usage: dict[str, int] = answer.json()["usage"]
         return usage
 
-    def stream(self, prompt: str, tokens: int) -> None:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=300) as answer:
-            for _ in answer.iter_raw():
-                pass
-
 
 def words(first: int, count: int) -> str:
     return " ".join(f"w{300 + (first + step) % 1000}" for step in range(count))
@@ -75,7 +69,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def beside(engine: Engine) -> Iterator[Daemon]:
-    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="5", KV_BYTES_PER_TOKEN="512") as running:
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2", KV_BYTES_PER_TOKEN="512") as running:
         yield running
 
 
@@ -107,7 +101,7 @@ def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> No
 
     def keep_one_in_flight(client: int) -> None:
         while not seen.is_set():
-            engine.stream(words(31 * client, 64), 1500)
+            engine.complete(words(31 * client, 64), 1500)
 
     with ThreadPoolExecutor(24) as pool:
         clients = [pool.submit(keep_one_in_flight, client) for client in range(24)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Final
 
@@ -22,13 +22,21 @@ WARM_REQUESTS: Final = 1000.0
 """Requests finished in this life before a baseline is learned: first uses of kernels are over by then."""
 
 
+HALF_LIFE_SECONDS: Final = 86_400.0
+"""How fast the busiest load is forgotten: load comes back daily."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baselines:
-    """Learned memory per GPU and load band: (readings so far, mean bytes held); for one life of the engine."""
+    """Learned memory per GPU and load band: (readings so far, mean bytes held); for one life of the engine.
+
+    `busiest` is the most requests that ran at once, and when, in seconds since the epoch.
+    """
 
     life: str | None = None
     finished_total: float | None = None
     bands: dict[str, dict[int, tuple[int, float]]] = field(default_factory=dict)
+    busiest: tuple[float, float] = (0.0, 0.0)
 
 
 def baseline(
@@ -36,8 +44,9 @@ def baseline(
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return memory per running request over its baseline.
 
-    With `configured_bytes` (per running request and GPU) the ratio is to that. Else it is to the mean of the first
-    readings at comparable load, once there are enough of them; there is no sample while nothing runs.
+    With `configured_bytes` (per running request and GPU at full load) the ratio is to that, and there is one only while
+    the engine is about as busy as it gets: at night the same memory is spread over fewer requests. Else it is to the
+    mean of the first readings at comparable load, once there are enough of them; there is no sample while nothing runs.
     """
     if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
         return state, ()
@@ -46,6 +55,7 @@ def baseline(
     running = running_requests(page)
     if not running:
         return state, ()
+    state = replace(state, busiest=_busiest(state.busiest, running, snapshot.time_seconds))
     band, warm = round(log(running) / log(COMPARABLE)), (finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
     bands = dict(state.bands)
@@ -53,7 +63,8 @@ def baseline(
         if gpu.held_bytes is None:
             continue
         if configured_bytes is not None:
-            ratio: float | None = gpu.held_bytes / running / configured_bytes
+            full = running * COMPARABLE >= _still(state.busiest, snapshot.time_seconds)
+            ratio = gpu.held_bytes / running / configured_bytes if full else None
         else:
             mine = bands.get(gpu.reading.uuid, {})
             ratio = _ratio(mine.get(band), gpu.held_bytes)
@@ -61,14 +72,22 @@ def baseline(
                 bands[gpu.reading.uuid] = {**mine, band: _learned(mine.get(band), gpu.held_bytes)}
         if ratio is not None:
             samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, gpu_labels(gpu), ratio))
-    following = Baselines(life=state.life, finished_total=state.finished_total, bands=bands)
-    return following, tuple(samples)
+    return replace(state, bands=bands), tuple(samples)
 
 
 def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
     now_life, now_finished = life(page), finished(page)
     anew = begun_anew(state.life, now_life, state.finished_total, now_finished)
-    return Baselines(life=now_life, finished_total=now_finished, bands={} if anew else state.bands)
+    return replace(state, life=now_life, finished_total=now_finished, bands={} if anew else state.bands)
+
+
+def _still(busiest: tuple[float, float], now_seconds: float) -> float:
+    running, seen_seconds = busiest
+    return float(running * 0.5 ** ((now_seconds - seen_seconds) / HALF_LIFE_SECONDS))
+
+
+def _busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:
+    return (running, now_seconds) if running >= _still(before, now_seconds) else before
 
 
 def _learned(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:

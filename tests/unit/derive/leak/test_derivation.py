@@ -185,7 +185,22 @@ def test_the_ratio_is_to_what_was_learned_at_comparable_load() -> None:
 
 
 def test_a_configured_baseline_needs_no_learning() -> None:
-    assert ratios(lambda _: 9_500, 2, configured=500.0)[1] == pytest.approx(950 / 500)
+    assert ratios(lambda _: 9_500, 1, configured=500.0) == [pytest.approx(475 / 500)]
+
+
+def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
+    def at(running: float, seconds: float, state: Baselines) -> tuple[Baselines, tuple[Sample, ...]]:
+        seen = replace(
+            snapshot(engines=page(engine(running=running)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),)),
+            time_seconds=seconds,
+        )
+        return baseline(state, seen, configured_bytes=500.0)
+
+    state, by_day = at(10.0, 0.0, Baselines())
+    state, by_night = at(2.0, 3_600.0, state)
+    _, a_quieter_week = at(2.0, 3 * 86_400.0, state)
+
+    assert [len(by_day), len(by_night), len(a_quieter_week)] == [1, 0, 1]
 
 
 def test_a_baseline_of_another_life_is_forgotten() -> None:
