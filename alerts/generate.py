@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""Print the alerts as a PrometheusRule for the operator, or as plain rules, with your own hosts in them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NoReturn
+
+import yaml
+
+RULES: Final = Path(__file__).parent / "rules" / "headroom.yaml"
+RELEASE: Final = ("release", "kube-prometheus-stack")
+"""Unless told otherwise the chart's Prometheus reads only rules that carry the name of the chart's release."""
+
+RUNBOOK: Final = re.compile(r"https://runbooks\.example/(\w+)")
+DASHBOARDS: Final = "https://grafana.example"
+
+URL: Final = re.compile(r"https?://[\w.~:/@%+,=\[\]-]+", re.ASCII)
+"""Nothing in it that YAML, a template or a query string would take for its own."""
+
+DNS_NAME: Final = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+LABEL_PART: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+PLAIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{3,}")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print what the options ask for; what cannot be done ends with status 2 and one line."""
+    parser = command()
+    options = parser.parse_args(arguments)
+    try:
+        text = options.rules.read_text(encoding="utf-8")
+        check(yaml.safe_load(text))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(f"cannot take rules from {options.rules}: {' '.join(str(error).split())}")
+    if options.format == "prometheusrule":
+        text = manifest(text, name=options.name, namespace=options.namespace, labels=options.label or [RELEASE])
+    sys.stdout.write(with_hosts(text, runbooks=options.runbooks_url, dashboards=options.dashboards_url))
+
+
+def command() -> Parser:
+    """Return what the command line takes."""
+    parser = Parser(prog="generate.py", description=__doc__)
+    parser.add_argument(
+        "--format", choices=("prometheusrule", "rules"), default="prometheusrule", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--name", type=dns_name, default="vllm-headroom", help="of the PrometheusRule, default: %(default)s"
+    )
+    parser.add_argument("--namespace", type=dns_name, help="of the PrometheusRule, default: the one kubectl is in")
+    parser.add_argument(
+        "--label",
+        type=label,
+        action="append",
+        metavar="KEY=VALUE",
+        help=f"what your Prometheus selects its rules by, can be repeated; default: {'='.join(RELEASE)}",
+    )
+    parser.add_argument(
+        "--runbooks-url",
+        type=url,
+        metavar="URL",
+        help="where alerts/runbooks is served; {alert} in it stands for the alert's name, which else goes to its end",
+    )
+    parser.add_argument("--dashboards-url", type=url, metavar="URL", help="your Grafana")
+    parser.add_argument(
+        "--rules", type=Path, default=RULES, metavar="FILE", help="default: the rules beside this program"
+    )
+    return parser
+
+
+def dns_name(text: str) -> str:
+    """Return a name that Kubernetes takes for an object."""
+    if not DNS_NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name for a Kubernetes object: write it like vllm-headroom")
+    return text
+
+
+def label(text: str) -> tuple[str, str]:
+    """Return the two sides of KEY=VALUE, as Kubernetes takes them."""
+    key, equals, value = text.partition("=")
+    prefix, slash, name = key.rpartition("/")
+    if (slash and not DNS_NAME.fullmatch(prefix)) or not equals or not LABEL_PART.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{text!r} is no label: write it like release=kube-prometheus-stack")
+    if value and not LABEL_PART.fullmatch(value):
+        raise argparse.ArgumentTypeError(f"{value!r} is no label's value: 63 letters, digits, '-', '_' or '.' at most")
+    return key, value
+
+
+def url(text: str) -> str:
+    """Return a base without the slash at its end."""
+    if not URL.fullmatch(text.replace("{alert}", "alert")):
+        raise argparse.ArgumentTypeError(f"{text!r} is no base of addresses: write it like https://grafana.your.org")
+    return text.rstrip("/")
+
+
+def check(rules: object) -> None:
+    """Raise ValueError where this is no groups of rules."""
+    groups = rules.get("groups") if isinstance(rules, dict) else None
+    if not isinstance(groups, list) or not all(isinstance(group, dict) and "rules" in group for group in groups):
+        raise ValueError("it holds no groups of rules")
+
+
+def with_hosts(text: str, *, runbooks: str | None, dashboards: str | None) -> str:
+    """Return rules whose links lead to these hosts; without one, its links stay examples."""
+    if runbooks is not None:
+        pattern = runbooks if "{alert}" in runbooks else f"{runbooks}/{{alert}}"
+        text = RUNBOOK.sub(lambda found: pattern.replace("{alert}", found[1]), text)
+    return text if dashboards is None else text.replace(DASHBOARDS, dashboards)
+
+
+def manifest(text: str, *, name: str, namespace: str | None, labels: Sequence[tuple[str, str]]) -> str:
+    """Return rules as a PrometheusRule, with their comments."""
+    lines = [
+        "# Made from alerts/rules/headroom.yaml by alerts/generate.py, whose options put in your labels and hosts.",
+        "apiVersion: monitoring.coreos.com/v1",
+        "kind: PrometheusRule",
+        "metadata:",
+        f"  name: {scalar(name)}",
+        *([f"  namespace: {scalar(namespace)}"] if namespace else []),
+        "  labels:",
+        *(f"    {scalar(key)}: {scalar(value)}" for key, value in dict(labels).items()),
+        "spec:",
+        *(f"  {line}" if line.strip() else "" for line in text.splitlines() if line not in {"---", "..."}),
+    ]
+    return "\n".join((*lines, ""))
+
+
+def scalar(text: str) -> str:
+    """Return a string as YAML, in quotes where it could be read as something else."""
+    return text if PLAIN.fullmatch(text) and yaml.safe_load(text) == text else json.dumps(text)
+
+
+if __name__ == "__main__":
+    main()

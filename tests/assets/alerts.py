@@ -1,0 +1,127 @@
+"""The alerts and their tests, read, and what may be wrong with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import promql_parser as promql
+import yaml
+
+from tests.assets.promql import RULES, Labels, labels, parsed, selectors, vocabulary
+from vllm_headroom.parse.profiles import PROFILES
+
+FOLDER: Final = RULES.parent
+TESTS: Final = tuple(sorted((FOLDER / "tests").glob("*.yaml")))
+
+KNOWN: Final = vocabulary()
+INPUTS: Final = frozenset(name for profile in PROFILES for name, _ in profile.inputs)
+
+_QUERY: Final = re.compile(r'printf "((?:[^"\\]|\\.)*)"[^|{}]*\| query\b')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A rule; `annotations` are empty where it records."""
+
+    name: str
+    is_alert: bool
+    expr: str
+    labels: dict[str, str]
+    annotations: dict[str, str]
+
+
+def rules() -> list[Rule]:
+    """Return every rule of every group."""
+    documents = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(RULES.glob("*.yaml"))]
+    return [_rule(each) for document in documents for group in document["groups"] for each in group["rules"]]
+
+
+def _rule(read: dict[str, Any]) -> Rule:
+    return Rule(
+        name=read.get("alert") or read["record"],
+        is_alert="alert" in read,
+        expr=read["expr"],
+        labels=read.get("labels", {}),
+        annotations=read.get("annotations", {}),
+    )
+
+
+def unknown_alerts(text: str) -> set[str]:
+    """Return the names in a text that begin no alert's; a beginning stands for several, as in "both HeadroomGpu"."""
+    names = [rule.name for rule in rules() if rule.is_alert]
+    found = set(re.findall(r"\bHeadroom[A-Z]\w*", text))
+    return {each for each in found if not any(name.startswith(each) for name in names)}
+
+
+def query_faults(expr: str) -> list[str]:
+    """Return what an expression asks for that there is not: metrics, labels, words; or that it is no PromQL."""
+    try:
+        tree = parsed(expr)
+    except ValueError as error:
+        return [f"{error}: {expr}"]
+    return labels(tree, KNOWN)[1] + list(_input_faults(tree))
+
+
+def _input_faults(tree: promql.Expr) -> Iterator[str]:
+    for selector in selectors(tree):
+        for matcher in selector.matchers.matchers:
+            words = matcher.value.split("|") if matcher.name == "input" else ()
+            yield from (f"input is never {word}" for word in words if word and word not in INPUTS)
+
+
+def series_faults(series: str) -> list[str]:
+    """Return how a test's series differs from the daemon's, which has every label of its metric and no other."""
+    faults = query_faults(series)
+    if faults:
+        return faults
+    (selector,) = selectors(parsed(series))
+    given = {matcher.name for matcher in selector.matchers.matchers}
+    scraped = KNOWN["up"]
+    missing = (KNOWN[selector.name or ""] - scraped | {"job", "instance"}) - given
+    return [f"{selector.name} needs the label {label}" for label in sorted(missing)]
+
+
+def kept_labels(expr: str) -> Labels:
+    """Return the labels that the result can have."""
+    return labels(parsed(expr), KNOWN)[0] or frozenset()
+
+
+def template_queries(text: str) -> list[str]:
+    """Return the queries of an annotation's template, with "" for what is put in when it is rendered."""
+    found = [re.sub(r"\\(.)", r"\1", each).replace("%q", '""') for each in _QUERY.findall(text)]
+    if len(found) != len(re.findall(r"\bquery\b *(?:\}|\")", text)):
+        msg = f"a query that cannot be read: {text}"
+        raise ValueError(msg)
+    return found
+
+
+def text_faults(text: str) -> list[str]:
+    """Return what shows that a rendered text was put together by a machine."""
+    signs = {
+        "two spaces": r"  ",
+        "a space before a stop": r" [.,;:](?: |$)",
+        "no number": r"\bNaN|[+-]Inf",
+        "a template that went wrong": r"<no value>|%!|\{\{|<error",
+        "one of many": r"(?<![\d.,])1 (?:requests|tokens|times|processes|GPUs)\b",
+        "no full stop": r"[^.]$",
+    }
+    return [f"{sign}: {text}" for sign, pattern in signs.items() if re.search(pattern, text)]
+
+
+def expectations() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield each check of the tests: its alert, and what is to fire with labels and annotations, or nothing."""
+    for test in _tests():
+        for check in test.get("alert_rule_test", ()):
+            yield check["alertname"], check.get("exp_alerts") or []
+
+
+def input_series() -> set[str]:
+    """Return the series that the tests feed."""
+    return {each["series"] for test in _tests() for each in test["input_series"]}
+
+
+def _tests() -> Iterable[dict[str, Any]]:
+    return [test for path in TESTS for test in yaml.safe_load(path.read_text(encoding="utf-8"))["tests"]]

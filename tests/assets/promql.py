@@ -1,0 +1,176 @@
+"""What an expression is about: which metrics, which labels its result keeps, and what about it can never match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import promql_parser as promql
+import yaml
+
+from vllm_headroom.catalog import METRICS
+from vllm_headroom.vocabulary import REASONS, Attribution, LeakState, Role, Source
+
+RULES: Final = Path(__file__).parents[2] / "alerts" / "rules"
+TARGET: Final = frozenset({"cluster", "namespace", "job", "pod", "instance"})
+"""Labels that the scrape may add; on bare metal only job and instance are there."""
+
+PROCESS: Final = ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_start_time_seconds")
+
+CLOSED: Final[Mapping[str, frozenset[str]]] = {
+    "attribution": frozenset(Attribution),
+    "basis": frozenset({"budget", "configured", "metric"}),
+    "holder": frozenset({"engine", "other", "unattributed"}),
+    "process": frozenset(Role),
+    "reason": frozenset(reason for reasons in REASONS.values() for reason in reasons),
+    "source": frozenset(Source),
+    "state": frozenset(LeakState),
+}
+"""The values of labels whose values are a closed set."""
+
+Labels = frozenset[str]
+Vocabulary = Mapping[str, Labels]
+"""The labels of each metric."""
+
+Kept = tuple[Labels | None, list[str]]
+"""The labels that a result can have (None: it is a number) and what is wrong."""
+
+
+def parsed(expr: str) -> promql.Expr:
+    """Return the syntax tree, typed as what it is."""
+    return promql.parse(expr)
+
+
+def vocabulary() -> dict[str, Labels]:
+    """Return every metric there can be: the daemon's, those of the recording rules, Prometheus's own."""
+    known = {metric.name: frozenset(metric.labels) | TARGET for metric in METRICS}
+    known |= dict.fromkeys(("up", *PROCESS), TARGET)
+    for name, expr in recorded():
+        known[name] = labels(parsed(expr), known)[0] or frozenset()
+    return known | {"ALERTS": frozenset().union(*known.values()) | {"alertname", "alertstate", "severity", "area"}}
+
+
+def recorded() -> Iterator[tuple[str, str]]:
+    """Yield the recording rules, each after those it needs."""
+    for path in sorted(RULES.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
+            yield from ((rule["record"], rule["expr"]) for rule in group["rules"] if "record" in rule)
+
+
+def nodes(expr: promql.Expr) -> list[promql.Expr]:
+    """Return the tree's nodes, each before what is in it; a range's selector stands in it as `vector_selector`."""
+    found: list[promql.Expr] = []
+    promql.walk(expr, found.append)
+    return found
+
+
+def selectors(expr: promql.Expr) -> list[promql.VectorSelector]:
+    """Return every selection of series, those with a range too."""
+    inner = (node.vector_selector if isinstance(node, promql.MatrixSelector) else node for node in nodes(expr))
+    return [node for node in inner if isinstance(node, promql.VectorSelector)]
+
+
+def labels(expr: promql.Expr, known: Vocabulary) -> Kept:
+    """Return the labels that the result can have and every fault: unknown names, and operands that never match."""
+    return _READERS[type(expr)](expr, known)
+
+
+def _unknown(wanted: Iterator[str] | list[str], there: Labels, what: str) -> list[str]:
+    return [f"{what} has no label {label}" for label in wanted if label not in there]
+
+
+def _selector(expr: Any, known: Vocabulary) -> Kept:
+    if expr.name not in known:
+        return frozenset(), [f"there is no metric {expr.name}"]
+    matchers = [*expr.matchers.matchers, *(each for group in expr.matchers.or_matchers for each in group)]
+    faults = _unknown([matcher.name for matcher in matchers], known[expr.name], expr.name)
+    return known[expr.name], faults + [fault for matcher in matchers for fault in _values(matcher)]
+
+
+def _values(matcher: promql.Matcher) -> list[str]:
+    """Return what a matcher on a closed set asks for in vain; what is no list of words is left alone."""
+    words = matcher.value.split("|") if matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe) else [matcher.value]
+    if matcher.name not in CLOSED or not all(re.fullmatch(r"\w*", word) for word in words):
+        return []
+    return [f"{matcher.name} is never {word}" for word in words if word and word not in CLOSED[matcher.name]]
+
+
+def _call(expr: Any, known: Vocabulary) -> Kept:
+    read = [labels(argument, known) for argument in expr.args]
+    faults = [fault for _, found in read for fault in found]
+    if expr.func.name in {"vector", "time", "scalar", "pi"}:
+        return (frozenset() if expr.func.name == "vector" else None), faults
+    kept = next((each for each, _ in read if each is not None), None)
+    if kept is not None and expr.func.name in {"label_replace", "label_join"}:
+        kept |= {expr.args[1].val}
+    return kept, faults
+
+
+def _aggregate(expr: Any, known: Vocabulary) -> Kept:
+    inner, faults = labels(expr.expr, known)
+    there = inner or frozenset()
+    if expr.modifier is None:
+        return (there if str(expr.op) in {"topk", "bottomk"} else frozenset()), faults
+    named = expr.modifier.labels
+    faults = faults + _unknown(named, there, f"what {expr.op} is over")
+    if str(expr.op) in {"topk", "bottomk"}:
+        return there, faults
+    by = expr.modifier.type == promql.AggModifierType.By
+    return (there & frozenset(named) if by else there - frozenset(named)), faults
+
+
+def _binary(expr: Any, known: Vocabulary) -> Kept:
+    (left, found), (right, more) = labels(expr.lhs, known), labels(expr.rhs, known)
+    faults = found + more
+    if left is None or right is None:
+        return (right if left is None else left), faults
+    on, named = _matching(expr.modifier)
+    if str(expr.op) == "or":
+        return left | right, faults
+    if on:
+        for side, there in (("left", left), ("right", right)):
+            faults += _unknown(sorted(named), there, f"the {side} of {expr.op}")
+    elif odd := (left - named) ^ (right - named):
+        faults.append(f"the sides of {expr.op} never match: only one has {', '.join(sorted(odd))}")
+    if str(expr.op) in {"and", "unless"}:
+        return left, faults
+    return _joined(expr.modifier, left, right, named if on else (left & right) - named), faults
+
+
+def _matching(modifier: promql.BinModifier | None) -> tuple[bool, Labels]:
+    if modifier is None or modifier.matching is None:
+        return False, frozenset()
+    return modifier.matching.type == promql.LabelModifierType.Include, frozenset(modifier.matching.labels)
+
+
+def _joined(modifier: promql.BinModifier | None, left: Labels, right: Labels, matched: Labels) -> Labels:
+    more = frozenset((modifier and modifier.group_labels) or ())
+    if modifier and modifier.card == promql.VectorMatchCardinality.ManyToOne:
+        return left | more
+    if modifier and modifier.card == promql.VectorMatchCardinality.OneToMany:
+        return right | more
+    return matched
+
+
+def _number(_: promql.Expr, __: Vocabulary) -> Kept:
+    return None, []
+
+
+def _inner(expr: Any, known: Vocabulary) -> Kept:
+    return labels(expr.expr, known)
+
+
+_READERS: Final[Mapping[type[promql.Expr], Callable[[Any, Vocabulary], Kept]]] = {
+    promql.AggregateExpr: _aggregate,
+    promql.BinaryExpr: _binary,
+    promql.Call: _call,
+    promql.MatrixSelector: lambda expr, known: _selector(expr.vector_selector, known),
+    promql.NumberLiteral: _number,
+    promql.ParenExpr: _inner,
+    promql.StringLiteral: _number,
+    promql.SubqueryExpr: _inner,
+    promql.UnaryExpr: _inner,
+    promql.VectorSelector: _selector,
+}

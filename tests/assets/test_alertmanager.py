@@ -1,0 +1,158 @@
+"""The example for Alertmanager: who is told of what, what is one incident, what mutes what."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+ALERTS: Final = Path(__file__).parents[2] / "alerts"
+FILE: Final = ALERTS / "alertmanager" / "alertmanager.yml"
+CONFIG: Final[dict[str, Any]] = yaml.safe_load(FILE.read_text())
+RULES: Final[list[dict[str, Any]]] = [
+    rule
+    for group in yaml.safe_load((ALERTS / "rules" / "headroom.yaml").read_text())["groups"]
+    for rule in group["rules"]
+    if "alert" in rule
+]
+SEVERITIES: Final = ("page", "critical", "warning", "info")
+TEAMS: Final = {
+    "memory": "ml-platform",
+    "engine": "ml-platform",
+    "gpu": "infrastructure",
+    "sidecar": "observability",
+}
+ENGINE: Final = {"cluster", "namespace", "pod", "job", "instance"}
+MATCHER: Final = re.compile(r'(\w+)(=~|=)"(.*)"')
+
+HELD_TOGETHER: Final = (
+    ("HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak", "HeadroomOutOfMemorySoon"),
+    ("HeadroomMemoryDiscrepancy", "HeadroomMemoryDiscrepancyHigh"),
+)
+"""Each mutes those before it and holds only while they do."""
+
+needs_amtool = pytest.mark.skipif(
+    shutil.which("amtool") is None, reason="amtool is not installed: apt-get install prometheus-alertmanager"
+)
+
+
+def team(severity: str, area: str) -> str:
+    return "nobody" if severity == "info" else TEAMS[area]
+
+
+def matches(matchers: list[str], labels: Mapping[str, str]) -> bool:
+    found = [MATCHER.fullmatch(matcher) for matcher in matchers]
+    assert all(found), f"none but = and =~ is expected in {matchers}"
+    parts = [match.groups() for match in found if match]
+    return all(
+        re.fullmatch(value if operator == "=~" else re.escape(value), labels.get(name, "")) is not None
+        for name, operator, value in parts
+    )
+
+
+def receiver(route: dict[str, Any], labels: Mapping[str, str], inherited: str = "") -> str:
+    """Return where the first matching route at each depth leads, as Alertmanager walks them."""
+    here = route.get("receiver", inherited)
+    for child in route.get("routes", ()):
+        if matches(child["matchers"], labels):
+            return receiver(child, labels, here)
+    return str(here)
+
+
+def amtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["amtool", *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+@needs_amtool
+def test_alertmanager_takes_the_file() -> None:
+    checked = amtool("check-config", str(FILE))
+
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@needs_amtool
+@pytest.mark.parametrize(("severity", "area"), [*itertools.product(SEVERITIES, TEAMS)])
+def test_alertmanager_routes_to_the_team(severity: str, area: str) -> None:
+    labels = ("alertname=HeadroomOfTomorrow", f"severity={severity}", f"area={area}")
+
+    routed = amtool(
+        "config", "routes", "test", f"--config.file={FILE}", f"--verify.receivers={team(severity, area)}", *labels
+    )
+
+    assert routed.returncode == 0, routed.stdout + routed.stderr
+
+
+def test_every_alert_reaches_its_team() -> None:
+    for rule in RULES:
+        labels = {"alertname": rule["alert"], **rule["labels"]}
+        assert receiver(CONFIG["route"], labels) == team(labels["severity"], labels["area"]), rule["alert"]
+
+
+def test_alerts_of_others_are_left_alone() -> None:
+    assert receiver(CONFIG["route"], {"alertname": "Watchdog", "severity": "critical"}) == "nobody"
+
+
+def test_one_incident_is_one_engine_one_area_and_one_severity() -> None:
+    (headroom,) = CONFIG["route"]["routes"]
+
+    assert set(headroom["group_by"]) == {*ENGINE, "area", "severity"}
+    assert not any("group_by" in route for route in headroom["routes"])
+
+
+def test_each_team_has_its_key_in_a_file_and_none_is_in_this_one() -> None:
+    receivers = {receiver["name"]: receiver.get("pagerduty_configs", []) for receiver in CONFIG["receivers"]}
+
+    assert receivers.pop("nobody") == []
+    assert set(receivers) == set(TEAMS.values())
+    for name, (pagerduty,) in receivers.items():
+        assert pagerduty["routing_key_file"].rpartition("/")[2] == name
+        assert pagerduty["send_resolved"] is True
+        assert not {"routing_key", "service_key"} & pagerduty.keys()
+    assert not re.search(r"\b[0-9A-Za-z]{32}\b", FILE.read_text())
+
+
+def test_only_memory_alerts_mute_and_only_less_severe_ones_of_their_gpu() -> None:
+    for rule in CONFIG["inhibit_rules"]:
+        assert set(rule["equal"]) == {*ENGINE, "gpu"}
+        for source, target in itertools.product(SEVERITIES, SEVERITIES):
+            mutes = matches(rule["source_matchers"], of(source)) and matches(rule["target_matchers"], of(target))
+            assert not mutes or SEVERITIES.index(source) < SEVERITIES.index(target)
+        for side in ("source_matchers", "target_matchers"):
+            assert not any(matches(rule[side], of(severity, gpu="")) for severity in SEVERITIES), "host memory"
+            assert not any(matches(rule[side], of(severity, area="sidecar")) for severity in SEVERITIES)
+
+
+def of(severity: str, *, area: str = "memory", gpu: str = "0") -> dict[str, str]:
+    return {"severity": severity, "area": area, "gpu": gpu}
+
+
+def test_every_less_severe_alert_is_muted_by_a_page_and_by_a_critical_one() -> None:
+    muted = {
+        (source, target)
+        for source, target in itertools.product(SEVERITIES, SEVERITIES)
+        for rule in CONFIG["inhibit_rules"]
+        if matches(rule["source_matchers"], of(source)) and matches(rule["target_matchers"], of(target))
+    }
+
+    assert muted == {
+        ("page", "critical"),
+        ("page", "warning"),
+        ("page", "info"),
+        ("critical", "warning"),
+        ("critical", "info"),
+    }
+
+
+@pytest.mark.parametrize("names", HELD_TOGETHER)
+def test_what_mutes_one_another_ends_together(names: tuple[str, ...]) -> None:
+    held = {rule["alert"]: rule["keep_firing_for"] for rule in RULES if rule["alert"] in names}
+
+    assert set(held) == set(names)
+    assert len(set(held.values())) == 1, f"what outlasts is sent late, what ends before never closes: {held}"

@@ -1,0 +1,165 @@
+"""The rules for the operator, and with an operator's hosts in them, are the rules."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.conftest import Golden
+
+ALERTS: Final = Path(__file__).parents[2] / "alerts"
+RULES: Final = ALERTS / "rules" / "headroom.yaml"
+DURATION: Final = re.compile(r"(\d+d)?(\d+h)?(\d+m)?(\d+s)?")
+
+
+def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ALERTS / "generate.py"), *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=60,
+    )
+
+
+def printed(*arguments: str) -> str:
+    process = generate(*arguments)
+    assert (process.returncode, process.stderr) == (0, "")
+    return process.stdout
+
+
+def loaded(text: str) -> dict[str, Any]:
+    document = yaml.safe_load(text)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_the_committed_rule_is_what_the_program_prints(golden: Golden) -> None:
+    golden(ALERTS / "prometheusrule.yaml", printed())
+
+
+def test_the_rule_says_what_the_rules_say() -> None:
+    rule = loaded(printed())
+
+    assert rule.pop("spec") == loaded(RULES.read_text(encoding="utf-8"))
+    assert rule == {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "vllm-headroom", "labels": {"release": "kube-prometheus-stack"}},
+    }
+
+
+def test_the_rules_use_only_what_the_operator_knows() -> None:
+    groups = loaded(printed())["spec"]["groups"]
+
+    assert len({group["name"] for group in groups}) == len(groups), "the operator tells groups apart by their names"
+    for group in groups:
+        assert group.keys() == {"name", "rules"}
+        for rule in group["rules"]:
+            known = {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
+            assert rule.keys() <= (known if "alert" in rule else {"record", "expr", "labels"})
+            texts = {**rule.get("labels", {}), **rule.get("annotations", {}), "expr": rule["expr"]}
+            assert all(isinstance(text, str) for text in texts.values())
+            assert all(DURATION.fullmatch(rule.get(name, "1m")) for name in ("for", "keep_firing_for"))
+
+
+def test_labels_and_names_are_put_in() -> None:
+    rule = loaded(
+        printed("--label", "prometheus=k8s", "--label", "example.com/on=true", "--name", "gpu", "--namespace", "123")
+    )
+
+    assert rule["metadata"] == {
+        "name": "gpu",
+        "namespace": "123",
+        "labels": {"prometheus": "k8s", "example.com/on": "true"},
+    }
+
+
+@pytest.mark.parametrize("form", ["rules", "prometheusrule"])
+def test_hosts_are_put_in(form: str) -> None:
+    text = printed(
+        "--format",
+        form,
+        "--runbooks-url",
+        "https://docs.your.org/gpu/",
+        "--dashboards-url",
+        "http://[::1]:3000/grafana",
+    )
+
+    assert "runbook_url: https://docs.your.org/gpu/HeadroomGpuMemoryLeak\n" in text
+    assert 'dashboard_url: "http://[::1]:3000/grafana/d/headroom?var-namespace=' in text
+    assert ".example/" not in text
+    assert yaml.safe_load(text)
+
+
+def test_the_alerts_name_can_stand_within_the_address() -> None:
+    text = printed("--format", "rules", "--runbooks-url", "https://git.your.org/blob/main/runbooks/{alert}.md")
+
+    assert "runbook_url: https://git.your.org/blob/main/runbooks/HeadroomGpuMemoryLeak.md\n" in text
+
+
+def test_rules_without_hosts_are_the_rules() -> None:
+    assert printed("--format", "rules") == RULES.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus")
+def test_prometheus_takes_rules_with_hosts_in_them(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(printed("--format", "rules", "--runbooks-url", "https://a.b/%7Eops/{alert}.md"), encoding="utf-8")
+
+    checked = subprocess.run(["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False)
+
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--label", "release"),
+            "argument --label: 'release' is no label: write it like release=kube-prometheus-stack",
+        ),
+        (("--label", "=x"), "argument --label: '=x' is no label: write it like release=kube-prometheus-stack"),
+        (
+            ("--label", "release=a b"),
+            "argument --label: 'a b' is no label's value: 63 letters, digits, '-', '_' or '.' at most",
+        ),
+        (
+            ("--name", "Headroom"),
+            "argument --name: 'Headroom' is no name for a Kubernetes object: write it like vllm-headroom",
+        ),
+        (
+            ("--dashboards-url", "grafana.your.org"),
+            "argument --dashboards-url: 'grafana.your.org' is no base of addresses: write it like https://grafana.your.org",
+        ),
+        (
+            ("--runbooks-url", "https://a/{{ $x }}"),
+            "argument --runbooks-url: 'https://a/{{ $x }}' is no base of addresses",
+        ),
+        (("--format", "json"), "argument --format: invalid choice: 'json'"),
+        (("--rules", os.devnull), f"cannot take rules from {os.devnull}: it holds no groups of rules"),
+        (("--rules", "missing.yaml"), "cannot take rules from missing.yaml: [Errno 2] No such file or directory"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    process = generate(*arguments)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(f"generate.py: {message}")
+    assert process.stderr.count("\n") == 1
+
+
+def test_rules_of_your_own_may_be_a_marked_document(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(f"---\n{RULES.read_text(encoding='utf-8')}...\n", encoding="utf-8")
+
+    assert printed("--rules", str(file)) == printed()

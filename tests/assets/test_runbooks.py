@@ -1,0 +1,75 @@
+"""Every alert has its runbook, which asks for what there is and names flags that vLLM has."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import pytest
+
+from tests.assets.alerts import query_faults, rules, unknown_alerts
+from tests.assets.runbooks import RUNBOOKS, flag_faults, page_queries, unknown_metrics
+
+OVERVIEW: Final = "README"
+"""The page in alerts/runbooks that is no alert's."""
+
+HEADINGS: Final = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
+
+ALERTS: Final = {rule.name for rule in rules() if rule.is_alert}
+
+each_page = pytest.mark.parametrize("page", RUNBOOKS)
+
+
+def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
+    assert RUNBOOKS.keys() - {OVERVIEW} == ALERTS
+
+
+@each_page
+def test_a_runbook_says_what_where_why_and_what_to_do(page: str) -> None:
+    headings = re.findall(r"^## (.+)$", RUNBOOKS[page], re.MULTILINE)
+
+    assert RUNBOOKS[page].startswith(f"# {page}\n") or page == OVERVIEW
+    assert headings == HEADINGS or page == OVERVIEW
+
+
+@each_page
+def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(page: str) -> None:
+    queries = page_queries(RUNBOOKS[page])
+
+    assert [fault for query in queries for fault in query_faults(query)] == []
+    assert unknown_metrics(RUNBOOKS[page]) == set()
+
+
+@each_page
+def test_a_runbook_names_only_alerts_that_there_are(page: str) -> None:
+    assert unknown_alerts(RUNBOOKS[page]) == set()
+
+
+@each_page
+def test_a_runbook_names_only_flags_that_vllm_has(page: str) -> None:
+    assert flag_faults(RUNBOOKS[page]) == []
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("lower `--max-num-seqs`, then run `kubectl logs --previous`", []),
+        ("set `--max-sequences 4`", ["--max-sequences"]),
+        ("    vllm serve model --max-num-seqs 8 --enable-budget", ["--enable-budget"]),
+        ("use --disable-prefix-cache", ["--disable-prefix-cache"]),
+    ],
+)
+def test_a_flag_that_vllm_does_not_have_is_found(page: str, found: list[str]) -> None:
+    assert flag_faults(page) == found
+
+
+def test_a_name_in_a_page_that_is_no_metric_is_found() -> None:
+    known = "`headroom_gpu_up`, headroom_gpu_*, namespace_model:headroom_gpus:sum, vllm_headroom"
+
+    assert unknown_metrics(f"{known}, headroom_gone, headroom_no*") == {"headroom_gone", "headroom_no"}
+
+
+def test_a_pattern_that_finds_no_metric_is_found() -> None:
+    page = "grep -E '^headroom_(leak_state.* 1|gpu_(up|down)|sourc)' and awk '/^headroom_engine_(awake|asleep)/ {n++}'"
+
+    assert unknown_metrics(page) == {"headroom_gpu_down", "headroom_engine_asleep"}

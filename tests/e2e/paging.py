@@ -1,0 +1,177 @@
+"""Prometheus and Alertmanager as processes, on the shipped rules and configuration with their patience taken out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tests.process import eventually
+
+ALERTS: Final = Path(__file__).parents[2] / "alerts"
+KEYS: Final = {
+    team: sha256(team.encode()).hexdigest()[:32] for team in ("ml-platform", "infrastructure", "observability")
+}
+DEADLINE_SECONDS: Final = 120.0
+
+PROMETHEUS: Final = shutil.which("prometheus")
+ALERTMANAGER: Final = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
+"""Debian's name, and that of the project's own archive."""
+
+MISSING: Final = [
+    package
+    for package, program in (("prometheus", PROMETHEUS), ("prometheus-alertmanager", ALERTMANAGER))
+    if program is None
+]
+
+CONFIG: Final = """
+global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}
+rule_files: [rules.yaml]
+scrape_configs:
+- job_name: vllm-headroom
+  static_configs: TARGETS
+alerting:
+  alertmanagers:
+  - static_configs: [{targets: [ADDRESS]}]
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where Prometheus scrapes an engine's page, and the labels its service discovery gives it."""
+
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+class Alertmanager:
+    """A running Alertmanager, by its API."""
+
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/api/v2/alerts"
+
+    def post(self, **labels: str) -> None:
+        """Let an alert fire that Prometheus knows nothing of."""
+        httpx.post(self._url, json=[{"labels": labels}], timeout=10).raise_for_status()
+
+    def muted(self, **labels: str) -> set[str]:
+        """Return the names of the alerts that mute the one with these labels now."""
+        alerts: list[dict[str, Any]] = httpx.get(self._url, timeout=10).json()
+        names = {alert["fingerprint"]: alert["labels"]["alertname"] for alert in alerts}
+        return {
+            names[by]
+            for alert in alerts
+            if labels.items() <= alert["labels"].items()
+            for by in alert["status"]["inhibitedBy"]
+            if by in names
+        }
+
+
+@contextmanager
+def paging(folder: Path, pagerduty_url: str, targets: Sequence[Target]) -> Iterator[Alertmanager]:
+    """Run both until the end, from when Prometheus knows its Alertmanager."""
+    assert PROMETHEUS
+    assert ALERTMANAGER
+    address, alertmanager_address = free_addresses()
+    (folder / "alertmanager.yml").write_text(hurried_alertmanager(folder, pagerduty_url))
+    (folder / "rules.yaml").write_text(hurried_rules((ALERTS / "rules" / "headroom.yaml").read_text()))
+    groups = json.dumps([{"targets": [target.address], "labels": dict(target.labels)} for target in targets])
+    config = CONFIG.replace("TARGETS", groups).replace("ADDRESS", alertmanager_address)
+    (folder / "prometheus.yml").write_text(config)
+    with ExitStack() as stack:
+        stack.enter_context(
+            running(
+                alertmanager_address,
+                folder / "alertmanager.log",
+                ALERTMANAGER,
+                f"--config.file={folder / 'alertmanager.yml'}",
+                f"--storage.path={folder / 'alertmanager'}",
+                "--cluster.listen-address=",
+            )
+        )
+        stack.enter_context(
+            running(
+                address,
+                folder / "prometheus.log",
+                PROMETHEUS,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'prometheus'}",
+                # An alert not sent again for four times as long counts as over: a busy machine may pause for seconds.
+                "--rules.alert.resend-delay=5s",
+            )
+        )
+        eventually(lambda: knows_its_alertmanager(address), "Prometheus finds Alertmanager", DEADLINE_SECONDS)
+        yield Alertmanager(alertmanager_address)
+
+
+def free_addresses() -> tuple[str, str]:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return f"127.0.0.1:{one.getsockname()[1]}", f"127.0.0.1:{other.getsockname()[1]}"
+
+
+@contextmanager
+def running(address: str, log: Path, *command: str) -> Iterator[None]:
+    """Run a program that listens on `address`, from when it is ready to the end of the context."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address={address}"], stdout=stream, stderr=subprocess.STDOUT
+        )
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        return answers(f"http://{address}/-/ready")
+
+    try:
+        eventually(ready, f"{command[0]} is ready", DEADLINE_SECONDS)
+        yield
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=10).is_success
+    except httpx.TransportError:
+        return False
+
+
+def knows_its_alertmanager(address: str) -> bool:
+    answer = httpx.get(f"http://{address}/api/v1/alertmanagers", timeout=10)
+    return bool(answer.json()["data"]["activeAlertmanagers"])
+
+
+def hurried_rules(text: str) -> str:
+    """Return rules that wait a second for each five minutes, so that what waited longer still does."""
+    text = re.sub(
+        r"^( +(?:for|keep_firing_for): )(\d+)([mh])$",
+        lambda found: f"{found[1]}{max(1, int(found[2]) * {'m': 1, 'h': 60}[found[3]] // 5)}s",
+        text,
+        flags=re.MULTILINE,
+    )
+    return text.replace("[5m]", "[5s]")
+
+
+def hurried_alertmanager(folder: Path, pagerduty_url: str) -> str:
+    """Return the shipped configuration with this PagerDuty, keys in `folder`, and seconds for minutes."""
+    text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
+    for team, key in KEYS.items():
+        (folder / team).write_text(f"{key}\n")
+    for old, new in (
+        ("/etc/alertmanager/secrets/pagerduty", str(folder)),
+        ("group_wait: 30s", "group_wait: 2s"),
+        ("group_interval: 5m", "group_interval: 1s"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    return f"global: {{pagerduty_url: '{pagerduty_url}'}}\n{text}"

@@ -1,0 +1,104 @@
+"""What the stand-in for PagerDuty refuses, so that a test that it accepts says something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.pagerduty import PagerDuty
+
+KEY = "0123456789abcdef0123456789abcdef"
+TRIGGER: dict[str, Any] = {
+    "routing_key": KEY,
+    "event_action": "trigger",
+    "dedup_key": "one",
+    "payload": {"summary": "it leaks", "source": "engine-0", "severity": "critical", "custom_details": {"n": 1}},
+    "links": [{"href": "https://runbooks.example/it", "text": "Runbook"}],
+}
+RESOLVE: dict[str, Any] = {"routing_key": KEY, "event_action": "resolve", "dedup_key": "one"}
+
+
+@pytest.fixture
+def pagerduty() -> Iterator[PagerDuty]:
+    with PagerDuty([KEY]) as server:
+        yield server
+
+
+def post(server: PagerDuty, event: object) -> httpx.Response:
+    return httpx.post(server.url, json=event, timeout=10)
+
+
+def with_payload(**fields: object) -> dict[str, Any]:
+    return TRIGGER | {"payload": TRIGGER["payload"] | fields}
+
+
+def test_an_event_is_accepted_with_its_key(pagerduty: PagerDuty) -> None:
+    answer = post(pagerduty, TRIGGER)
+
+    assert answer.status_code == 202
+    assert answer.json() == {"status": "success", "message": "Event processed", "dedup_key": "one"}
+    assert [(event.action, event.dedup_key, event.notifies) for event in pagerduty.events] == [("trigger", "one", True)]
+
+
+def test_a_trigger_without_a_key_gets_its_own(pagerduty: PagerDuty) -> None:
+    nameless = {name: value for name, value in TRIGGER.items() if name != "dedup_key"}
+
+    keys = {post(pagerduty, nameless).json()["dedup_key"] for _ in range(2)}
+
+    assert len(keys) == 2
+    assert all(event.notifies for event in pagerduty.events)
+
+
+def test_only_what_opens_an_alert_notifies(pagerduty: PagerDuty) -> None:
+    for event in (TRIGGER, TRIGGER, RESOLVE, RESOLVE, TRIGGER):
+        assert post(pagerduty, event).status_code == 202
+
+    assert [event.notifies for event in pagerduty.events] == [True, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        (TRIGGER | {"routing_key": KEY[1:]}, "Length of 'routing_key' is incorrect (should be 32 characters)"),
+        (TRIGGER | {"routing_key": KEY + "\n"}, "Length of 'routing_key' is incorrect (should be 32 characters)"),
+        (TRIGGER | {"routing_key": "f" * 32}, "Invalid routing key"),
+        (TRIGGER | {"event_action": "page"}, "'event_action' is invalid"),
+        (TRIGGER | {"dedup_key": "x" * 256}, "'dedup_key' is too long"),
+        (TRIGGER | {"payload": None}, "'payload.summary' is missing or blank"),
+        (with_payload(summary=" "), "'payload.summary' is missing or blank"),
+        (with_payload(summary="x" * 1025), "'payload.summary' is too long"),
+        (with_payload(source=""), "'payload.source' is missing or blank"),
+        (with_payload(severity="page"), "'payload.severity' is invalid"),
+        (with_payload(severity="Critical"), "'payload.severity' is invalid"),
+        (with_payload(custom_details="text"), "'payload.custom_details' is invalid"),
+        (TRIGGER | {"links": [{"href": "", "text": "Runbook"}]}, "'links.href' is missing or blank"),
+        (RESOLVE | {"dedup_key": ""}, "'dedup_key' is missing or blank"),
+        ({name: value for name, value in RESOLVE.items() if name != "dedup_key"}, "'dedup_key' is missing or blank"),
+        ([TRIGGER], "'event_action' is invalid"),
+    ],
+)
+def test_an_invalid_event_is_refused(pagerduty: PagerDuty, event: object, error: str) -> None:
+    answer = post(pagerduty, event)
+
+    assert answer.status_code == 400
+    assert (answer.json()["status"], answer.json()["message"]) == ("invalid event", "Event object is invalid")
+    assert any(found.startswith(error) for found in answer.json()["errors"])
+    assert not pagerduty.events
+    assert len(pagerduty.refused) == 1
+
+
+def test_what_is_no_event_is_refused(pagerduty: PagerDuty) -> None:
+    assert httpx.post(pagerduty.url, content=b"{", timeout=10).status_code == 400
+    assert httpx.post(pagerduty.url + "/", json=TRIGGER, timeout=10).status_code == 404
+    assert post(pagerduty, with_payload(custom_details={"text": "x" * 512_000})).status_code == 413
+    assert not pagerduty.events
+
+
+def test_it_can_be_too_busy(pagerduty: PagerDuty) -> None:
+    pagerduty.throttled = 2
+
+    assert [post(pagerduty, TRIGGER).status_code for _ in range(3)] == [429, 429, 202]
+    assert len(pagerduty.events) == 1
