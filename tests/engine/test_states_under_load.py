@@ -45,7 +45,7 @@ def test_a_gpu_that_grows_with_the_requests_is_growing_and_one_that_does_not_is_
 
     def client(number: int) -> None:
         while not over.is_set():
-            engine.stream(words(37 * number + done[0], 32), 16)
+            engine.complete(words(37 * number + done[0], 32), 16)
             done[0] += 1
             over.wait(1.0)
 

@@ -12,7 +12,7 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
 
     A request runs on every GPU of a tensor-parallel engine and on one of a data-parallel one; either way the sum over
     the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
-    engines does not say.
+    engines does not say; and at nothing held, as when the engine dies between the two readings.
     """
     if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
         return ()
@@ -22,5 +22,5 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     return tuple(
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, gpu_labels(gpu), gpu.held_bytes / running)
         for gpu in snapshot.gpus
-        if gpu.held_bytes is not None
+        if gpu.held_bytes
     )

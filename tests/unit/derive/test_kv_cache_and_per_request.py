@@ -7,6 +7,7 @@ import pytest
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import Source
@@ -85,3 +86,10 @@ def test_engines_are_told_apart() -> None:
         AN_ENGINE: 1.0,
         ("m", "1"): 3.0,
     }
+
+
+def test_an_engine_that_died_between_the_readings_costs_nothing_that_is_known() -> None:
+    seen = snapshot(engines=page(engine(running=2.0)), gpus=(gpu(used=0, engine=0),))
+
+    assert per_request(seen) == ()
+    assert baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()

@@ -60,7 +60,7 @@ def baseline(
     samples = []
     bands = dict(state.bands)
     for gpu in snapshot.gpus:
-        if gpu.held_bytes is None:
+        if not gpu.held_bytes:  # unknown, or the engine died between the two readings
             continue
         if configured_bytes is not None:
             full = running * COMPARABLE >= _still(state.busiest, snapshot.time_seconds)
