@@ -1,0 +1,144 @@
+"""What surrounds the panels: variables at the top, marks on the time axis, links."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dashboards.source.grafana import DATASOURCE, Json
+from dashboards.source.series import ENGINE, TARGET
+
+TAG: Final = "vllm-headroom"
+CELL: Final = "${__value.raw}"
+"""What a link in a table puts in for its cell."""
+
+RUNBOOKS: Final = "https://runbooks.example"
+RUNBOOK: Final = f"{RUNBOOKS}/{CELL}"
+"""Stand for the place of alerts/runbooks and for the runbook of a cell's alert; generate.py puts others in."""
+
+
+def variables(*, gpu: bool) -> list[Json]:
+    """Return the variables, each narrowed by those before it; `gpu` is one engine's."""
+    source = {
+        "name": "datasource",
+        "label": "Data source",
+        "type": "datasource",
+        "query": "prometheus",
+        "refresh": 1,
+        "hide": 0,
+        "includeAll": False,
+        "multi": False,
+        "options": [],
+        "regex": "",
+        "current": {},
+    }
+    made, matchers = [source], ""
+    for name in ("cluster", "namespace", "job", "pod", "instance"):
+        made.append(_variable(name, f"headroom_build_info{{{matchers}}}"))
+        matchers += ("," if matchers else "") + f'{name}=~"${name}"'
+    made.append(_variable("model_name", f"headroom_engine_info{{{matchers}}}", label="Model"))
+    if gpu:  # no allValue: All is the engine's GPUs, not every GPU that can be seen
+        made.append(_variable("gpu", f'headroom_gpu_info{{{matchers},attribution!=""}}', label="GPU", everything=None))
+    return made
+
+
+def _variable(name: str, series: str, *, label: str = "", everything: str | None = ".*") -> Json:
+    variable = {
+        "name": name,
+        "label": label or name.capitalize(),
+        "type": "query",
+        "datasource": DATASOURCE,
+        "definition": f"label_values({series}, {name})",
+        "query": {"query": f"label_values({series}, {name})", "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+        "refresh": 2,
+        "sort": 1,
+        "hide": 0,
+        "includeAll": True,
+        "multi": True,
+        "options": [],
+        "regex": "",
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+    }
+    return variable if everything is None else {**variable, "allValue": everything}
+
+
+def _annotation(name: str, expr: str, *, title: str, text: str, colour: str) -> Json:
+    """Return marks on the time axis wherever `expr` has a value."""
+    return {
+        "name": name,
+        "datasource": DATASOURCE,
+        "enable": True,
+        "expr": expr,
+        "hide": False,
+        "iconColor": colour,
+        "step": "60s",
+        "titleFormat": title,
+        "textFormat": text,
+        "useValueForTime": False,
+    }
+
+
+def alerts(severities: str = ".+") -> Json:
+    """Return a mark where an alert begins to fire: marked for as long as it fires, a day's leak is one red picture."""
+    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",severity=~"{severities}",{TARGET}}}'
+    return _annotation(
+        "Alert begins to fire",
+        f"{firing} unless {firing} offset $__interval",
+        title="{{alertname}}",
+        text="{{severity}} {{instance}} GPU {{gpu}}",
+        colour="red",
+    )
+
+
+def restarts() -> Json:
+    """Return a mark where an engine's counters begin anew, at its first reading after the restart.
+
+    An hour: for as long an engine may be away and its return still be seen as one.
+    """
+    return _annotation("Engine restarted", RESTARTED, title="Engine restarted", text="{{instance}}", colour="blue")
+
+
+_COUNTED: Final = f"headroom_engine_generation_tokens_total{{{ENGINE}}}"
+RESTARTED: Final = (
+    f"max by (instance) (resets({_COUNTED}[1h])) > max by (instance) (resets({_COUNTED}[1h] offset $__interval))"
+)
+
+
+def links() -> list[Json]:
+    """Return the links at the top: the other dashboards, vLLM's own where they are imported, the runbooks."""
+    return [
+        _dashboards("Headroom", TAG, "", with_variables=True, dropdown=False),
+        _dashboards(
+            "vLLM: latency and throughput",
+            "vllm",
+            "vLLM's own dashboards, tagged vllm: its repository, examples/observability",
+            with_variables=False,
+            dropdown=True,
+        ),
+        {
+            "title": "Runbooks",
+            "type": "link",
+            "icon": "doc",
+            "url": RUNBOOKS,
+            "includeVars": False,
+            "keepTime": False,
+            "asDropdown": False,
+            "tags": [],
+            "targetBlank": True,
+            "tooltip": "What each alert means and what to do",
+        },
+    ]
+
+
+def _dashboards(title: str, tag: str, tooltip: str, *, with_variables: bool, dropdown: bool) -> Json:
+    return {
+        "title": title,
+        "type": "dashboards",
+        "tags": [tag],
+        "asDropdown": dropdown,
+        "icon": "external link",
+        "includeVars": with_variables,
+        "keepTime": True,
+        "targetBlank": False,
+        "tooltip": tooltip,
+        "url": "",
+    }

@@ -1,0 +1,45 @@
+"""What each colour means, on every dashboard."""
+
+from __future__ import annotations
+
+from typing import Final
+
+ENGINE_COLOUR: Final = "blue"
+OTHER_COLOUR: Final = "purple"
+UNATTRIBUTED_COLOUR: Final = "#8e8e8e"
+RESERVED_COLOUR: Final = "#4f4f4f"
+FREE_COLOUR: Final = "dark-green"
+PEAK_COLOUR: Final = "text"
+REPORTED_COLOUR: Final = "text"
+UNREPORTED_COLOUR: Final = "orange"
+RUNNING_COLOUR: Final = "yellow"
+WAITING_COLOUR: Final = "light-orange"
+FINISHED_COLOUR: Final = "green"
+
+GOOD: Final = "green"
+WARNING: Final = "orange"
+BAD: Final = "red"
+NEUTRAL: Final = "text"
+UNKNOWN_COLOUR: Final = "#8e8e8e"
+
+SHADES: Final = {"mode": "shades", "fixedColor": ENGINE_COLOUR}
+"""Of the engine's colour, so that of several GPUs none looks good or bad by chance."""
+
+STATES: Final = (
+    ("unknown", UNKNOWN_COLOUR),
+    ("warming_up", "light-blue"),
+    ("unsettled", "#a0a0a0"),
+    ("stable", GOOD),
+    ("asleep", "dark-purple"),
+    ("growing", WARNING),
+    ("leaking", BAD),
+)
+"""The detector's states and their colours; their place is the number a state timeline draws."""
+
+ROLES: Final = (
+    ("worker", ENGINE_COLOUR),
+    ("engine_core", "super-light-blue"),
+    ("api_server", "#5ec4c4"),
+    ("other", OTHER_COLOUR),
+)
+"""What the engine's processes do on the host, and their colours."""

@@ -1,0 +1,91 @@
+"""A whole dashboard: rows of panels in their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dashboards.source.around import TAG, links, variables
+from dashboards.source.grafana import Json
+
+SCHEMA_VERSION: Final = 39  # Grafana 10.4 to 13 import it as it is
+COLUMNS: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A titled row of panels, in reading order; a collapsed one is opened by a click."""
+
+    title: str
+    panels: Sequence[Json]
+    collapsed: bool = False
+
+
+def dashboard(
+    *,
+    uid: str,
+    title: str,
+    description: str,
+    since: str,
+    refresh: str,
+    rows: Sequence[Row],
+    marks: Sequence[Json],
+    one_engine: bool,
+) -> Json:
+    """Return the dashboard's JSON; panels run left to right and wrap at 24 columns."""
+    return {
+        "id": None,
+        "uid": uid,
+        "title": title,
+        "description": description,
+        "tags": [TAG],
+        "schemaVersion": SCHEMA_VERSION,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": refresh,
+        "time": {"from": since, "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": variables(gpu=one_engine)},
+        "annotations": {"list": list(marks)},
+        "links": links(),
+        "panels": _placed(rows),
+    }
+
+
+def _placed(rows: Sequence[Row]) -> list[Json]:
+    placed: list[Json] = []
+    top, number = 0, 0
+    for row in rows:
+        number += 1
+        head = {
+            "id": number,
+            "type": "row",
+            "title": row.title,
+            "collapsed": row.collapsed,
+            "gridPos": {"h": 1, "w": COLUMNS, "x": 0, "y": top},
+            "panels": [],
+        }
+        panels, bottom = _flow(row.panels, top + 1, number)
+        number += len(panels)
+        if row.collapsed:
+            placed.append({**head, "panels": panels})
+            top += 1
+        else:
+            placed += [head, *panels]
+            top = bottom
+    return placed
+
+
+def _flow(panels: Sequence[Json], top: int, number: int) -> tuple[list[Json], int]:
+    """Return the panels with ids after `number`, side by side until a line is full, and where the last line ends."""
+    flowed: list[Json] = []
+    left, line = 0, 0
+    for panel in panels:
+        width, height = panel["gridPos"]["w"], panel["gridPos"]["h"]
+        if left + width > COLUMNS:
+            top, left, line = top + line, 0, 0
+        number += 1
+        flowed.append({"id": number, **panel, "gridPos": {"h": height, "w": width, "x": left, "y": top}})
+        left, line = left + width, max(line, height)
+    return flowed, top + line

@@ -1,0 +1,31 @@
+"""The dashboard of one engine: an operator's questions, in the order in which they are asked."""
+
+from __future__ import annotations
+
+from dashboards.source import around, health, leaking, requests, truth
+from dashboards.source.dashboard import dashboard
+from dashboards.source.grafana import Json
+
+
+def engine() -> Json:
+    """Return `headroom.json`."""
+    return dashboard(
+        uid="headroom",
+        title="Headroom: one engine",
+        description="Memory truth of a vLLM engine: how long until out of memory, who holds the memory, is it leaking.",
+        since="now-6h",
+        refresh="30s",
+        marks=[around.alerts(), around.restarts()],
+        one_engine=True,
+        rows=[
+            truth.about_to_die(),
+            truth.who_holds_the_memory(),
+            leaking.is_it_leaking(),
+            requests.what_a_request_costs(),
+            requests.prefix_cache(),
+            requests.kv_cache(),
+            health.host_memory(),
+            health.gpu_health(),
+            health.sidecar(),
+        ],
+    )

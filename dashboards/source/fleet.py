@@ -1,0 +1,138 @@
+"""The dashboard of many engines: how many are in trouble, and which are worst."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from dashboards.source import around, tables
+from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, WARNING
+from dashboards.source.dashboard import Row, dashboard
+from dashboards.source.grafana import Json, query, steps
+from dashboards.source.panels import stat, timeseries
+from dashboards.source.ranking import AND_CHOSEN, BY_GPU, OWN_GPU
+from dashboards.source.series import (
+    SIDECAR,
+    STATE_NAMES,
+    TARGET,
+    TIME_TO_OOM_STEPS,
+    TIME_TO_OOM_VALUES,
+    UNREPORTED,
+    in_each_state,
+    time_to_oom,
+)
+from dashboards.source.tables import MODEL
+
+LINES: Final = 5
+
+
+def fleet() -> Json:
+    """Return `headroom-fleet.json`."""
+    return dashboard(
+        uid="headroom-fleet",
+        title="Headroom: fleet",
+        description="The engines that are worst off, of all that a vllm-headroom sidecar stands beside.",
+        since="now-6h",
+        refresh="1m",
+        marks=[around.alerts("page|critical")],
+        one_engine=False,
+        rows=[
+            Row(title="How many are in trouble?", panels=_counts()),
+            Row(title="Which are worst?", panels=[tables.gpus(), tables.silent(), tables.alerts()]),
+            Row(title="By model", panels=[tables.models(), *_over_time()]),
+        ],
+    )
+
+
+def _counts() -> list[Json]:
+    engines = f'headroom_source_up{{{TARGET},source="engine"}}{AND_CHOSEN}'
+    own_gpus = f"headroom_gpu_up{{{TARGET}}} and on ({BY_GPU}) {OWN_GPU}"
+    return [
+        stat(
+            "Engines",
+            "Engines whose sidecar answers.",
+            [query(f"count({engines})")],
+            unit="locale",
+            width=3,
+            noValue="none",
+        ),
+        stat(
+            "GPUs by leak state",
+            "What the detectors say: growing is the early warning, leaking the alarm. Unsettled: load has just changed "
+            "and they wait before they judge.",
+            [query(in_each_state(TARGET, AND_CHOSEN), "{{state}}")],
+            unit="locale",
+            width=7,
+            noValue="unknown",
+            overrides=STATE_NAMES,
+        ),
+        stat(
+            "Least time to out of memory",
+            "Of the GPU that has least, free memory over the rate of its leak.",
+            [query(time_to_oom(TARGET, AND_CHOSEN))],
+            unit="dtdurations",
+            width=5,
+            noValue="unknown",
+            mappings=[TIME_TO_OOM_VALUES],
+            thresholds=TIME_TO_OOM_STEPS,
+        ),
+        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", engines),
+        _trouble(
+            "Sidecars down", "Sidecars that Prometheus cannot scrape: nothing is known of their engines.", SIDECAR
+        ),
+        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", own_gpus),
+    ]
+
+
+def _trouble(title: str, description: str, series: str) -> Json:
+    return stat(
+        title,
+        description,
+        [query(f"count(({series}) == 0) or 0 * count({series})")],
+        unit="locale",
+        width=3,
+        noValue="unknown",
+        thresholds=steps((None, GOOD), (1, BAD)),
+    )
+
+
+def _over_time() -> list[Json]:
+    return [
+        _by_model(
+            "Least time to out of memory, by model",
+            "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
+            f"bottomk({LINES}, namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}})",
+            WARNING,
+            unit="dtdurations",
+            noValue="no leak seen",
+            thresholds=steps((None, BAD), (3600, "transparent")),
+            custom={"thresholdsStyle": {"mode": "area"}, "scaleDistribution": {"type": "log", "log": 10}},
+        ),
+        _by_model(
+            "Leaking GPUs, by model",
+            "How many of each model's GPUs are in the state leaking.",
+            f"topk({LINES}, namespace_model:headroom_gpus_leaking:sum{{{MODEL}}} > 0)",
+            BAD,
+            unit="short",
+            noValue="none",
+            decimals=0,
+            stacked=True,
+            custom={"axisSoftMin": 0, "axisSoftMax": 1},
+        ),
+        _by_model(
+            "Worst discrepancy, by model",
+            "What engines hold beyond what they report, as a share of it, of each model's GPU that is furthest off.",
+            f"topk({LINES}, namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}})",
+            ENGINE_COLOUR,
+            unit="percentunit",
+            noValue="unknown",
+            thresholds=UNREPORTED,
+            custom={"thresholdsStyle": {"mode": "dashed"}, "axisSoftMin": 0, "axisSoftMax": 0.06},
+        ),
+    ]
+
+
+def _by_model(title: str, description: str, expr: str, colour: str, **more: Any) -> Json:
+    lines = query(expr, "{{namespace}} {{model_name}}")
+    text = f"{description} At most {LINES} lines at a time; from the recording rules."
+    shades = {"mode": "shades", "fixedColor": colour}
+    return timeseries(title, text, [lines], width=8, height=9, color=shades, **more)

@@ -1,0 +1,71 @@
+"""The pieces of a Grafana panel, as the classic JSON that Grafana 10.4 and newer import."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+Json = dict[str, Any]
+
+DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+
+
+def query(expr: str, legend: str = "", *, instant: bool = False, table: bool = False, ref: str = "") -> Json:
+    """Return one PromQL query; `panel` names those without a `ref` A, B, C ..."""
+    return {
+        "datasource": DATASOURCE,
+        "editorMode": "code",
+        "expr": expr,
+        "format": "table" if table else "time_series",
+        "instant": instant,
+        "legendFormat": legend or "__auto",
+        "range": not instant,
+        "refId": ref,
+    }
+
+
+def steps(*changes: tuple[float | None, str]) -> Json:
+    """Return thresholds: each colour holds from its value on; the first value is None."""
+    return {"mode": "absolute", "steps": [{"color": colour, "value": value} for value, colour in changes]}
+
+
+def override(name: str, /, **properties: Any) -> Json:
+    """Return an override of the series called `name`, a regular expression when it is between slashes.
+
+    A property's `__` stands for a dot.
+    """
+    matcher = "byRegexp" if name.startswith("/") else "byName"
+    return {
+        "matcher": {"id": matcher, "options": name},
+        "properties": [{"id": key.replace("__", "."), "value": value} for key, value in properties.items()],
+    }
+
+
+def coloured(name: str, colour: str, /, **properties: Any) -> Json:
+    """Return an override that always draws the series called `name` in this colour."""
+    return override(name, color={"mode": "fixed", "fixedColor": colour}, **properties)
+
+
+def on_the_right(name: str, colour: str, unit: str = "short", *, reaches: float = 1, **properties: Any) -> Json:
+    """Return an override that draws a series as a thin line against the right axis, from 0 to `reaches` or further."""
+    return coloured(
+        name,
+        colour,
+        unit=unit,
+        custom__axisPlacement="right",
+        custom__axisLabel=name,
+        custom__axisSoftMin=0,
+        custom__axisSoftMax=reaches,
+        custom__fillOpacity=0,
+        custom__lineWidth=1,
+        custom__stacking={"mode": "none", "group": "A"},
+        **properties,
+    )
+
+
+def values(*texts: tuple[float | str, str, str]) -> Json:
+    """Return a mapping of values to a text and a colour."""
+    options = {
+        value if isinstance(value, str) else f"{value:g}": {"text": text, "color": colour, "index": index}
+        for index, (value, text, colour) in enumerate(texts)
+    }
+    return {"type": "value", "options": options}

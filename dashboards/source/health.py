@@ -1,0 +1,172 @@
+"""The rows of the engine's dashboard on what it stands on: the host's memory, the GPU, the sidecar itself."""
+
+from __future__ import annotations
+
+from dashboards.source.colours import BAD, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR
+from dashboards.source.dashboard import Row
+from dashboards.source.grafana import Json, coloured, on_the_right, query, steps, values
+from dashboards.source.panels import stat, state_timeline, table, timeseries
+from dashboards.source.series import GPU, RUNNING, STATE_VALUES, TARGET, leak_state
+
+ROLE_LINES = [coloured(role, colour) for role, colour in ROLES]
+RESIDENT = query(f"sum by (process) (headroom_host_memory_bytes{{{TARGET}}})", "{{process}}")
+
+
+def host_memory() -> Row:
+    """Return the resident memory of the engine's processes."""
+    return Row(
+        title="Host memory",
+        collapsed=True,
+        panels=[
+            timeseries(
+                "Resident memory by process role, with load",
+                "What the engine's processes hold of the host's memory. Leaks happen here too.",
+                [RESIDENT, RUNNING],
+                unit="bytes",
+                overrides=[*ROLE_LINES, on_the_right("running requests", RUNNING_COLOUR)],
+            ),
+            timeseries(
+                "Host leak rate",
+                "Growth that load does not explain, drawn only while a role is growing or leaking.",
+                [query(f"headroom_host_leak_bytes_per_second{{{TARGET}}}", "{{process}}")],
+                unit="binBps",
+                noValue="no leak seen",
+                overrides=ROLE_LINES,
+            ),
+            state_timeline(
+                "Host leak state over time",
+                "Each role's state as the detector saw it.",
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [STATE_VALUES],
+                height=6,
+            ),
+        ],
+    )
+
+
+def gpu_health() -> Row:
+    """Return the hardware's own troubles."""
+    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles()])
+
+
+def _physics() -> list[Json]:
+    return [
+        timeseries(
+            "Utilization, with load",
+            "The share of time in which the GPU ran something, by NVML.",
+            [query(f"headroom_gpu_utilization_ratio{{{GPU}}}", "GPU {{gpu}}"), RUNNING],
+            unit="percentunit",
+            width=8,
+            custom={"axisSoftMin": 0, "axisSoftMax": 1},
+            overrides=[on_the_right("running requests", RUNNING_COLOUR)],
+        ),
+        timeseries(
+            "Temperature",
+            "The GPU's core; above 87 °C, the dashed line, it begins to slow down.",
+            [query(f"headroom_gpu_temperature_celsius{{{GPU}}}", "GPU {{gpu}}")],
+            unit="celsius",
+            width=8,
+            thresholds=steps((None, NEUTRAL), (87, BAD)),
+            custom={"thresholdsStyle": {"mode": "dashed"}, "axisSoftMin": 20, "axisSoftMax": 95},
+        ),
+        timeseries(
+            "Power",
+            "What the GPU draws.",
+            [query(f"headroom_gpu_power_watts{{{GPU}}}", "GPU {{gpu}}")],
+            unit="watt",
+            width=8,
+            min=0,
+        ),
+    ]
+
+
+def _troubles() -> list[Json]:
+    return [
+        state_timeline(
+            "GPUs that answer",
+            "Whether each GPU can be read; a lost one stays red until it is reset.",
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [values((0, "lost", BAD), (1, "answers", GOOD))],
+            width=16,
+        ),
+        stat(
+            "XID errors since the sidecar started",
+            "Errors the driver reported, by number; 48, 62, 64, 74, 79, 95, 119 and 120 are fatal.",
+            [query(f"sum by (gpu, xid) (headroom_gpu_xid_errors_total{{{GPU}}})", "GPU {{gpu}} XID {{xid}}")],
+            unit="short",
+            width=8,
+            noValue="none known",
+            thresholds=steps((None, NEUTRAL), (1, BAD)),
+        ),
+    ]
+
+
+def sidecar() -> Row:
+    """Return whether what is above can be trusted."""
+    return Row(title="Can I trust this page? The sidecar itself", collapsed=True, panels=[*_readings(), *_itself()])
+
+
+def _readings() -> list[Json]:
+    failures = f"headroom_source_failures_total{{{TARGET}}}"
+    return [
+        state_timeline(
+            "Sources",
+            "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
+            [
+                query(
+                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
+                    "{{instance}} {{source}}",
+                )
+            ],
+            [values((0, "fails", BAD), (1, "answers", GOOD))],
+            width=12,
+            height=6,
+        ),
+        timeseries(
+            "Failed readings",
+            "Readings that failed per second, by source and reason.",
+            [query(f"sum by (source, reason) (rate({failures}[$__rate_interval])) > 0", "{{source}} {{reason}}")],
+            unit="short",
+            height=6,
+            bars=True,
+            min=0,
+            noValue="none",
+            color={"mode": "shades", "fixedColor": BAD},
+        ),
+    ]
+
+
+def _itself() -> list[Json]:
+    return [
+        timeseries(
+            "Age of the sample and duration of readings",
+            "How old the newest sample was at each scrape, and how long each source took to answer.",
+            [
+                query(f"max(headroom_sample_age_seconds{{{TARGET}}})", "age of the sample"),
+                query(f"max by (source) (headroom_source_read_seconds{{{TARGET}}})", "reading {{source}}"),
+            ],
+            unit="s",
+            min=0,
+            overrides=[
+                coloured("age of the sample", NEUTRAL),
+                coloured("reading nvml", "#5ec4c4"),
+                coloured("reading process", OTHER_COLOUR),
+            ],
+        ),
+        timeseries(
+            "Memory of the sidecar",
+            "Resident memory of vllm-headroom itself.",
+            [query(f"process_resident_memory_bytes{{{TARGET}}}", "{{instance}}")],
+            unit="bytes",
+            width=6,
+            min=0,
+        ),
+        table(
+            "Inputs vLLM does not offer",
+            "What this vLLM's page does not have; what is derived from it is absent. Some belong to other versions.",
+            [query(f"max by (input) (headroom_input_available{{{TARGET}}}) == 0")],
+            [{"id": "organize", "options": {"excludeByName": {"Time": True, "Value": True}}}],
+            width=6,
+            noValue="none known",
+        ),
+    ]

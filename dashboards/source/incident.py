@@ -1,0 +1,197 @@
+"""The dashboard of the hour around an incident: everything on one time axis, one below the other."""
+
+from __future__ import annotations
+
+from dashboards.source import around
+from dashboards.source.colours import (
+    BAD,
+    FINISHED_COLOUR,
+    FREE_COLOUR,
+    GOOD,
+    NEUTRAL,
+    RUNNING_COLOUR,
+    WAITING_COLOUR,
+    WARNING,
+)
+from dashboards.source.dashboard import Row, dashboard
+from dashboards.source.grafana import Json, coloured, query, steps, values
+from dashboards.source.health import RESIDENT, ROLE_LINES
+from dashboards.source.requests import PREEMPTIONS, WAITING
+from dashboards.source.series import (
+    ENGINE,
+    GPU,
+    MIB,
+    RUNNING,
+    SIDECAR,
+    STATE_VALUES,
+    TARGET,
+    free_at_the_peak,
+    leak_state,
+    lines_of_held,
+)
+from dashboards.source.truth import HOLDERS
+from dashboards.source.wide import lines, states
+
+
+def incident() -> Json:
+    """Return `headroom-incident.json`."""
+    return dashboard(
+        uid="headroom-incident",
+        title="Headroom: incident",
+        description="The hour around an out-of-memory or a restart of one engine, on one time axis. Choose it first.",
+        since="now-1h",
+        refresh="30s",
+        marks=[around.alerts(), around.restarts()],
+        one_engine=True,
+        rows=[
+            Row(title="What fired, what answered?", panels=[_alerts(), _answers(), _leak()]),
+            Row(title="Where did the memory go?", panels=[_ledger(), _free(), _host()]),
+            Row(title="What was it doing?", panels=[_load(), _kv_cache(), _events()]),
+        ],
+    )
+
+
+def _alerts() -> Json:
+    alerts = f'ALERTS{{alertname=~"Headroom.+",{TARGET}}}'
+    by = "max by (alertname)"
+    firing, pending = (alerts.replace("{", f'{{alertstate="{state}",', 1) for state in ("firing", "pending"))
+    return states(
+        "Alerts",
+        "Headroom's alerts on the engines chosen: pending until they have held as long as the rule asks, then firing.",
+        [query(f"2 * {by} ({firing}) or {by} ({pending})", "{{alertname}}")],
+        values((1, "pending", WARNING), (2, "firing", BAD)),
+        height=5,
+        noValue="no alert",
+    )
+
+
+def _answers() -> Json:
+    engine = f'max by (instance) (headroom_source_up{{{TARGET},source="engine"}})'
+    asleep = f"1 - min by (instance) (headroom_engine_awake{{{ENGINE}}})"
+    return states(
+        "What answers",
+        "The sidecar to Prometheus; vLLM's page, the GPU driver and /proc to the sidecar; all of the GPUs to the "
+        "driver. Nothing is drawn where nothing was known.",
+        [
+            query(f"max by (instance) ({SIDECAR})", "{{instance}} sidecar"),
+            query(f"{engine} + {asleep} or {engine}", "{{instance}} engine"),
+            query(
+                f'max by (instance, source) (headroom_source_up{{{TARGET},source!="engine"}})',
+                "{{instance}} {{source}}",
+            ),
+            query(f"min by (instance) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPUs"),
+        ],
+        values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple")),
+        height=6,
+    )
+
+
+def _leak() -> Json:
+    return states(
+        "Leak state",
+        "Each GPU's state as the detector saw it.",
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        STATE_VALUES,
+    )
+
+
+def _ledger() -> Json:
+    return lines(
+        "Memory by holder",
+        "All memory of the GPUs chosen, stacked to their size. The line on top is the highest use between two scrapes.",
+        lines_of_held(GPU),
+        height=8,
+        unit="bytes",
+        stacked=True,
+        min=0,
+        overrides=HOLDERS,
+    )
+
+
+def _free() -> Json:
+    return lines(
+        "Free memory",
+        "Of the GPU that has least, at the scrapes and at the peaks between them; each step of the axis is double. "
+        "In the red, under 512 MiB, the next large prompt may end the engine.",
+        [
+            query(f"min(headroom_gpu_memory_free_bytes{{{GPU}}})", "free"),
+            query(f"min({free_at_the_peak(GPU)})", "free at the peak"),
+        ],
+        height=6,
+        unit="bytes",
+        min=64 * MIB,  # an axis of doubles has no 0, and heeds no soft end
+        thresholds=steps((None, BAD), (512 * MIB, "transparent")),
+        custom={
+            "thresholdsStyle": {"mode": "area"},
+            "scaleDistribution": {"type": "log", "log": 2},
+        },
+        overrides=[coloured("free", FREE_COLOUR), coloured("free at the peak", NEUTRAL, custom__lineWidth=1)],
+    )
+
+
+def _host() -> Json:
+    return lines(
+        "Host memory by process role",
+        "Resident memory of the engine's processes; a role that ends is a process that ended.",
+        [RESIDENT],
+        height=6,
+        unit="bytes",
+        min=0,
+        overrides=ROLE_LINES,
+    )
+
+
+def _load() -> Json:
+    finished = f"sum(rate(headroom_engine_requests_finished_total{{{ENGINE}}}[$__rate_interval]))"
+    return lines(
+        "Load",
+        "Requests running and waiting, and how many finished per second.",
+        [RUNNING, WAITING, query(finished, "finished per second")],
+        height=6,
+        unit="short",
+        min=0,
+        overrides=[
+            coloured("running requests", RUNNING_COLOUR),
+            coloured("waiting requests", WAITING_COLOUR),
+            coloured("finished per second", FINISHED_COLOUR, custom__lineWidth=1),
+        ],
+    )
+
+
+def _kv_cache() -> Json:
+    return lines(
+        "KV cache and preemptions",
+        "The fullest engine's share of the KV cache in use; a full one queues and preempts, it is not out of memory. "
+        "Preemptions are bars on a scale of their own: their height is in the tooltip.",
+        [query(f"max(headroom_engine_kv_cache_used_ratio{{{ENGINE}}})", "KV cache in use"), PREEMPTIONS],
+        height=6,
+        unit="percentunit",
+        custom={"axisSoftMin": 0, "axisSoftMax": 1},
+        overrides=[coloured("preemptions per second", BAD, unit="short", **BARS_WITHOUT_AN_AXIS)],
+    )
+
+
+BARS_WITHOUT_AN_AXIS = {"custom.drawStyle": "bars", "custom.fillOpacity": 80, "custom.axisPlacement": "hidden"}
+
+
+def _events() -> Json:
+    xids = f"headroom_gpu_xid_errors_total{{{GPU}}}"
+    before = f"last_over_time({xids}[1h] offset $__interval)"
+    return lines(
+        "XID errors and restarts",
+        "Errors the driver reported, by number: 48, 62, 64, 74, 79, 95, 119 and 120 are fatal, 13, 31, 43 and 45 are "
+        "an application's. Restarts are seen where the engine's counters begin anew, at its first reading after it; "
+        "in a new pod it is another engine.",
+        [
+            query(f"clamp_max({around.RESTARTED}, 1)", "{{instance}} restarted"),
+            query(f"sum by (gpu, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),
+        ],
+        height=5,
+        unit="short",
+        bars=True,
+        min=0,
+        decimals=0,
+        noValue="none",
+        custom={"axisSoftMax": 1},
+        overrides=[coloured("/restarted/", "blue"), coloured("/XID/", BAD)],
+    )

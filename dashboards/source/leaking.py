@@ -1,0 +1,87 @@
+"""The row of the engine's dashboard that shows the leak detector at work."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dashboards.source.colours import RUNNING_COLOUR
+from dashboards.source.dashboard import Row
+from dashboards.source.grafana import Json, on_the_right, override, query
+from dashboards.source.panels import stat, state_timeline, timeseries
+from dashboards.source.series import GPU, RUNNING, STATE_VALUES, leak_state
+
+GPUS: Final = 16
+"""As many as one node has: each GPU's band is named in an override of its own."""
+
+
+def is_it_leaking() -> Row:
+    """Return the detector's view over time."""
+    return Row(title="Is it leaking?", panels=[_states(), _growth(), _rate(), _leaked()])
+
+
+def _states() -> Json:
+    return state_timeline(
+        "Leak state over time",
+        "Each GPU's state as the detector saw it; nothing is drawn where nothing was known.",
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        [STATE_VALUES],
+    )
+
+
+def _growth() -> Json:
+    held = f'headroom_gpu_memory_held_bytes{{{GPU},holder="engine"}}'
+    return timeseries(
+        "Growth of the engine's memory, with load",
+        "What the engine holds above the least it held in the time shown; the axis is a GiB at the least, so that the "
+        "allocator's small steps look small. Growth without more running requests is the picture of a leak.",
+        [query(f"{held} - min_over_time({held}[$__range] @ end())", "GPU {{gpu}}"), RUNNING],
+        unit="bytes",
+        width=11,
+        overrides=[on_the_right("running requests", RUNNING_COLOUR)],
+        custom={"axisSoftMin": 0, "axisSoftMax": 2**30},
+    )
+
+
+def _rate() -> Json:
+    rate = "headroom_leak_bytes_per_second"
+    bands = [
+        override(f"GPU {gpu} at most", custom__fillBelowTo=f"GPU {gpu} at least", custom__fillOpacity=20)
+        for gpu in range(GPUS)
+    ]
+    return timeseries(
+        "Leak rate with its 95 % interval",
+        "Growth that load does not explain, drawn only while a GPU is growing or leaking.",
+        [
+            query(f"{rate}_upper{{{GPU}}}", "GPU {{gpu}} at most"),
+            query(f"{rate}_lower{{{GPU}}}", "GPU {{gpu}} at least"),
+            query(f"{rate}{{{GPU}}}", "GPU {{gpu}}"),
+        ],
+        unit="binBps",
+        width=8,
+        noValue="no leak seen",
+        custom={"axisSoftMin": 0},
+        overrides=[override("/at (most|least)/", custom__lineWidth=0), *bands],
+    )
+
+
+def _leaked() -> Json:
+    leaking = f'headroom_leak_state{{{GPU},state="leaking"}} == 1'
+    return stat(
+        "Leaked",
+        "Growth since it began, per thousand finished requests, and since when the alarm has been on: the left edge of "
+        "the time shown where it was on before.",
+        [
+            query(f"sum(headroom_leaked_bytes{{{GPU}}})", "so far"),
+            query(f"1000 * max(headroom_leak_bytes_per_request{{{GPU}}})", "per 1,000 requests"),
+            query(
+                f"1000 * min(min_over_time(timestamp({leaking})[$__range:1m]) and {leaking})",
+                "leaking since",
+            ),
+        ],
+        unit="bytes",
+        width=5,
+        height=8,
+        noValue="no leak seen",
+        text={"titleSize": 14, "valueSize": 28},
+        overrides=[override("leaking since", unit="dateTimeAsIsoNoDateIfToday")],
+    )

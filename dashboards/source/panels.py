@@ -1,0 +1,183 @@
+"""The kinds of panels: numbers, lines over time, states over time, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from dashboards.source.colours import NEUTRAL, SHADES, UNKNOWN_COLOUR
+from dashboards.source.grafana import DATASOURCE, Json, steps
+
+UNKNOWN: Final = {
+    "type": "special",
+    "options": {"match": "null+nan", "result": {"text": "unknown", "color": UNKNOWN_COLOUR, "index": 9}},
+}
+
+
+def panel(
+    kind: str,
+    title: str,
+    description: str,
+    queries: Sequence[Json],
+    *,
+    unit: str,
+    width: int,
+    height: int,
+    options: Json,
+    custom: Json | None = None,
+    overrides: Sequence[Json] = (),
+    **defaults: Any,
+) -> Json:
+    """Return a panel without id and place, which `dashboard` gives it; `defaults` go into the field configuration."""
+    defaults.setdefault("color", SHADES)
+    defaults.setdefault("thresholds", steps((None, NEUTRAL)))
+    defaults.setdefault("mappings", [])
+    return {
+        "type": kind,
+        "title": title,
+        "description": description,
+        "datasource": DATASOURCE,
+        "gridPos": {"w": width, "h": height},
+        "fieldConfig": {"defaults": {**defaults, "unit": unit, "custom": custom or {}}, "overrides": list(overrides)},
+        "options": options,
+        "targets": [{**each, "refId": each["refId"] or "ABCDEFGHIJKL"[place]} for place, each in enumerate(queries)],
+    }
+
+
+def stat(
+    title: str,
+    description: str,
+    queries: Sequence[Json],
+    *,
+    unit: str,
+    width: int = 4,
+    height: int = 4,
+    text: Json | None = None,
+    **more: Any,
+) -> Json:
+    """Return large numbers, of now: the last value of a range would be shown long after it was gone.
+
+    `text` sets the sizes, and puts one below the other. What is unknown is grey, not of the lowest value's colour.
+    """
+    options = {
+        "colorMode": "value",
+        "graphMode": "none",
+        "justifyMode": "auto",
+        "orientation": "horizontal" if text else "auto",
+        "percentChangeColorMode": "standard",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "showPercentChange": False,
+        "textMode": "auto",
+        "wideLayout": not text,
+        **({"text": text} if text else {}),
+    }
+    more.setdefault("color", {"mode": "thresholds"})
+    if more.get("noValue") == "unknown":
+        more["mappings"] = [*more.get("mappings", ()), UNKNOWN]
+    now = [{**each, "instant": True, "range": False} for each in queries]
+    return panel("stat", title, description, now, unit=unit, width=width, height=height, options=options, **more)
+
+
+def timeseries(
+    title: str,
+    description: str,
+    queries: Sequence[Json],
+    *,
+    unit: str,
+    width: int = 12,
+    height: int = 8,
+    stacked: bool = False,
+    bars: bool = False,
+    custom: Json | None = None,
+    **more: Any,
+) -> Json:
+    """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum."""
+    drawn = {
+        "drawStyle": "bars" if bars else "line",
+        "lineInterpolation": "linear",
+        "lineWidth": 0 if stacked else 2,
+        "fillOpacity": 80 if stacked or bars else 0,
+        "showPoints": "never",
+        "spanNulls": False,
+        "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+        "axisPlacement": "auto",
+        **(custom or {}),
+    }
+    options = {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "none"},
+    }
+    return panel(
+        "timeseries",
+        title,
+        description,
+        queries,
+        unit=unit,
+        width=width,
+        height=height,
+        options=options,
+        custom=drawn,
+        **more,
+    )
+
+
+def state_timeline(
+    title: str,
+    description: str,
+    queries: Sequence[Json],
+    mappings: Sequence[Json],
+    *,
+    width: int = 24,
+    height: int = 4,
+    custom: Json | None = None,
+    **more: Any,
+) -> Json:
+    """Return coloured bars over time, one for each series."""
+    options = {
+        "alignValue": "left",
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": False},
+        "mergeValues": True,
+        "rowHeight": 0.8,
+        "showValue": "auto",
+        "tooltip": {"mode": "single", "sort": "none"},
+    }
+    more.setdefault("color", {"mode": "thresholds"})
+    return panel(
+        "state-timeline",
+        title,
+        description,
+        queries,
+        unit="short",
+        width=width,
+        height=height,
+        options=options,
+        custom={"fillOpacity": 80, "lineWidth": 0, **(custom or {})},
+        mappings=list(mappings),
+        **more,
+    )
+
+
+def table(
+    title: str,
+    description: str,
+    queries: Sequence[Json],
+    transformations: Sequence[Json],
+    *,
+    width: int = 24,
+    height: int = 8,
+    **more: Any,
+) -> Json:
+    """Return a table of now; the transformations join and sort its queries."""
+    made = panel(
+        "table",
+        title,
+        description,
+        [{**each, "format": "table", "instant": True, "range": False} for each in queries],
+        unit="short",
+        width=width,
+        height=height,
+        options={"cellHeight": "sm", "frameIndex": 0, "showHeader": True},
+        custom={"align": "auto", "cellOptions": {"type": "auto"}},
+        **more,
+    )
+    return {**made, "transformations": list(transformations)}

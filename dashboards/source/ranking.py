@@ -1,0 +1,128 @@
+"""Which of a fleet are worst: the expressions, and how a table of them is joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from dashboards.source.around import CELL
+from dashboards.source.colours import BAD
+from dashboards.source.grafana import Json, override
+from dashboards.source.series import ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS, UNREPORTED
+
+ROWS: Final = 50
+"""As many as somebody reads; every column of a table is asked for these rows only."""
+
+BY_TARGET: Final = "cluster, namespace, job, pod, instance"
+BY_GPU: Final = f"{BY_TARGET}, gpu, uuid"
+BY_MODEL: Final = "cluster, namespace, model_name"
+
+OWN_GPU: Final = f'headroom_gpu_info{{{TARGET},attribution!=""}}'
+AND_CHOSEN: Final = (
+    f" and on ({BY_TARGET}) (headroom_engine_info{{{ENGINE}}}"
+    f' or on ({BY_TARGET}) headroom_source_up{{{TARGET},source="engine"}} == 0)'
+)
+"""Keeps what is of an engine of the models chosen, or of one that cannot be read: its model is not known."""
+
+NEVER: Final = "1e9"
+"""Seconds that no leak takes: what does not leak comes after what does, by the memory that is free."""
+
+
+def worst(rank: str) -> str:
+    """Return the rows to show, whose value is their rank."""
+    return f"bottomk({ROWS}, {rank})"
+
+
+WORST_GPUS: Final = worst(
+    f"max by ({BY_GPU}) (headroom_gpu_up{{{TARGET}}} == 0 or headroom_time_to_oom_seconds{{{TARGET}}}"
+    f" or {NEVER} + headroom_gpu_memory_free_bytes{{{TARGET}}}) and on ({BY_GPU}) {OWN_GPU}{AND_CHOSEN}"
+)
+
+MODEL_OF: Final = f"topk by ({BY_TARGET}) (1, max by ({BY_TARGET}, model_name) (headroom_engine_info{{{ENGINE}}}))"
+"""The model of each target; its value is 1."""
+
+
+def with_link(expr: str, *, gpu: bool = False) -> str:
+    """Return `expr` with a label `open`: the part of a link that chooses the row's engine.
+
+    Made here because Grafana leaves the name of a column that is not there in a link as it is: bare metal has no pod.
+    """
+    labels = ("namespace", "job", "pod", "instance", *(("gpu",) if gpu else ()))
+    before = "cluster"
+    for label in labels:
+        expr = f'label_join({expr}, "open", "&var-{label}=", "{before}", "{label}")'
+        before = "open"
+    return expr
+
+
+OPEN: Final = override(
+    "open",
+    displayName=" ",
+    custom__width=60,
+    custom__cellOptions={"type": "color-text"},
+    mappings=[{"type": "regex", "options": {"pattern": ".*", "result": {"text": "open", "color": "blue", "index": 0}}}],
+    links=[
+        {
+            "title": "Open this engine",
+            "url": f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
+        }
+    ],
+)
+
+IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")
+NARROW: Final = [
+    override("cluster", custom__width=80),
+    override("namespace", custom__width=100),
+    override("instance", custom__width=140),
+    override("GPU", custom__width=45),
+]
+
+
+def organized(order: Iterable[str], hidden: Iterable[str], names: Json) -> Json:
+    """Return the transformation that puts columns in order, leaves some out and renames some."""
+    return {
+        "id": "organize",
+        "options": {
+            "excludeByName": dict.fromkeys(("Time", *hidden), True),
+            "indexByName": {name: place for place, name in enumerate(order)},
+            "renameByName": names,
+        },
+    }
+
+
+def joined(columns: Iterable[tuple[str, str]], *unnamed: str) -> list[Json]:
+    """Return the transformations that join queries by their labels and sort by the value of query A, the rank.
+
+    `columns` are the queries' letters and what their values are called; the values of `unnamed` queries are not shown.
+    """
+    names = {f"Value #{letter}": name for letter, name in columns}
+    hidden = ["uuid", "job", *(f"Value #{letter}" for letter in unnamed)]
+    return [
+        {"id": "merge", "options": {}},
+        {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #A"}]}},
+        organized([*IDENTITY, *names], hidden, {"model_name": "model", "gpu": "GPU", **names}),
+    ]
+
+
+def number(name: str, unit: str, width: int, thresholds: Json | None = None, **more: Any) -> Json:
+    """Return how a column of numbers is shown, coloured by `thresholds` where there are any."""
+    if thresholds:
+        more |= {
+            "thresholds": thresholds,
+            "color": {"mode": "thresholds"},
+            "custom__cellOptions": {"type": "color-text"},
+        }
+    return override(name, unit=unit, custom__width=width, **more)
+
+
+NUMBERS: Final = [
+    number("time to OOM", "dtdurations", 100, TIME_TO_OOM_STEPS),
+    number("leak rate", "binBps", 90),
+    number("leaked", "bytes", 80),
+    number("unreported", "percentunit", 100, UNREPORTED, decimals=1),
+    number("free", "bytes", 80, FREE_FLOOR),
+    number("at the peak", "bytes", 100, FREE_FLOOR),
+    number("KV cache", "percentunit", 85, decimals=0),
+]
+
+SEVERITIES: Final = (("page", BAD), ("critical", "light-red"), ("warning", "orange"), ("info", "blue"))

@@ -1,0 +1,103 @@
+"""What the dashboards ask Prometheus for more than once."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dashboards.source.colours import BAD, GOOD, STATES, WARNING
+from dashboards.source.grafana import Json, coloured, query, steps, values
+
+TARGET: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",pod=~"$pod",instance=~"$instance"'
+GPU: Final = f'{TARGET},gpu=~"$gpu"'
+ENGINE: Final = f'{TARGET},model_name=~"$model_name"'
+"""Label matchers. `All` is `.*`, which matches a series without the label too: bare metal has no namespace."""
+
+SIDECAR: Final = f'up{{{TARGET},job=~"(.+/)?vllm-headroom"}}'
+"""Whether Prometheus can scrape it: by the name of the job, as in the alerts."""
+
+MIB: Final = 2**20
+
+RUNNING: Final = query(f"sum(headroom_engine_requests_running{{{ENGINE}}})", "running requests")
+
+STATE_VALUES: Final = values(
+    *((number, state.replace("_", " "), colour) for number, (state, colour) in enumerate(STATES))
+)
+
+FREE_FLOOR: Final = steps((None, BAD), (512 * MIB, WARNING), (1024 * MIB, GOOD))
+"""512 MiB: the most a step was seen to want at once (HeadroomGpuMemoryLow)."""
+
+UNREPORTED: Final = steps((None, GOOD), (0.03, WARNING), (0.05, BAD))
+"""As in the alerts on the discrepancy."""
+
+
+def leak_state(metric: str, matchers: str, by: str) -> str:
+    """Return an expression for the number of the state that each of `metric` is in."""
+    return " + ".join(
+        f'{number} * max by (instance, {by}) ({metric}{{{matchers},state="{state}"}})'
+        for number, (state, _) in enumerate(STATES)
+    )
+
+
+STATE_NAMES: Final = [coloured(state, colour, displayName=state.replace("_", " ")) for state, colour in STATES]
+"""How a series named by a state is shown."""
+
+
+def in_each_state(matchers: str, only: str = "") -> str:
+    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
+    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
+    return " or ".join(
+        f'count by (state) (headroom_leak_state{{{matchers},state="{state}"}} == 1{only})' for state in order
+    )
+
+
+def free_at_the_peak(matchers: str) -> str:
+    """Return an expression for what was free at the highest use of the last minute.
+
+    Free and used memory are what can be had: reserved memory is not known with every driver.
+    """
+    return (
+        f"headroom_gpu_memory_free_bytes{{{matchers}}} + headroom_gpu_memory_used_bytes{{{matchers}}}"
+        f" - headroom_gpu_memory_used_peak_bytes{{{matchers}}}"
+    )
+
+
+def lowest_free(matchers: str) -> str:
+    """Return an expression for the least that was free in the time shown, by the peaks; of a lost GPU too."""
+    return (
+        f"last_over_time(headroom_gpu_memory_free_bytes{{{matchers}}}[$__range])"
+        f" + last_over_time(headroom_gpu_memory_used_bytes{{{matchers}}}[$__range])"
+        f" - max_over_time(headroom_gpu_memory_used_peak_bytes{{{matchers}}}[$__range])"
+    )
+
+
+def time_to_oom(matchers: str, only: str = "") -> str:
+    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+
+    No leak is seen only by who can look: without an engine that answers there is no -1.
+    """
+
+    def in_state(states: str) -> str:
+        return f'max(headroom_leak_state{{{matchers},state=~"{states}"}} == 1{only})'
+
+    seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
+    return (
+        f"min(headroom_time_to_oom_seconds{{{matchers}}}{only}) or -1 * {in_state('stable|unsettled')} and {seen}"
+        f" or -2 * {in_state('warming_up')} or -3 * {in_state('asleep')}"
+    )
+
+
+TIME_TO_OOM_VALUES: Final = values(
+    (-1, "no leak seen", GOOD), (-2, "warming up", "light-blue"), (-3, "asleep", "dark-purple")
+)
+TIME_TO_OOM_STEPS: Final = steps((None, BAD), (3600, WARNING), (86400, "yellow"))
+"""An hour pages, a day is critical, as in the alerts."""
+
+
+def lines_of_held(matchers: str) -> list[Json]:
+    """Return the queries of the ledger: what of the GPUs is held by whom, free, and the peak."""
+    return [
+        query(f"sum by (holder) (headroom_gpu_memory_held_bytes{{{matchers}}})", "{{holder}}"),
+        query(f"sum(headroom_gpu_memory_reserved_bytes{{{matchers}}})", "reserved by the driver"),
+        query(f"sum(headroom_gpu_memory_free_bytes{{{matchers}}})", "free"),
+        query(f"sum(headroom_gpu_memory_used_peak_bytes{{{matchers}}})", "peak"),
+    ]

@@ -1,0 +1,155 @@
+"""The fleet's tables: of GPUs, of what does not answer, of alerts and of models, the worst first."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dashboards.source.around import CELL, RUNBOOK
+from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING
+from dashboards.source.grafana import Json, override, query, steps, values
+from dashboards.source.panels import table
+from dashboards.source.ranking import (
+    BY_GPU,
+    BY_MODEL,
+    BY_TARGET,
+    IDENTITY,
+    MODEL_OF,
+    NARROW,
+    NEVER,
+    NUMBERS,
+    OPEN,
+    ROWS,
+    SEVERITIES,
+    WORST_GPUS,
+    joined,
+    number,
+    organized,
+    with_link,
+    worst,
+)
+from dashboards.source.series import SIDECAR, TARGET, free_at_the_peak
+
+MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_name"'
+"""What the recording rules keep."""
+
+
+def gpus() -> Json:
+    """Return the table of GPUs."""
+    columns = {
+        "time to OOM": f"headroom_time_to_oom_seconds{{{TARGET}}}",
+        "leak rate": f"headroom_leak_bytes_per_second{{{TARGET}}}",
+        "leaked": f"headroom_leaked_bytes{{{TARGET}}}",
+        "unreported": f"headroom_memory_discrepancy_ratio{{{TARGET}}}",
+        "free": f"headroom_gpu_memory_free_bytes{{{TARGET}}}",
+        "at the peak": free_at_the_peak(TARGET),
+    }
+    lost = f'label_replace(max by ({BY_GPU}) (headroom_gpu_up{{{TARGET}}} == 0), "state", "lost", "", "")'
+    state = f"{lost} or on ({BY_GPU}) max by ({BY_GPU}, state) (headroom_leak_state{{{TARGET}}} == 1)"
+    model = f"{WORST_GPUS} * on ({BY_TARGET}) group_left (model_name) {MODEL_OF} or on ({BY_GPU}) {WORST_GPUS}"
+    return table(
+        "GPUs, worst first",
+        f"The {ROWS} GPUs that are worst off: lost ones, then by the time to out of memory, then by what is free now. "
+        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then.",
+        [
+            query(with_link(model, gpu=True)),
+            query(f"({state}) and on ({BY_GPU}) {WORST_GPUS}"),
+            *(query(f"max by ({BY_GPU}) ({each}) and on ({BY_GPU}) {WORST_GPUS}") for each in columns.values()),
+        ],
+        joined(zip("CDEFGH", columns, strict=True), "A", "B"),
+        height=12,
+        noValue="",
+        overrides=[OPEN, *NARROW, _state(), *NUMBERS],
+    )
+
+
+def _state() -> Json:
+    texts = [(state, state.replace("_", " "), colour) for state, colour in (*STATES, ("lost", BAD))]
+    return override("state", custom__width=95, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"})
+
+
+def silent() -> Json:
+    """Return the table of sidecars and sources that do not answer."""
+    down = f'label_replace(max by ({BY_TARGET}) ({SIDECAR} == 0), "source", "sidecar", "", "")'
+    unread = f"max by ({BY_TARGET}, source) (headroom_source_up{{{TARGET}}} == 0)"
+    return table(
+        "What does not answer",
+        f"Sidecars that Prometheus cannot scrape, of whose engines nothing is known, and sources that a sidecar cannot "
+        f"read; {ROWS} at most.",
+        [query(f"topk({ROWS}, {with_link(f'({down} or {unread})')})")],
+        [organized(IDENTITY, ("Value", "job"), {"source": "does not answer"})],
+        width=14,
+        height=7,
+        noValue="everything answers",
+        overrides=[OPEN, *NARROW, override("does not answer", custom__width=140)],
+    )
+
+
+def alerts() -> Json:
+    """Return the table of firing alerts."""
+    which = f'alertname=~"Headroom.+",alertstate="firing",{TARGET}'
+    firing = " or ".join(
+        f'count by (alertname, severity) (ALERTS{{{which},severity="{each}"}})' for each, _ in SEVERITIES
+    )
+    texts = [(each, each, colour) for each, colour in SEVERITIES]
+    return table(
+        "Firing alerts",
+        "How often each alert fires now, the most severe first; its name leads to its runbook.",
+        [query(firing)],
+        [organized(("severity", "alertname", "Value"), (), {"alertname": "alert", "Value": "firing"})],
+        width=10,
+        height=7,
+        noValue="none",
+        overrides=[
+            override(
+                "severity", custom__width=90, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
+            ),
+            override("alert", links=[{"title": "Runbook", "url": RUNBOOK, "targetBlank": True}]),
+            override("firing", custom__width=70),
+        ],
+    )
+
+
+def models() -> Json:
+    """Return the table of models."""
+    columns = {
+        "GPUs": "gpus:sum",
+        "leaking": "gpus_leaking:sum",
+        "growing": "gpus_growing:sum",
+        "time to OOM": "time_to_oom_seconds:min",
+        "leak rate": "leak_bytes_per_second:max",
+        "unreported": "memory_discrepancy_ratio:max",
+        "free": "gpu_memory_free_bytes:min",
+        "running": "engine_requests_running:sum",
+        "waiting": "engine_requests_waiting:sum",
+        "KV cache": "engine_kv_cache_used_ratio:max",
+    }
+
+    def rule(name: str) -> str:
+        return f"namespace_model:headroom_{name}{{{MODEL}}}"
+
+    rows = worst(
+        f"max by ({BY_MODEL}) ({rule('time_to_oom_seconds:min')} or {NEVER} + {rule('gpu_memory_free_bytes:min')}"
+        f" or {NEVER} * {NEVER} + {rule('engine_requests_running:sum')})"
+    )
+    asked = (query(f"max by ({BY_MODEL}) ({rule(name)}) and on ({BY_MODEL}) {rows}") for name in columns.values())
+    return table(
+        "Models, worst first",
+        "Each model's worst GPU or engine in each column, and the sums of its requests. From the recording rules "
+        f"(namespace_model:...), empty without them; {ROWS} at most. A model's name narrows this page to it.",
+        [query(rows), *asked],
+        joined(zip("BCDEFGHIJK", columns, strict=True), "A"),
+        noValue="",
+        overrides=[
+            override("model", links=[{"title": "Only this model", "url": ONLY_THIS_MODEL}]),
+            *NARROW[:2],
+            number("GPUs", "short", 70),
+            number("leaking", "short", 85, steps((None, NEUTRAL), (1, BAD))),
+            number("growing", "short", 85, steps((None, NEUTRAL), (1, WARNING))),
+            number("running", "short", 85, decimals=0),
+            number("waiting", "short", 85, decimals=0),
+            *NUMBERS,
+        ],
+    )
+
+
+ONLY_THIS_MODEL: Final = f"/d/headroom-fleet?${{datasource:queryparam}}&var-model_name={CELL}&${{__url_time_range}}"

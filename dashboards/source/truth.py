@@ -1,0 +1,192 @@
+"""The rows of the engine's dashboard that are read first: how long is left, and who holds the memory."""
+
+from __future__ import annotations
+
+from dashboards.source.colours import (
+    BAD,
+    ENGINE_COLOUR,
+    FREE_COLOUR,
+    GOOD,
+    OTHER_COLOUR,
+    PEAK_COLOUR,
+    REPORTED_COLOUR,
+    RESERVED_COLOUR,
+    RUNNING_COLOUR,
+    UNATTRIBUTED_COLOUR,
+    UNREPORTED_COLOUR,
+)
+from dashboards.source.dashboard import Row
+from dashboards.source.grafana import Json, coloured, on_the_right, override, query, values
+from dashboards.source.panels import stat, timeseries
+from dashboards.source.series import (
+    ENGINE,
+    FREE_FLOOR,
+    GPU,
+    RUNNING,
+    STATE_VALUES,
+    TARGET,
+    TIME_TO_OOM_STEPS,
+    TIME_TO_OOM_VALUES,
+    UNREPORTED,
+    leak_state,
+    lines_of_held,
+    lowest_free,
+    time_to_oom,
+)
+
+
+def about_to_die() -> Row:
+    """Return the row that is read first."""
+    return Row(title="Is it about to die?", panels=[_engine(), _left(), _state(), *_free(), _unreported(), _more()])
+
+
+def _engine() -> Json:
+    answers = f'min(headroom_source_up{{{TARGET},source="engine"}})'
+    return stat(
+        "Engine",
+        "Whether vLLM answers the sidecar, and is awake; of several the worst. Unknown: Prometheus hears no sidecar.",
+        [query(f"{answers} == 0 or 2 + min(headroom_engine_awake{{{ENGINE}}}) or {answers}")],
+        unit="none",
+        width=3,
+        noValue="unknown",
+        mappings=[
+            values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple"), (3, "awake", GOOD))
+        ],
+    )
+
+
+def _left() -> Json:
+    return stat(
+        "Time to out of memory",
+        "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
+        "unknown: the engine does not answer, or what it holds cannot be told.",
+        [query(time_to_oom(GPU))],
+        unit="dtdurations",
+        width=5,
+        noValue="unknown",
+        mappings=[TIME_TO_OOM_VALUES],
+        thresholds=TIME_TO_OOM_STEPS,
+    )
+
+
+def _state() -> Json:
+    return stat(
+        "Leak state",
+        "What the detector says, of the GPU that is worst: growing is the early warning, leaking the alarm. "
+        "Unsettled: load has just changed, and it waits before it judges.",
+        [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu')})")],
+        unit="none",
+        noValue="unknown",
+        mappings=[STATE_VALUES],
+    )
+
+
+def _free() -> list[Json]:
+    return [
+        stat(
+            "Free now",
+            "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
+            [query(f"min(headroom_gpu_memory_free_bytes{{{GPU}}})")],
+            unit="bytes",
+            width=3,
+            noValue="unknown",
+            thresholds=FREE_FLOOR,
+        ),
+        stat(
+            "Lowest free",
+            "The least that was free at any moment of the time shown: from the peaks that the sidecar keeps between "
+            "scrapes, of the GPU that had least.",
+            [query(f"min({lowest_free(GPU)})")],
+            unit="bytes",
+            width=3,
+            noValue="unknown",
+            thresholds=FREE_FLOOR,
+        ),
+    ]
+
+
+def _unreported() -> Json:
+    return stat(
+        "Unreported",
+        "What the engine holds beyond what it reports or was told to use, of the GPU that is furthest off. Up to some "
+        "2 GB lie outside the budget by design: CUDA context, NCCL, graphs.",
+        [query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})")],
+        unit="percentunit",
+        width=3,
+        decimals=1,
+        noValue="unknown",
+        thresholds=UNREPORTED,
+    )
+
+
+def _more() -> Json:
+    return stat(
+        "More requests",
+        "How many more requests of today's average size the free KV cache takes.",
+        [query(f"sum(headroom_engine_additional_requests{{{ENGINE}}})")],
+        unit="locale",
+        width=3,
+        decimals=0,
+        noValue="unknown",
+    )
+
+
+def who_holds_the_memory() -> Row:
+    """Return the ledger, and the engine's story beside it."""
+    return Row(title="Who holds the memory, and does vLLM's story match?", panels=[_ledger(), _story()])
+
+
+def _ledger() -> Json:
+    return timeseries(
+        "Who holds the memory",
+        "All memory of the GPUs chosen, by holder, stacked to their size, with running requests beside it. "
+        "Unattributed is memory that no visible process accounts for. The line on top is the highest use between two "
+        "scrapes.",
+        [*lines_of_held(GPU), RUNNING],
+        unit="bytes",
+        width=14,
+        height=10,
+        stacked=True,
+        min=0,
+        overrides=[*HOLDERS, on_the_right("running requests", RUNNING_COLOUR)],
+    )
+
+
+HOLDERS = [
+    coloured("engine", ENGINE_COLOUR),
+    coloured("other", OTHER_COLOUR),
+    coloured("unattributed", UNATTRIBUTED_COLOUR),
+    coloured("reserved by the driver", RESERVED_COLOUR),
+    coloured("free", FREE_COLOUR, custom__fillOpacity=25),
+    coloured(
+        "peak",
+        PEAK_COLOUR,
+        custom__stacking={"mode": "none", "group": "A"},
+        custom__fillOpacity=0,
+        custom__lineWidth=1,
+    ),
+]
+"""How the lines of `lines_of_held` are drawn in a stack."""
+
+
+def _story() -> Json:
+    reported = f"headroom_memory_reported_bytes{{{GPU}}}"
+    return timeseries(
+        "Does the engine's story match the GPU's?",
+        "Reported is what the engine says or was told to use; actual is what the GPU says it holds; each line is one "
+        "GPU. Unreported is their difference, as a share of what is reported, of the GPU that is furthest off.",
+        [
+            query(reported, "GPU {{gpu}} reported ({{basis}})"),
+            query(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),
+            query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})", "unreported"),
+        ],
+        unit="bytes",
+        width=10,
+        height=10,
+        decimals=2,
+        overrides=[
+            coloured("/reported \\(/", REPORTED_COLOUR, custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
+            override("/actual/", custom__lineWidth=2),
+            on_the_right("unreported", UNREPORTED_COLOUR, "percentunit", reaches=0.05, decimals=1),
+        ],
+    )

@@ -1,0 +1,85 @@
+"""The dashboards are those of the generator, with nothing that a linter or a tired reader complains of."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+import pytest
+import yaml
+
+from dashboards.generate import CONFIG_MAPS, DASHBOARDS, config_maps, rendered
+from tests.assets import alerts
+from tests.conftest import Golden
+from tests.dashboards.checks import CHECKS
+from tests.dashboards.grafana import FOLDER, NAMES, load, variables
+
+EXCEPTIONS: Final = {
+    ("headroom", "choosable", "gpu"): "All is the engine's GPUs, not every GPU that can be seen",
+    ("headroom", "counters", "XID errors since the sidecar started"): "rare: how many there were is the question",
+    ("headroom-incident", "choosable", "gpu"): "All is the engine's GPUs, not every GPU that can be seen",
+    (
+        "headroom-incident",
+        "counters",
+        "XID errors and restarts",
+    ): "the first event makes a new series, which rate misses",
+}
+"""What a check may complain of, and why: by dashboard, check, and where."""
+
+APPLY_BYTES: Final = 256 * 1024
+"""What `kubectl apply` can keep of an object in its annotation."""
+
+each_dashboard = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@each_dashboard
+def test_nothing_is_wrong_but_what_has_a_reason(name: str, check: str) -> None:
+    found = list(CHECKS[check](load(name)))
+    excused = {where for dashboard, rule, where in EXCEPTIONS if (dashboard, rule) == (name, check)}
+
+    assert [fault for fault in found if fault.where not in excused] == []
+    assert excused <= {fault.where for fault in found}, "an exception that nothing needs any more"
+
+
+def test_an_exception_is_of_a_dashboard_and_a_check_that_there_are() -> None:
+    assert {(dashboard, check) for dashboard, check, _ in EXCEPTIONS} <= {
+        (name, check) for name in NAMES for check in CHECKS
+    }
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_is_what_the_generator_makes(golden: Golden, name: str) -> None:
+    golden(FOLDER / f"{name}.json", rendered(name))
+
+
+def test_every_dashboard_is_generated() -> None:
+    assert set(NAMES) == DASHBOARDS.keys()
+
+
+@each_dashboard
+def test_a_dashboard_is_found_by_the_name_of_its_file(name: str) -> None:
+    assert load(name)["uid"] == name
+
+
+def test_the_config_maps_are_what_the_generator_makes(golden: Golden) -> None:
+    golden(FOLDER / CONFIG_MAPS, config_maps())
+
+
+def test_the_config_maps_hold_the_dashboards() -> None:
+    made = list(yaml.safe_load_all((FOLDER / CONFIG_MAPS).read_text(encoding="utf-8")))
+    held = {file: json.loads(text) for each in made for file, text in each["data"].items()}
+
+    assert held == {f"{name}.json": load(name) for name in NAMES}
+    for each in made:
+        assert each["metadata"]["labels"] == {"grafana_dashboard": "1"}
+        assert len(json.dumps(each)) < APPLY_BYTES
+
+
+@pytest.mark.parametrize("rule", [rule for rule in alerts.rules() if rule.is_alert], ids=lambda rule: rule.name)
+def test_an_alert_opens_a_dashboard_with_variables_it_has(rule: alerts.Rule) -> None:
+    uid, _, chosen = rule.annotations["dashboard_url"].partition("/d/")[2].partition("?")
+
+    assert uid in NAMES
+    assert set(re.findall(r"var-(\w+)=", chosen)) <= {variable["name"] for variable in variables(load(uid))}

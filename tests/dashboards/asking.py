@@ -1,0 +1,48 @@
+"""Asks a Prometheus what Grafana would: variables filled in, one query after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tests.dashboards.grafana import ALL, Json, Query, filled, interpolated, label_values, variables
+from tests.dashboards.store import HOURS, SCRAPE_SECONDS, Prometheus
+
+STEP_SECONDS: Final = SCRAPE_SECONDS
+BUILT_IN: Final = {
+    "__interval": f"{STEP_SECONDS}s",
+    "__rate_interval": f"{4 * SCRAPE_SECONDS}s",
+    "__range": f"{HOURS * 3600:.0f}s",
+}
+"""What Grafana makes of a panel some 300 pixels wide and of a scrape interval of 30 s."""
+
+
+def options(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return what each variable offers, where `chosen` is chosen and All of the others."""
+    return _variables(prometheus, dashboard, chosen)[0]
+
+
+def values(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> dict[str, str]:
+    """Return what stands for each variable in a query."""
+    return _variables(prometheus, dashboard, chosen)[1]
+
+
+def _variables(
+    prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    offered: dict[str, list[str]] = {}
+    put_in = dict(BUILT_IN)
+    for variable in variables(dashboard):
+        if variable["type"] == "query":
+            name, (series, label) = variable["name"], label_values(variable)
+            offered[name] = prometheus.label_values(filled(series, put_in), label)
+            assert chosen.get(name) in {None, *offered[name]}, f"{name} offers {offered[name]}"
+            put_in[name] = interpolated(variable, [chosen.get(name, ALL)], offered[name])
+    return offered, put_in
+
+
+def answer(prometheus: Prometheus, query: Query, put_in: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the series that a panel gets, without those that have no number."""
+    expr = filled(query.expr, put_in)
+    series = prometheus.instant(expr) if query.instant else prometheus.over_time(expr, STEP_SECONDS)
+    return [each for each in series if any(value != "NaN" for _, value in each["values"])]

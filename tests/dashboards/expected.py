@@ -1,0 +1,132 @@
+"""Which queries have no data, over which targets, and why; every other has some over every target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tests.dashboards.grafana import Json, every_query
+from tests.dashboards.store import BARE, TARGETS
+
+EVERYWHERE: Final = frozenset(TARGETS)
+LEAKS: Final = frozenset({"leak", BARE})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Empty:
+    """What has no data over some targets: by dashboard and panel the queries' names, none for all of them."""
+
+    why: str
+    over: frozenset[str]
+    queries: Mapping[str, Mapping[str, tuple[str, ...]]]
+
+
+EMPTY: Final = (
+    Empty(
+        why="nothing leaks",
+        over=EVERYWHERE - LEAKS,
+        queries={
+            "headroom": {"Leak rate with its 95 % interval": (), "Leaked": ()},
+            "headroom-fleet": {
+                "GPUs, worst first": ("C", "D", "E"),
+                "Models, worst first": ("E", "F"),
+                "Least time to out of memory, by model": (),
+                "Leaking GPUs, by model": (),
+            },
+        },
+    ),
+    Empty(
+        why="nothing is wrong for long enough",
+        over=frozenset({"healthy", "restart", "burst", "engine down"}),
+        queries={
+            "headroom": {"Alert begins to fire": ()},
+            "headroom-fleet": {"Firing alerts": ()},
+            "headroom-incident": {"Alert begins to fire": (), "Alerts": ()},
+        },
+    ),
+    Empty(
+        why="nothing is critical",
+        over=EVERYWHERE - LEAKS,
+        queries={"headroom-fleet": {"Alert begins to fire": ()}},
+    ),
+    Empty(
+        why="the neighbour has stopped growing",
+        over=frozenset({"neighbour"}),
+        queries={"headroom-fleet": {"Firing alerts": ()}},
+    ),
+    Empty(
+        why="no engine starts anew",
+        over=EVERYWHERE - {"restart"},
+        queries={
+            "headroom": {"Engine restarted": ()},
+            "headroom-incident": {"Engine restarted": (), "XID errors and restarts": ("{{instance}} restarted",)},
+        },
+    ),
+    Empty(
+        why="every reading succeeds",
+        over=EVERYWHERE - {"restart", "engine down"},
+        queries={"headroom": {"Failed readings": ()}},
+    ),
+    Empty(
+        why="everything answers now",
+        over=EVERYWHERE - {"engine down", "sidecar down"},
+        queries={"headroom-fleet": {"What does not answer": ()}},
+    ),
+    Empty(
+        why="what the engine does not say now is unknown",
+        over=frozenset({"engine down", "sidecar down"}),
+        queries={
+            "headroom": {
+                "Time to out of memory": (),
+                "Unreported": (),
+                "More requests": (),
+                "KV cache capacity": (),
+                "Inputs vLLM does not offer": (),
+            },
+            "headroom-fleet": {
+                "Least time to out of memory": (),
+                "GPUs, worst first": ("F",),
+                "Models, worst first": (),
+            },
+        },
+    ),
+    Empty(
+        why="what the sidecar does not say now is unknown",
+        over=frozenset({"sidecar down"}),
+        queries={
+            "headroom": {"Engine": (), "Leak state": (), "Free now": ()},
+            "headroom-fleet": {
+                "Engines": (),
+                "GPUs by leak state": (),
+                "No answer": (),
+                "GPUs lost": (),
+                "GPUs, worst first": (),
+            },
+        },
+    ),
+    Empty(why="no scenario leaks host memory", over=EVERYWHERE, queries={"headroom": {"Host leak rate": ()}}),
+    Empty(
+        why="no scenario breaks a GPU",
+        over=EVERYWHERE,
+        queries={
+            "headroom": {"XID errors since the sidecar started": ()},
+            "headroom-incident": {"XID errors and restarts": ("GPU {{gpu}} XID {{xid}}",)},
+        },
+    ),
+)
+
+
+def expected_empty(dashboard: Json, target: str) -> set[tuple[str, str]]:
+    """Return the places and names of the queries that have no data over a target."""
+    return {place for each in EMPTY if target in each.over for place in places(each, dashboard)}
+
+
+def places(empty: Empty, dashboard: Json) -> Iterator[tuple[str, str]]:
+    """Yield what stands in a line of the table, by place and name; what is not on the dashboard fails."""
+    there = [(query.where, query.name) for query in every_query(dashboard)]
+    for where, names in empty.queries.get(dashboard["uid"], {}).items():
+        meant = [(where, name) for name in names] or [place for place in there if place[0] == where]
+        assert meant, f"there is no panel {where}"
+        assert set(meant) <= set(there), f"{where} has not all of {names}"
+        yield from meant

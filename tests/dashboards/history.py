@@ -1,0 +1,147 @@
+"""Hours of the daemon's own output over a demo scenario, as a Prometheus scrapes it: OpenMetrics with timestamps."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+
+from vllm_headroom.app import build
+from vllm_headroom.demo.page import VllmCollector
+from vllm_headroom.demo.present import present
+from vllm_headroom.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.demo.scenario import TABLE, Scenario
+from vllm_headroom.demo.world import World
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.model import Failure
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.sampler import Sampler, Sources
+from vllm_headroom.vocabulary import Reason, Source
+
+SAMPLE_SECONDS: Final = 15
+"""Between two samples: with the daemon's own 5 s it would take three times as long."""
+
+Scrape = tuple[float, list[Metric]]
+"""When, and what the page had."""
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]]
+"""The points of each series, by its name and its own labels."""
+
+BARE_METAL: Final = {"job": "vllm-headroom", "instance": "10.0.0.7:9839"}
+
+
+class SteppedClock:
+    """Shows the time it was set to."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def time(self) -> float:
+        return self.seconds
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    async def sleep_until(self, monotonic_seconds: float) -> None:
+        self.seconds = monotonic_seconds
+
+
+class SimulatedEngine:
+    """The page of the simulated engine, without a web server."""
+
+    def __init__(self, world: World, epoch_seconds: float) -> None:
+        self._world = world
+        self._registry = CollectorRegistry()
+        self._registry.register(VllmCollector(world, epoch_seconds))
+
+    async def fetch(self) -> str | Failure:
+        if not self._world.serves:
+            return Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="it is down")
+        return generate_latest(self._registry).decode()
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is scraped: the sidecar of a simulated engine, until it stops answering; `labels` are the scrape's."""
+
+    scenario: Scenario
+    labels: Mapping[str, str]
+    answers_hours: float = inf
+
+
+def scrapes(
+    scenario: Scenario, hours: float, *, ends_seconds: float, scrape_seconds: int = SAMPLE_SECONDS, seed: int = 0
+) -> Iterator[Scrape]:
+    """Yield each scrape of a daemon that samples `scenario` from its start on."""
+    began = ends_seconds - hours * 3600
+    clock = SteppedClock(began)
+    now = present(World(scenario, seed), clock)
+    sampler = Sampler(
+        sources=Sources(
+            engine=SimulatedEngine(now(), began), gpus=SimulatedGpus(now), processes=SimulatedProcesses(now, began)
+        ),
+        parse=parse_engines,
+        selection=Selection(),
+        derivations=derivations(reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None),
+        clock=clock,
+        gpu_timeout_seconds=2,
+    )
+    page = registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build()))
+    with asyncio.Runner() as runner:
+        for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
+            clock.seconds = began + step * SAMPLE_SECONDS
+            now()  # the engine's page does not bring the world to the present by itself
+            runner.run(sampler.tick())
+            if step * SAMPLE_SECONDS % scrape_seconds == 0:
+                yield clock.seconds, list(page.collect())
+
+
+def open_metrics(
+    targets: Sequence[Target], hours: float, *, ends_seconds: float, scrape_seconds: int = SAMPLE_SECONDS
+) -> str:
+    """Return the scrapes of `targets` as one OpenMetrics text, with `up`.
+
+    The format knows no staleness markers: let Prometheus look back for less than two scrapes (--query.lookback-delta).
+    """
+    families: dict[str, list[str]] = {}
+    for scenario in {target.scenario: None for target in targets}:
+        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds))
+        for target in (target for target in targets if target.scenario == scenario):
+            answered = int(min(hours, target.answers_hours) * 3600 / scrape_seconds)
+            series = _series(scraped[:answered])
+            series["up", ()] = [(at, float(place < answered)) for place, (at, _) in enumerate(scraped)]
+            for (family, own), points in series.items():
+                head = f"{family}{{{_written({**dict(own), **target.labels})}}}"
+                families.setdefault(family, []).extend(f"{head} {value!r} {at:.3f}\n" for at, value in points)
+    return "".join(line for lines in families.values() for line in lines) + "# EOF\n"
+
+
+def _series(scraped: Iterable[Scrape]) -> Series:
+    series: Series = {}
+    for at, families in scraped:
+        for sample in (sample for family in families for sample in family.samples):
+            series.setdefault((sample.name, tuple(sample.labels.items())), []).append((at, sample.value))
+    return series
+
+
+def _written(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{value}"' for name, value in labels.items())
+
+
+if __name__ == "__main__":  # a picture by hand: SCENARIO HOURS FILE
+    import time
+
+    chosen = Target(scenario=TABLE[sys.argv[1]], labels=BARE_METAL)
+    text = open_metrics([chosen], float(sys.argv[2]), ends_seconds=time.time())
+    Path(sys.argv[3]).write_text(text, encoding="utf-8")

@@ -1,0 +1,168 @@
+"""What may be wrong with a dashboard's shape: import, variables, panels, places, colours and links."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final
+
+from tests.dashboards.grafana import NAMES, Json, load, panels, variables
+
+ASSETS: Final = Path(__file__).parents[1] / "assets" / "grafana"
+UNITS: Final = frozenset(json.loads((ASSETS / "units.json").read_text(encoding="utf-8")))
+COLUMNS: Final = 24
+DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+
+SHADES: Final = ("", "super-light-", "light-", "semi-dark-", "dark-")
+HUES: Final = ("red", "orange", "yellow", "green", "blue", "purple")
+COLOUR: Final = re.compile(rf"({'|'.join(SHADES)})({'|'.join(HUES)})|text|transparent|#[0-9a-f]{{6}}")
+"""A name that a theme of Grafana's knows, or a colour by its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What is wrong; `where` is a panel's title, or the name of a variable or annotation."""
+
+    where: str
+    what: str
+
+
+Faults = Iterator[Fault]
+
+
+def every(value: Any, key: str) -> Iterator[Any]:
+    """Yield what stands under `key`, at any depth."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from every(each, key)
+
+
+def importable(dashboard: Json) -> Faults:
+    """A file can be imported, provisioned and mounted as it is: `__inputs` works for the first alone."""
+    for key in ("__inputs", "__requires", "__elements"):
+        if key in dashboard:
+            yield Fault(where=key, what="not substituted when provisioned")
+    for key, wanted in {"id": None, "editable": False, "schemaVersion": 39}.items():
+        if dashboard.get(key, "") != wanted:
+            yield Fault(where=key, what=f"is not {wanted}")
+    if not re.fullmatch(r"[a-z-]{1,40}", dashboard.get("uid") or ""):
+        yield Fault(where="uid", what="a link needs one that is fixed")
+    if "vllm-headroom" not in dashboard["tags"]:
+        yield Fault(where="tags", what="the links between the dashboards go by the tag")
+
+
+def one_data_source(dashboard: Json) -> Faults:
+    """The data source is chosen once, at the top."""
+    sources = [each for each in variables(dashboard) if each["type"] == "datasource"]
+    found = [(each["name"], each["label"], each["query"]) for each in sources]
+    if found != [("datasource", "Data source", "prometheus")]:
+        yield Fault(where="variables", what=f"the data sources are {found}")
+    for each in every(dashboard, "datasource"):
+        if each != DATASOURCE:
+            yield Fault(where="datasource", what=f"is {each}")
+    for panel in panels(dashboard):
+        for target in (panel, *panel.get("targets", ())):
+            if "datasource" not in target:
+                yield Fault(where=panel["title"], what="has no data source")
+
+
+def choosable(dashboard: Json) -> Faults:
+    """Job and instance can be chosen, and every choice can be several or All, labels that do not exist included."""
+    asked = [each for each in variables(dashboard) if each["type"] != "datasource"]
+    for missing in {"job", "instance"} - {each["name"] for each in asked}:
+        yield Fault(where=missing, what="cannot be chosen")
+    for each in asked:
+        wanted = {"type": "query", "multi": True, "includeAll": True, "allValue": ".*", "refresh": 2}
+        for key, value in wanted.items():
+            if each.get(key) != value:
+                yield Fault(where=each["name"], what=f"{key} is not {value}")
+
+
+def explained(dashboard: Json) -> Faults:
+    """A panel says what it is and what its numbers mean, and no two are called the same."""
+    for panel in panels(dashboard):
+        for key in ("title", "description"):
+            if not panel.get(key, "").strip():
+                yield Fault(where=panel.get("title", ""), what=f"no {key}")
+    for title, count in Counter(panel.get("title") for panel in panels(dashboard)).items():
+        if count > 1:
+            yield Fault(where=title or "", what=f"{count} panels have this title")
+
+
+def units(dashboard: Json) -> Faults:
+    """A number has a unit, and one that Grafana knows."""
+    for panel in panels(dashboard):
+        config = panel.get("fieldConfig", {"defaults": {}, "overrides": []})
+        properties = [each for override in config["overrides"] for each in override["properties"]]
+        changed = [each["value"] for each in properties if each["id"] == "unit"]
+        for unit in (config["defaults"].get("unit", ""), *changed):
+            if unit not in UNITS:
+                yield Fault(where=panel["title"], what=f'"{unit}" is no unit')
+
+
+def identified(dashboard: Json) -> Faults:
+    """Ids and references are there once."""
+    rows = [panel for panel in dashboard["panels"] if panel["type"] == "row"]
+    for number, count in Counter(panel["id"] for panel in (*rows, *panels(dashboard))).items():
+        if count > 1:
+            yield Fault(where="id", what=f"{count} panels are number {number}")
+    for panel in panels(dashboard):
+        refs = [target["refId"] for target in panel.get("targets", ())]
+        if not refs or len(refs) != len(set(refs)):
+            yield Fault(where=panel["title"], what=f"the queries are {refs}")
+
+
+def placed(dashboard: Json) -> Faults:
+    """Panels lie side by side on 24 columns, and those of a collapsed row inside it."""
+    row: Json = {"collapsed": True}
+    for panel in dashboard["panels"]:
+        if panel["type"] != "row" and row["collapsed"]:
+            yield Fault(where=panel["title"], what="not in an open row")
+        if panel["type"] == "row":
+            row = panel
+            if row["collapsed"] != bool(row["panels"]):
+                yield Fault(where=row["title"], what="a collapsed row has its panels inside, an open one after it")
+    groups = [dashboard["panels"], *(panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row")]
+    for group in groups:
+        yield from _apart(group)
+
+
+def _apart(group: list[Json]) -> Faults:
+    for panel in group:
+        place = panel["gridPos"]
+        if place["x"] < 0 or place["w"] < 1 or place["h"] < 1 or place["x"] + place["w"] > COLUMNS:
+            yield Fault(where=panel["title"], what="out of the page")
+    for one, other in combinations(group, 2):
+        a, b = one["gridPos"], other["gridPos"]
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        if not (beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]):
+            yield Fault(where=one["title"], what=f"overlaps {other['title']}")
+
+
+def colours(dashboard: Json) -> Faults:
+    """A colour is one that Grafana can draw."""
+    for key in ("color", "fixedColor", "iconColor"):
+        for colour in every(dashboard, key):
+            if isinstance(colour, str) and not COLOUR.fullmatch(colour):
+                yield Fault(where=key, what=f"{colour} is no colour")
+
+
+def linked(dashboard: Json) -> Faults:
+    """A link to a dashboard goes to one of these, and sets variables it has: in its address, or in a query's label."""
+    there = {made["uid"]: {each["name"] for each in variables(made)} for made in map(load, NAMES)}
+    for panel in panels(dashboard):
+        text = json.dumps(panel)
+        for uid in set(re.findall(r"/d/([\w-]+)", text)):
+            if uid not in there:
+                yield Fault(where=panel["title"], what=f"there is no dashboard {uid}")
+            for name in set(re.findall(r"var-(\w+)=", text)) - there.get(uid, set()):
+                yield Fault(where=panel["title"], what=f"{uid} has no variable {name}")

@@ -1,0 +1,105 @@
+"""What may be wrong with a dashboard's queries."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from functools import cache
+from typing import Any, Final
+
+import promql_parser as promql
+
+from tests.assets.promql import TARGET, labels, nodes, parsed, selectors, vocabulary
+from tests.dashboards.grafana import Json, Query, every_query, filled, marked, panels, queries, used, variables
+from tests.dashboards.lint import Fault, Faults
+
+KNOWN: Final = vocabulary()
+RATES: Final = frozenset({"rate", "irate", "increase"})
+COUNTS: Final = RATES | {"resets", "changes"}
+"""What a counter has to be inside of."""
+
+RATE_INTERVAL: Final = timedelta(minutes=4, seconds=3)
+"""A length that nobody writes by hand stands for $__rate_interval."""
+
+BUILT_IN: Final = {"__rate_interval": "4m3s", "__range": "6h", "__interval": "30s"}
+
+
+@cache
+def tree(expr: str) -> promql.Expr | str:
+    """Return the expression's syntax tree, or what is wrong with it."""
+    try:
+        return parsed(filled(expr, {name: name for name in used(expr)} | BUILT_IN))
+    except ValueError as error:
+        return str(error)
+
+
+def trees(found: Iterable[Query]) -> Iterator[tuple[Query, promql.Expr]]:
+    """Yield the queries that are valid, each with its tree."""
+    for query in found:
+        if not isinstance(read := tree(query.expr), str):
+            yield query, read
+
+
+def valid(dashboard: Json) -> Faults:
+    """An expression is PromQL, and its variables exist."""
+    there = {each["name"] for each in variables(dashboard)} | BUILT_IN.keys()
+    for query in every_query(dashboard):
+        if isinstance(read := tree(query.expr), str):
+            yield Fault(where=query.where, what=read)
+        for name in used(query.expr) - there:
+            yield Fault(where=query.where, what=f"there is no variable {name}")
+
+
+def known(dashboard: Json) -> Faults:
+    """Every metric and label exists: in the catalogue, as a recording rule, or as Prometheus's own."""
+    for query, expr in trees(every_query(dashboard)):
+        yield from (Fault(where=query.where, what=fault) for fault in labels(expr, KNOWN)[1])
+
+
+def narrowed(dashboard: Json) -> Faults:
+    """A query asks for what is chosen: by every variable that its metric has a label for."""
+    names = {each["name"] for each in variables(dashboard) if each["type"] == "query"}
+    asked = [query for panel in panels(dashboard) for query in queries(panel)]
+    for query, expr in trees(asked + marked(dashboard)):
+        for each in selectors(expr):
+            there = TARGET if each.name == "ALERTS" else KNOWN.get(each.name or "", frozenset())
+            by = {matcher.name for matcher in each.matchers.matchers if _is_choice(matcher)}
+            for name in sorted(names & there - by):
+                yield Fault(where=query.where, what=f'{each.name} is not narrowed by {name}=~"${name}"')
+
+
+def _is_choice(matcher: promql.Matcher) -> bool:
+    """Return whether it reads x=~"$x", of which `tree` has made x=~"x"."""
+    return matcher.op == promql.MatchOp.Re and matcher.value == matcher.name
+
+
+def rates(dashboard: Json) -> Faults:
+    """A rate's range fits the resolution and the scrapes: only Grafana knows both."""
+    for query, expr in trees(every_query(dashboard)):
+        for call in _calls(expr):
+            if call.func.name in RATES and getattr(call.args[0], "range", None) != RATE_INTERVAL:
+                yield Fault(where=query.where, what=f"{call.func.name} is not over $__rate_interval")
+
+
+def counters(dashboard: Json) -> Faults:
+    """A counter is never shown as it is: it falls to 0 at a restart."""
+    for query, expr in trees(every_query(dashboard)):
+        inside = [str(each) for call in _calls(expr) if call.func.name in COUNTS for each in selectors(call)]
+        for bare in Counter(str(each) for each in selectors(expr)) - Counter(inside):
+            if re.match(r"\w+_total\b", bare):
+                yield Fault(where=query.where, what=f"{bare.partition('{')[0]} is not inside rate or the like")
+
+
+def _calls(expr: promql.Expr) -> list[Any]:
+    return [node for node in nodes(expr) if isinstance(node, promql.Call)]
+
+
+def fresh(dashboard: Json) -> Faults:
+    """A number that stands alone is of now: the last one of a range may be of an engine that is gone since."""
+    for panel in panels(dashboard):
+        if panel["type"] in {"stat", "table"}:
+            for query in queries(panel):
+                if not query.instant:
+                    yield Fault(where=query.where, what=f"{query.legend} is the last of a range: ask for an instant")

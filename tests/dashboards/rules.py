@@ -1,0 +1,78 @@
+"""What Prometheus would have recorded and alerted, from the rules' own expressions: promtool backfills no alerts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import promql_parser as promql
+import yaml
+
+from tests.assets.promql import RULES, recorded
+
+Series = list[dict[str, Any]]
+Ask = Callable[[str], Series]
+"""Returns the series of an expression over time."""
+
+NEVER: Final = float("-inf")
+
+
+def evaluated(ask: Ask, times: Sequence[float]) -> str:
+    """Return what the recording rules give, and ALERTS, as OpenMetrics; `times` are those of the evaluations."""
+    lines = [line for name, expr in inlined() for line in _lines(name, ask(expr))]
+    lines += [line for rule in alerting() for line in _lines("ALERTS", _alerts(rule, ask(rule["expr"]), times))]
+    return "".join([*lines, "# EOF\n"])
+
+
+def inlined() -> Iterator[tuple[str, str]]:
+    """Yield the recording rules with what earlier ones mean in place of their names: nothing is recorded yet."""
+    earlier: dict[str, str] = {}
+    for name, expr in recorded():
+        earlier[name] = re.sub(r"[\w:]+", lambda found: earlier.get(found[0], found[0]), f"({expr})")
+        yield name, earlier[name]
+
+
+def alerting() -> Iterator[dict[str, Any]]:
+    """Yield the alerting rules."""
+    for path in sorted(RULES.glob("*.yaml")):
+        for group in yaml.safe_load(path.read_text(encoding="utf-8"))["groups"]:
+            yield from (rule for rule in group["rules"] if "alert" in rule)
+
+
+def _alerts(rule: dict[str, Any], series: Series, times: Sequence[float]) -> Series:
+    """Return ALERTS of a rule."""
+    wait, keep = (_seconds(rule[key]) if key in rule else 0.0 for key in ("for", "keep_firing_for"))
+    alerts = []
+    for each in series:
+        labels = {label: value for label, value in each["metric"].items() if label != "__name__"}
+        labels |= {**rule["labels"], "alertname": rule["alert"]}
+        states = list(_states({float(at) for at, _ in each["values"]}, times, wait, keep))
+        for state in ("pending", "firing"):
+            values = [(at, 1) for at, found in states if found == state]
+            alerts.append({"metric": {**labels, "alertstate": state}, "values": values})
+    return alerts
+
+
+def _states(active: set[float], times: Sequence[float], wait: float, keep: float) -> Iterator[tuple[float, str]]:
+    """Yield the state at each time: pending for as long as `for`, then firing, and for `keep_firing_for` longer."""
+    since = last = NEVER
+    state = ""
+    for at in times:
+        if at in active:
+            since, last = (since if state else at), at
+            state = "firing" if state == "firing" or at - since >= wait else "pending"
+        elif state != "firing" or at - last >= keep:
+            state = ""
+        yield at, state
+
+
+def _seconds(duration: str) -> float:
+    return promql.parse_duration(duration).total_seconds()
+
+
+def _lines(name: str, series: Series) -> Iterator[str]:
+    for each in series:
+        labels = ",".join(f'{label}="{value}"' for label, value in each["metric"].items() if label != "__name__")
+        for at, value in each["values"]:
+            yield f"{name}{{{labels}}} {value} {at}\n"

@@ -1,0 +1,148 @@
+"""A real Prometheus over hours of the daemon's own output in every scenario, with its recording rules and alerts."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from tests.dashboards.history import BARE_METAL, Target, open_metrics
+from tests.dashboards.rules import evaluated
+from vllm_headroom.demo.scenario import TABLE, Scenario
+
+END: Final = 1_767_225_600
+"""The present, the same in every run: the first second of 2026."""
+
+HOURS: Final = 2.5
+"""The leak is sure after 1.3 h, the restart comes after 2 h."""
+
+BEGIN: Final = END - int(HOURS * 3600)
+
+SCRAPE_SECONDS: Final = 30
+NOW: Final = END - 5
+LOOKBACK: Final = "50s"
+"""Less than two scrapes: what a scrape lacks is gone at the next, as with a scraping Prometheus."""
+
+STARTS_SECONDS: Final = 60
+BARE: Final = "leak on bare metal"
+ENGINE_DOWN: Final = Scenario(name="down", restart_after_seconds=2 * (HOURS * 3600 - 75,))
+"""The engine ends two scrapes before the present, and is not back: a start takes a minute at least."""
+
+
+def _pod(scenario: Scenario, number: int, answers_hours: float = HOURS, **more: str) -> Target:
+    name = f"vllm-{scenario.name}-{number}"
+    labels = {"namespace": f"team-{number}", "job": f"team-{number}/vllm-headroom", "pod": name}
+    labels |= {"instance": f"10.1.0.{number}:9839", **more}
+    return Target(scenario=scenario, labels=labels, answers_hours=answers_hours)
+
+
+TARGETS: Final[Mapping[str, Target]] = {
+    "healthy": _pod(TABLE["healthy"], 1, cluster="eu"),
+    "leak": _pod(TABLE["leak"], 2),
+    "neighbour": _pod(TABLE["neighbour"], 3),
+    "restart": _pod(TABLE["restart"], 4),
+    "burst": _pod(TABLE["burst"], 5),
+    "engine down": _pod(ENGINE_DOWN, 6),
+    "sidecar down": _pod(TABLE["healthy"], 7, answers_hours=HOURS - 0.25),
+    BARE: Target(scenario=TABLE["leak"], labels=BARE_METAL),
+}
+"""What is scraped, by name."""
+
+
+class Prometheus:
+    """Asks a Prometheus; what it refuses is an error."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
+
+    def ask(self, path: str, **form: str) -> Any:
+        answer = self._client.post(f"/api/v1/{path}", data=form)
+        told = answer.json()
+        assert told["status"] == "success", f"{form}: {told.get('error')}"
+        return told["data"]
+
+    def instant(self, expr: str) -> list[dict[str, Any]]:
+        """Return the series that the expression has now, each with its one value."""
+        found = self.ask("query", query=expr, time=str(NOW))["result"]
+        return [{"metric": each["metric"], "values": [each["value"]]} for each in found]
+
+    def over_time(self, expr: str, step_seconds: float) -> list[dict[str, Any]]:
+        """Return the series that the expression has at any time."""
+        found = self.ask("query_range", query=expr, start=str(BEGIN), end=str(NOW), step=str(step_seconds))["result"]
+        return list(found)
+
+    def label_values(self, series: str, label: str) -> list[str]:
+        """Return the values that a label of these series has had."""
+        form = {"match[]": series, "start": str(BEGIN), "end": str(NOW)}
+        return sorted({each[label] for each in self.ask("series", **form) if each.get(label)})
+
+    def close(self) -> None:
+        self._client.close()
+
+    def ready(self) -> bool:
+        try:
+            return self._client.get("/-/ready").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+
+def missing() -> str:
+    """Return the programs that are not there."""
+    return " and ".join(name for name in ("prometheus", "promtool") if shutil.which(name) is None)
+
+
+@contextmanager
+def stored(folder: Path) -> Iterator[Prometheus]:
+    """Give a Prometheus that has scraped every target for HOURS, and evaluated the rules."""
+    _add(
+        folder, "scraped", open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
+    )
+    with _running(folder) as prometheus:
+        text = evaluated(lambda expr: prometheus.over_time(expr, SCRAPE_SECONDS), range(BEGIN, END, SCRAPE_SECONDS))
+    _add(folder, "rules", text)  # blocks that are added to a running Prometheus are seen only after a minute
+    with _running(folder) as prometheus:
+        yield prometheus
+
+
+def _add(folder: Path, name: str, text: str) -> None:
+    file = folder / f"{name}.txt"
+    file.write_text(text, encoding="utf-8")
+    command = ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(file), str(folder / "data")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    file.unlink()
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[Prometheus]:
+    (folder / "prometheus.yml").write_text("{}\n", encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        "prometheus",
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address={address}",
+        "--storage.tsdb.retention.time=100y",
+        f"--query.lookback-delta={LOOKBACK}",
+    ]
+    with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        prometheus = Prometheus(f"http://{address}")
+        try:
+            deadline = time.monotonic() + STARTS_SECONDS
+            while not prometheus.ready():
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline, "Prometheus does not start"
+                time.sleep(0.05)
+            yield prometheus
+        finally:
+            prometheus.close()
+            process.terminate()

@@ -1,0 +1,57 @@
+"""Every query of every dashboard has data from the daemon's own output where it should, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.dashboards.asking import answer, options, values
+from tests.dashboards.expected import expected_empty
+from tests.dashboards.grafana import NAMES, Json, every_query, load, panels, queries
+from tests.dashboards.store import BARE, TARGETS, Prometheus
+
+each_dashboard = pytest.mark.parametrize("name", NAMES)
+each_target = pytest.mark.parametrize("target", TARGETS)
+
+
+@each_target
+@each_dashboard
+def test_every_query_has_data_where_it_should(prometheus: Prometheus, name: str, target: str) -> None:
+    dashboard = load(name)
+
+    assert without_data(prometheus, dashboard, TARGETS[target].labels) == expected_empty(dashboard, target)
+
+
+@each_dashboard
+def test_over_all_targets_only_that_has_no_data_which_never_has(prometheus: Prometheus, name: str) -> None:
+    dashboard = load(name)
+    never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
+
+    assert without_data(prometheus, dashboard, {}) == never
+
+
+def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> set[tuple[str, str]]:
+    put_in = values(prometheus, dashboard, chosen)
+    found = [(query, answer(prometheus, query, put_in)) for query in every_query(dashboard)]
+    return {(query.where, query.name) for query, series in found if not series}
+
+
+@each_dashboard
+def test_all_offers_every_target_with_the_labels_it_has(prometheus: Prometheus, name: str) -> None:
+    offered = options(prometheus, load(name), {})
+
+    for label in ("job", "instance", "namespace", "pod", "cluster"):
+        assert offered[label] == sorted({each.labels[label] for each in TARGETS.values() if label in each.labels})
+
+
+@each_target
+def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, target: str) -> None:
+    labels = TARGETS[target].labels
+    dashboard = load("headroom")
+    put_in = values(prometheus, dashboard, labels)
+    asked = [query for panel in panels(dashboard) for query in queries(panel)]
+    shown = [each["metric"] for query in asked for each in answer(prometheus, query, put_in)]
+
+    assert {each["instance"] for each in shown if "instance" in each} == {labels["instance"]}
+    assert {each["pod"] for each in shown if "pod" in each} == ({labels["pod"]} if target != BARE else set())

@@ -1,0 +1,85 @@
+"""The engine's dashboard tells what happened, in the daemon's own output: nothing, a leak, a neighbour, a restart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any, Final
+
+import pytest
+
+from tests.dashboards.asking import answer, values
+from tests.dashboards.grafana import Query, every_query, load, panels
+from tests.dashboards.store import BARE, TARGETS, Prometheus
+from vllm_headroom.demo.world import TOTAL_BYTES
+
+ENGINE: Final = load("headroom")
+LEDGER: Final = "Who holds the memory"
+HOUR: Final = 3600
+LEAKS: Final = frozenset({"leak", BARE})
+ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
+
+
+def query(where: str, name: str) -> Query:
+    return next(each for each in every_query(ENGINE) if each.where == where and name in {"", each.name})
+
+
+def asked(prometheus: Prometheus, target: str, where: str, name: str = "") -> list[dict[str, Any]]:
+    """Return what a panel's query gives over a target; without a name its first."""
+    return answer(prometheus, query(where, name), values(prometheus, ENGINE, TARGETS[target].labels))
+
+
+def shown(prometheus: Prometheus, target: str, where: str) -> str:
+    """Return what a panel with one number shows: the text that stands for the number, or the number."""
+    (series,) = asked(prometheus, target, where)
+    value = f"{float(series['values'][-1][1]):g}"
+    panel = next(each for each in panels(ENGINE) if each["title"] == where)
+    texts = (each["options"] for each in panel["fieldConfig"]["defaults"]["mappings"] if each["type"] == "value")
+    return next((options[value]["text"] for options in texts if value in options), value)
+
+
+@pytest.mark.parametrize("target", ALIVE)
+def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target: str) -> None:
+    left = shown(prometheus, target, "Time to out of memory")
+
+    if target in LEAKS:
+        assert HOUR < float(left) < 24 * HOUR
+    else:
+        assert left == "no leak seen"
+
+
+@pytest.mark.parametrize("target", ALIVE)
+def test_the_leak_is_called_so_and_nothing_else_is(prometheus: Prometheus, target: str) -> None:
+    state = shown(prometheus, target, "Leak state")
+
+    assert state in ({"leaking"} if target in LEAKS else {"stable", "unsettled"})
+
+
+def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Prometheus) -> None:
+    answers = asked(prometheus, "restart", "Sources")
+    (engine,) = [each["values"] for each in answers if each["metric"]["source"] == "engine"]
+    silent = {at for (_, before), (at, value) in pairwise(engine) if before == value == "0"}
+    running = {at for each in asked(prometheus, "restart", LEDGER, "running requests") for at, _ in each["values"]}
+
+    assert silent
+    assert not silent & running
+    assert len(silent) + len(running) > 0.9 * len(engine)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_holder_is_seen_only_where_there_is_one(prometheus: Prometheus, target: str) -> None:
+    held = asked(prometheus, target, LEDGER, "{{holder}}")
+    other = [float(value) for each in held if each["metric"]["holder"] == "other" for _, value in each["values"]]
+
+    assert (max(other, default=0.0) > 0) == (target == "neighbour")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) -> None:
+    layers = [asked(prometheus, target, LEDGER, legend) for legend in ("{{holder}}", "reserved by the driver", "free")]
+
+    heights: defaultdict[float, float] = defaultdict(float)
+    for at, value in (point for layer in layers for series in layer for point in series["values"]):
+        heights[at] += float(value)
+
+    assert set(heights.values()) == {TOTAL_BYTES}
