@@ -1,0 +1,91 @@
+"""Workloads of all shapes, and each of them with a sidecar and a way to its GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.assets.kubernetes.rendering import (
+    COMPONENTS,
+    DEPLOY,
+    HERE,
+    Document,
+    documents,
+    find,
+    kustomization,
+    rendered,
+)
+
+SIDECARS: Final = {"sidecar": "initContainers", "sidecar-plain": "containers"}
+"""The components, and the list of the pod's in which each puts its container."""
+
+GPUS: Final = ("gpu-runtime-class", "gpu-dra", "gpu-nri")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A folder with a workload in it; `label` is a component that gives it the label, where it has none."""
+
+    folder: Path
+    kind: str
+    name: str
+    label: Path | None = None
+
+
+WORKLOADS: Final = {
+    "a Deployment": Workload(folder=DEPLOY / "example" / "vllm", kind="Deployment", name="vllm"),
+    "a StatefulSet of two containers": Workload(
+        folder=HERE / "workloads" / "statefulset", kind="StatefulSet", name="engine"
+    ),
+    "a Deployment with init containers": Workload(
+        folder=HERE / "workloads" / "init-containers",
+        kind="Deployment",
+        name="engine",
+        label=HERE / "base-of-others" / "label",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """A workload before and after, and what else there is."""
+
+    workload: Workload
+    sidecar: str
+    gpu: str
+    before: Document
+    after: Document
+    others_before: list[Document]
+    others_after: list[Document]
+
+    @property
+    def pod(self) -> dict[str, Any]:
+        """Return the specification of its pods."""
+        spec: dict[str, Any] = self.after["spec"]["template"]["spec"]
+        return spec
+
+    @property
+    def headroom(self) -> dict[str, Any]:
+        """Return the sidecar's container."""
+        (container,) = (each for each in self.pod[SIDECARS[self.sidecar]] if each["name"] == "headroom")
+        return dict(container)
+
+
+def combined(workload: Workload, sidecar: str, gpu: str, folder: Path) -> Combination:
+    """Return the combination, built in an empty folder."""
+    components = [COMPONENTS / sidecar, COMPONENTS / gpu]
+    if workload.label:
+        components.insert(0, workload.label)
+    before = documents(rendered(workload.folder))
+    after = documents(rendered(kustomization(folder, resource=workload.folder, components=components)))
+    mine, theirs = (find(each, workload.kind, workload.name) for each in (before, after))
+    return Combination(
+        workload=workload,
+        sidecar=sidecar,
+        gpu=gpu,
+        before=mine,
+        after=theirs,
+        others_before=[each for each in before if each is not mine],
+        others_after=[each for each in after if each is not theirs],
+    )

@@ -1,0 +1,174 @@
+"""Every sidecar with every way to its GPU, on workloads of all shapes: what is added, and that nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.assets.kubernetes.combinations import GPUS, SIDECARS, WORKLOADS, Combination, combined
+from tests.assets.kubernetes.difference import differences
+from tests.assets.kubernetes.rendering import COMPONENTS, REPOSITORY, build, kustomization, needs_kustomize
+from vllm_headroom.config import Settings
+
+pytestmark = needs_kustomize
+
+TEMPLATE: Final = ("spec", "template")
+POD: Final = (*TEMPLATE, "spec")
+Changes = dict[tuple[str, ...], tuple[Any, Any]]
+
+
+@pytest.fixture(scope="module", params=[*itertools.product(WORKLOADS, SIDECARS, GPUS)], ids=", ".join)
+def combination(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Combination:
+    workload, sidecar, gpu = request.param
+    return combined(WORKLOADS[workload], sidecar, gpu, tmp_path_factory.mktemp("combination"))
+
+
+def test_nothing_of_the_workload_changes_but_what_the_components_say(combination: Combination) -> None:
+    changes = differences(combination.before, combination.after)
+    ours = {way for way in changes if way[:3] == POD and way[4:] and way[4].startswith("headroom")}
+
+    assert {way: changes[way] for way in changes.keys() - ours} == pod_changes(combination) | gpu_changes(combination)
+
+
+def pod_changes(combination: Combination) -> Changes:
+    changes: Changes = {
+        ("metadata", "annotations", "vllm-headroom/sidecar"): (
+            None,
+            {"initContainers": "native", "containers": "plain"}[SIDECARS[combination.sidecar]],
+        ),
+        ("metadata", "annotations", "vllm-headroom/gpu"): (None, combination.gpu.removeprefix("gpu-")),
+        (*TEMPLATE, "metadata", "labels", "vllm-headroom"): (None, "enabled"),
+        (*POD, "shareProcessNamespace"): (None, True),
+    }
+    if combination.workload.label:
+        changes["metadata", "labels", "vllm-headroom"] = (None, "enabled")
+    return changes
+
+
+def gpu_changes(combination: Combination) -> Changes:
+    before = combination.before["spec"]["template"]["spec"]
+    if combination.gpu == "gpu-nri":
+        annotation = "nvidia.cdi.k8s.io/container.headroom"
+        return {(*TEMPLATE, "metadata", "annotations", annotation): (None, "nvidia.com/gpu=all")}
+    if combination.gpu == "gpu-runtime-class":
+        return {} if "runtimeClassName" in before else {(*POD, "runtimeClassName"): (None, "nvidia")}
+    vllm = (*POD, "containers", "vllm", "resources")
+    (resources,) = (each["resources"] for each in before["containers"] if each["name"] == "vllm")
+    amounts = {which: resources.get(which, {}) for which in ("limits", "requests")}
+    taken = {which: there["nvidia.com/gpu"] for which, there in amounts.items() if "nvidia.com/gpu" in there}
+    return {
+        (*POD, "resourceClaims", "gpu", "name"): (None, "gpu"),
+        (*POD, "resourceClaims", "gpu", "resourceClaimTemplateName"): (None, "vllm-gpus"),
+        (*vllm, "claims", "gpu", "name"): (None, "gpu"),
+        **{(*vllm, which, "nvidia.com/gpu"): (count, None) for which, count in taken.items()},
+        **{(*vllm, which): (None, {}) for which, there in amounts.items() if not there.keys() - {"nvidia.com/gpu"}},
+    }
+
+
+def test_other_documents_are_left_alone(combination: Combination) -> None:
+    added = [each for each in combination.others_after if each not in combination.others_before]
+
+    assert [each for each in combination.others_after if each not in added] == combination.others_before
+    assert [each["kind"] for each in added] == (["ResourceClaimTemplate"] if combination.gpu == "gpu-dra" else [])
+
+
+def test_a_native_sidecar_starts_first_and_a_plain_one_is_not_the_default_container(combination: Combination) -> None:
+    before = combination.before["spec"]["template"]["spec"]
+    first = [each["name"] for each in before.get("initContainers", [])]
+    then = [each["name"] for each in before["containers"]]
+    if combination.gpu == "gpu-dra":
+        then.sort(key="vllm".__ne__)
+    native = combination.sidecar == "sidecar"
+
+    assert [each["name"] for each in combination.pod.get("initContainers", [])] == ["headroom"] * native + first
+    assert [each["name"] for each in combination.pod["containers"]] == then + ["headroom"] * (not native)
+    assert combination.headroom.get("restartPolicy") == ("Always" if native else None)
+
+
+def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(combination: Combination) -> None:
+    container = combination.headroom
+    env = {each["name"]: each["value"] for each in container["env"]}
+    expected: dict[str, dict[str, str]] = {
+        "gpu-runtime-class": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
+        "gpu-dra": {"HEADROOM_GPUS": "all"},
+        "gpu-nri": {},
+    }
+
+    assert env == {"HEADROOM_STATE_DIR": "/var/lib/vllm-headroom"} | expected[combination.gpu]
+    assert container["resources"].get("claims") == ([{"name": "gpu"}] if combination.gpu == "gpu-dra" else None)
+    assert not any(
+        "nvidia.com" in name for name in (container["resources"]["requests"] | container["resources"]["limits"])
+    )
+
+
+def test_the_sidecar_is_what_the_restricted_pod_security_standard_asks_for(combination: Combination) -> None:
+    assert combination.headroom["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": 65532,
+        "runAsGroup": 65532,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert not {"hostPID", "hostNetwork", "hostIPC"} & combination.pod.keys()
+    assert not any("hostPath" in volume for volume in combination.pod["volumes"])
+
+
+def test_the_sidecar_can_neither_hold_back_nor_starve_nor_evict_the_engine(combination: Combination) -> None:
+    container = combination.headroom
+
+    assert not {"readinessProbe", "startupProbe", "lifecycle"} & container.keys()
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "headroom"}
+    assert container["ports"] == [{"name": "headroom", "containerPort": Settings.model_fields["listen_port"].default}]
+    assert container["resources"]["requests"] == {"cpu": "25m", "memory": "64Mi"}
+    assert container["resources"]["limits"] == {"memory": "128Mi"}
+    volumes = {each["name"]: each.get("emptyDir") for each in combination.pod["volumes"]}
+    for mount in container["volumeMounts"]:
+        assert volumes[mount["name"]]["medium"] == "Memory"
+        assert volumes[mount["name"]]["sizeLimit"]
+
+
+def test_the_service_accounts_token_is_kept_from_the_sidecar_alone(combination: Combination) -> None:
+    path = "/var/run/secrets/kubernetes.io/serviceaccount"
+    every = [*combination.pod.get("initContainers", []), *combination.pod["containers"]]
+    covered = [c["name"] for c in every for mount in c.get("volumeMounts", []) if mount["mountPath"] == path]
+
+    assert covered == ["headroom"]
+
+
+@pytest.mark.parametrize(
+    "components",
+    [
+        *([gpu] for gpu in GPUS),
+        *([gpu, sidecar] for gpu, sidecar in itertools.product(GPUS, SIDECARS)),
+        *(["sidecar", *pair] for pair in itertools.permutations(GPUS, 2)),
+    ],
+    ids=", ".join,
+)
+def test_what_does_not_belong_together_is_not_built(tmp_path: Path, components: list[str]) -> None:
+    workload = WORKLOADS["a Deployment"].folder
+    folder = kustomization(tmp_path, resource=workload, components=[COMPONENTS / each for each in components])
+
+    built = build(folder)
+
+    assert built.returncode != 0
+    assert "testing value /metadata/annotations/vllm-headroom~1gpu failed" in built.stderr
+
+
+def test_the_two_sidecars_are_one_but_for_how_they_start() -> None:
+    native = yaml.safe_load((COMPONENTS / "sidecar" / "patch.yaml").read_text())
+    plain = yaml.safe_load((COMPONENTS / "sidecar-plain" / "patch.yaml").read_text())
+    (container,) = native["spec"]["template"]["spec"]["initContainers"]
+
+    assert container == plain[-1]["value"] | {"restartPolicy": "Always"}
+
+
+def test_the_sidecar_runs_as_whom_its_image_is_made_for() -> None:
+    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+
+    assert {"USER 65532:65532", "EXPOSE 9839"} <= set(lines)

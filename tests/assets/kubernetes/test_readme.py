@@ -1,0 +1,71 @@
+"""What deploy/README.md says to write builds, and what it names is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.assets.kubernetes import schemas
+from tests.assets.kubernetes.rendering import COMPONENTS, HERE, REPOSITORY, documents, find, needs_kustomize, rendered
+
+DEPLOY: Final = REPOSITORY / "deploy"
+README: Final = (DEPLOY / "README.md").read_text(encoding="utf-8")
+REMOTE: Final = re.compile(r"https://github\.com/vllm-headroom/vllm-headroom//(deploy/[\w/-]+)\?ref=v([\d.]+)")
+
+
+def written() -> dict[str, Any]:
+    """Return the page's kustomization, with this repository in place of the one on the web."""
+    (block,) = re.findall(r"```yaml\n( +resources:\n.*?) +```", README, re.DOTALL)
+    content: dict[str, Any] = yaml.safe_load(block)
+    return content
+
+
+@needs_kustomize
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not on the PATH: the label is not put on")
+def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
+    vllm = HERE / "workloads" / "init-containers" / "deployment.yaml"
+    label = ["kubectl", "label", "--local", "--filename", str(vllm), "vllm-headroom=enabled", "--output", "yaml"]
+    assert " ".join(label).replace(str(vllm), "vllm.yaml") + " > labelled.yaml" in README
+    labelled = subprocess.run(label, capture_output=True, text=True, check=True)
+    (tmp_path / "labelled.yaml").write_text(labelled.stdout)
+    text = yaml.safe_dump(written())
+    here = os.path.relpath(REPOSITORY, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(REMOTE.sub(lambda found: f"{here}/{found[1]}", text))
+
+    built = documents(rendered(tmp_path))
+
+    headroom, *others = find(built, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    assert headroom["image"] == "registry.your.org/vllm-headroom:0.1.0"
+    assert {"name": "HEADROOM_ENGINE_URL", "value": "http://127.0.0.1:8001/metrics"} in headroom["env"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in headroom["env"]
+    assert [each["name"] for each in others] == ["wait", "download"]
+    assert [fault for each in built for fault in schemas.faults(each, "1.29")] == []
+
+
+def test_what_is_named_is_there() -> None:
+    named = set(
+        re.findall(
+            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy)`", README
+        )
+    )
+    there = {path.parent.name for path in COMPONENTS.glob("*/kustomization.yaml")}
+    links = re.findall(r"\]\(([\w./-]+)\)", README)
+
+    assert named | {"pod"} == there
+    assert [link for link in links if not (DEPLOY / link).exists()] == []
+
+
+def test_the_page_is_of_this_version() -> None:
+    (version,) = {found[1] for found in REMOTE.findall(README)}
+    chart = yaml.safe_load((DEPLOY / "helm" / "vllm-headroom" / "Chart.yaml").read_text())
+    container = yaml.safe_load((COMPONENTS / "sidecar" / "patch.yaml").read_text())
+    image = container["spec"]["template"]["spec"]["initContainers"][0]["image"]
+
+    assert version == chart["version"] == image.rpartition(":")[2]

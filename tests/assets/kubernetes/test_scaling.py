@@ -1,0 +1,151 @@
+"""The autoscalers ask for load, of engines that do not leak, and name what there is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.assets.alerts import query_faults
+from tests.assets.kubernetes.rendering import COMPONENTS, DEPLOY, documents, find, needs_kustomize, rendered
+from tests.assets.promql import parsed, selectors
+
+SCALED: Final = yaml.safe_load((COMPONENTS / "keda" / "scaledobject.yaml").read_text())
+HPA: Final = yaml.safe_load((COMPONENTS / "hpa" / "hpa.yaml").read_text())
+RULES: Final[list[dict[str, Any]]] = yaml.safe_load(
+    (COMPONENTS / "hpa" / "prometheus-adapter-values.yaml").read_text()
+)["rules"]["custom"]
+TRIGGERS: Final[dict[str, dict[str, Any]]] = {each["name"]: each for each in SCALED["spec"]["triggers"]}
+
+LOAD: Final = {"headroom_engine_requests_waiting", "headroom_engine_kv_cache_used_ratio"}
+
+
+def adapted(rule: dict[str, Any], pods: str) -> str:
+    """Return the query that prometheus-adapter makes of a rule for these pods."""
+    parts = {
+        "Series": re.match(r"\w+", rule["seriesQuery"])[0],  # type: ignore[index] # it begins with a name
+        "LabelMatchers": f'namespace="vllm",pod=~"{pods}"',
+        "GroupBy": "pod",
+    }
+    return re.sub(r"<<\.(\w+)>>", lambda found: parts[found[1]], rule["metricsQuery"])
+
+
+KEDA_QUERIES: Final = {name: each["metadata"]["query"] for name, each in TRIGGERS.items()}
+HPA_QUERIES: Final = {
+    name: adapted(rule, "vllm-a|vllm-b|vllm-c") for name, rule in zip(("queue", "kv-cache"), RULES, strict=True)
+}
+QUERIES: Final = [*KEDA_QUERIES.values(), *HPA_QUERIES.values(), *(rule["seriesQuery"] for rule in RULES)]
+
+each_query = pytest.mark.parametrize("query", QUERIES)
+
+
+@each_query
+def test_a_query_asks_for_what_there_is(query: str) -> None:
+    assert query_faults(query) == []
+
+
+@each_query
+def test_a_query_asks_for_load_and_for_leaks_and_never_for_memory(query: str) -> None:
+    metrics = {selector.name for selector in selectors(parsed(query))}
+
+    assert len(metrics & LOAD) == 1
+    assert metrics - LOAD <= {"headroom_leak_state"}
+
+
+def test_the_hpa_asks_for_what_the_adapter_is_told_to_offer() -> None:
+    asked = [each["pods"]["metric"]["name"] for each in HPA["spec"]["metrics"]]
+
+    assert asked == [rule["name"]["as"] for rule in RULES]
+
+
+@needs_kustomize
+@pytest.mark.parametrize("scaler", [SCALED, HPA], ids=["keda", "hpa"])
+def test_what_is_scaled_is_the_examples_deployment(scaler: dict[str, Any]) -> None:
+    target = scaler["spec"]["scaleTargetRef"]
+    deployment = find(documents(rendered(DEPLOY / "example" / "vllm")), target["kind"])
+
+    assert (target["apiVersion"], target["name"]) == (deployment["apiVersion"], deployment["metadata"]["name"])
+
+
+def test_where_nothing_is_known_the_number_of_replicas_stays() -> None:
+    assert {each["metadata"]["ignoreNullValues"] for each in TRIGGERS.values()} == {"false"}
+    assert SCALED["spec"]["minReplicaCount"] >= 1
+    assert "fallback" not in SCALED["spec"]
+
+
+def test_an_average_stands_for_the_engines_that_are_left_out() -> None:
+    assert {each["metricType"] for each in TRIGGERS.values()} == {"Value"}
+    assert {each["pods"]["target"]["type"] for each in HPA["spec"]["metrics"]} == {"AverageValue"}
+
+
+def series(pod: str, *, waiting: int, kv: float, leaking: bool) -> list[dict[str, str]]:
+    """Return a pod of two data-parallel engines and two GPUs, of which the second leaks or not."""
+    target = f'namespace="vllm",pod="{pod}",job="vllm/vllm-headroom",instance="{pod}:9839"'
+    gpus = [(gpu, int(leaking and gpu == "1")) for gpu in ("0", "1")]
+    return [
+        *(
+            {"series": f'{name}{{{target},model_name="m",engine="{engine}"}}', "values": f"{value}x1"}
+            for engine in ("0", "1")
+            for name, value in (
+                ("headroom_engine_requests_waiting", waiting),
+                ("headroom_engine_kv_cache_used_ratio", kv),
+            )
+        ),
+        *(
+            {
+                "series": f'headroom_leak_state{{{target},gpu="{gpu}",uuid="GPU-{gpu}",state="{state}"}}',
+                "values": f"{value}x1",
+            }
+            for gpu, leaks in gpus
+            for state, value in (("leaking", leaks), ("stable", 1 - leaks))
+        ),
+    ]
+
+
+def answers(values: dict[str, float]) -> list[dict[str, Any]]:
+    """Return samples as promtool expects them."""
+    return [{"labels": f'{{pod="{pod}"}}' if pod else "{}", "value": value} for pod, value in values.items()]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on the PATH: install Prometheus")
+@pytest.mark.parametrize(
+    ("query", "all_well", "one_leaks"),
+    [
+        (KEDA_QUERIES["queue"], {"": 26}, {"": 5}),
+        (KEDA_QUERIES["kv-cache"], {"": 0.5}, {"": 0.375}),
+        (HPA_QUERIES["queue"], {"vllm-a": 4, "vllm-b": 6, "vllm-c": 68}, {"vllm-a": 4, "vllm-b": 6}),
+        (
+            HPA_QUERIES["kv-cache"],
+            {"vllm-a": 0.25, "vllm-b": 0.5, "vllm-c": 0.75},
+            {"vllm-a": 0.25, "vllm-b": 0.5},
+        ),
+    ],
+    ids=["keda queue", "keda kv-cache", "hpa queue", "hpa kv-cache"],
+)
+def test_an_engine_that_leaks_does_not_count(
+    tmp_path: Path, query: str, all_well: dict[str, float], one_leaks: dict[str, float]
+) -> None:
+    def pods(*leaking: str) -> list[dict[str, str]]:
+        load = (("vllm-a", 2, 0.25), ("vllm-b", 3, 0.5), ("vllm-c", 34, 0.75))
+        return [each for pod, waits, kv in load for each in series(pod, waiting=waits, kv=kv, leaking=pod in leaking)]
+
+    nothing: dict[str, float] = {}
+    cases = ((pods(), all_well), (pods("vllm-c"), one_leaks), (pods("vllm-a", "vllm-b", "vllm-c"), nothing))
+    file = tmp_path / "test.yaml"
+    tests = [
+        {
+            "input_series": fed,
+            "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": answers(expected)}],
+        }
+        for fed, expected in cases
+    ]
+    file.write_text(yaml.safe_dump({"tests": tests}))
+
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr

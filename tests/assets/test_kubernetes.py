@@ -1,0 +1,179 @@
+"""Every case renders as written down, is valid in the versions it is for, and the example's parts fit each other."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from tests.assets.kubernetes import schemas
+from tests.assets.kubernetes.rendering import (
+    CASES,
+    DEPLOY,
+    Document,
+    documents,
+    find,
+    needs_kustomize,
+    rendered,
+)
+from tests.conftest import Golden
+from vllm_headroom.config import Settings
+
+EXAMPLE: Final = DEPLOY / "example"
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def example(kind: str, name: str | None = None) -> Document:
+    return find(documents(rendered(EXAMPLE)), kind, name)
+
+
+def vllm() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the specification of the example's pods, and its container of vLLM."""
+    pod: dict[str, Any] = example("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    return pod, container
+
+
+@needs_kustomize
+@each_case
+def test_a_case_renders_as_written_down(case: Path, golden: Golden) -> None:
+    texts = [text for text in rendered(case).split("---\n") if not is_shown_elsewhere(yaml.safe_load(text))]
+
+    golden(case / "rendered.yaml", "---\n".join(texts))
+
+
+def is_shown_elsewhere(document: Document) -> bool:
+    """Return True for the alerts and the dashboards, which are tested where they are made."""
+    return document["kind"] == "PrometheusRule" or "dashboard" in document["metadata"]["name"]
+
+
+@needs_kustomize
+@each_case
+def test_a_case_is_valid_in_every_version_that_it_is_for(case: Path) -> None:
+    found = documents(rendered(case))
+    versions = [(each, tuple(map(int, each.split(".")))) for each in schemas.versions()]
+
+    assert [
+        fault
+        for name, version in versions
+        for document in found
+        if version >= schemas.DRA_SINCE or not schemas.uses_dra(document)
+        for fault in schemas.faults(document, name)
+    ] == []
+
+
+@needs_kustomize
+@pytest.mark.parametrize(
+    ("case", "kind", "way", "value"),
+    [
+        (
+            "example",
+            "Deployment",
+            ("spec", "template", "spec", "initContainers", 0, "securityContext", "runAsRoot"),
+            True,
+        ),
+        ("example", "Deployment", ("spec", "template", "spec", "initContainers", 0, "restartPolicies"), "Always"),
+        ("example", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "ports"), "headroom"),
+        ("example", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "15 seconds"),
+        ("example", "PrometheusRule", ("spec", "groups", 0, "rules", 0, "expression"), "up"),
+        ("example-keda", "ScaledObject", ("spec", "triggers", 0, "metadata", "threshold"), 4),
+        ("example-keda", "ScaledObject", ("spec", "maxReplicas"), 4),
+        ("example-dra", "ResourceClaimTemplate", ("spec", "spec", "devices", "requests", 0, "count"), 2),
+    ],
+)
+def test_a_field_that_is_not_there_is_a_fault(case: str, kind: str, way: tuple[Any, ...], value: object) -> None:
+    (path,) = (each for each in CASES if each.name == case)
+    broken = copy.deepcopy(find(documents(rendered(path)), kind))
+    part: Any = broken
+    for step in way[:-1]:
+        part = part[step]
+    part[way[-1]] = value
+
+    assert schemas.faults(broken, schemas.versions()[-1])
+
+
+@needs_kustomize
+def test_dra_is_of_1_34() -> None:
+    (path,) = (each for each in CASES if each.name == "example-dra")
+    template = find(documents(rendered(path)), "ResourceClaimTemplate")
+
+    assert schemas.faults(template, "1.33")
+    assert not schemas.faults(template, "1.34")
+
+
+@needs_kustomize
+@each_case
+def test_images_are_pinned_and_settings_exist(case: Path) -> None:
+    text = rendered(case)
+    settings = {f"HEADROOM_{name.upper()}" for name in Settings.model_fields}
+
+    assert all(re.search(r"(:v?\d[\w.]*|@sha256:\w{64})$", image) for image in re.findall(r"image: (\S+)", text))
+    assert set(re.findall(r"name: (HEADROOM_\w+)", text)) <= settings
+
+
+@needs_kustomize
+def test_the_monitor_finds_the_sidecars_port_and_is_called_as_the_alerts_have_it() -> None:
+    monitor = example("PodMonitor")
+    template = example("Deployment")["spec"]["template"]
+    (headroom,) = template["spec"]["initContainers"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    assert endpoint["port"] in {port["name"] for port in headroom["ports"]}
+    assert f'job=~"(.+/)?{monitor["metadata"]["name"]}"' in yaml.safe_dump(example("PrometheusRule"), width=10**6)
+
+
+@needs_kustomize
+def test_the_examples_vllm_has_time_to_load_and_to_end() -> None:
+    pod, container = vllm()
+    startup, readiness, liveness = (container[f"{which}Probe"] for which in ("startup", "readiness", "liveness"))
+    waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    (drains,) = (int(each.partition("=")[2]) for each in container["args"] if each.startswith("--shutdown-timeout="))
+
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+    assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 30
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 120
+    assert pod["terminationGracePeriodSeconds"] > waits + drains
+    assert (
+        example("Deployment")["spec"]["progressDeadlineSeconds"]
+        > startup["periodSeconds"] * startup["failureThreshold"]
+    )
+
+
+@needs_kustomize
+def test_the_examples_vllm_has_its_volumes_and_no_token() -> None:
+    pod, container = vllm()
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {each["mountPath"]: volumes[each["name"]] for each in container["volumeMounts"]}
+
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"  # noqa: S108 - where NCCL looks
+    assert (
+        mounts["/models"]["persistentVolumeClaim"]["claimName"] == example("PersistentVolumeClaim")["metadata"]["name"]
+    )
+    assert pod["automountServiceAccountToken"] is False
+    assert (
+        example("Service")["spec"]["selector"].items()
+        <= example("Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    )
+
+
+@needs_kustomize
+def test_the_policy_closes_the_sidecars_port_and_no_other() -> None:
+    (case,) = (each for each in CASES if each.name == "example-keda")
+    policy = find(documents(rendered(case)), "NetworkPolicy")["spec"]
+    prometheus, everyone = policy["ingress"]
+    ranges = [(each["port"], each.get("endPort", each["port"])) for each in everyone["ports"] if "port" in each]
+    port = Settings.model_fields["listen_port"].default
+    closed = [each for each in range(1, 65536) if not any(low <= each <= high for low, high in ranges)]
+
+    assert closed == [port]
+    assert (8000, 8000) in ranges
+    assert [each["protocol"] for each in everyone["ports"] if "port" not in each] == ["UDP", "SCTP"]
+    assert "from" not in everyone
+    assert (prometheus["ports"], len(prometheus["from"])) == ([{"protocol": "TCP", "port": port}], 1)
+    assert policy["policyTypes"] == ["Ingress"]
