@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_URL ?=
 ENGINE_FOLDER ?= .engine
+IMAGE_FOLDER ?= .image
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
 
-.PHONY: run test check bench bench-leak engine-test gpu-test clean
+.PHONY: run test check bench bench-leak engine-test gpu-test image-test clean
 
 run: $(VENV)/.run
 ifeq ($(ENGINE_URL),)
@@ -39,6 +40,10 @@ engine-test: $(VENV)/.test
 gpu-test: $(VENV)/.test
 	$(BIN)/pytest -m gpu -s tests/gpu
 
+image-test: $(VENV)/.test
+	tests/image/setup.sh $(IMAGE_FOLDER)
+	IMAGE_FOLDER=$(IMAGE_FOLDER) $(BIN)/pytest -m image -s tests/image
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "vllm-headroom needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -56,4 +61,4 @@ $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .engine .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .engine .image .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
