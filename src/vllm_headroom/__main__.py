@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -93,10 +94,38 @@ def _demo(words: Sequence[str]) -> int:
     return _daemon(words, DemoSettings, serve, DEMO_USAGE)
 
 
-def _replay(words: Sequence[str]) -> int:
-    from vllm_headroom.replay import command  # noqa: PLC0415 - the same
+def _doctor(words: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from vllm_headroom.config import Settings  # noqa: PLC0415 - the same
+    from vllm_headroom.doctor.usage import USAGE as DOCTOR_USAGE  # noqa: PLC0415 - the same
 
-    return command.start(words)
+    async def look(settings: Settings) -> int:
+        from vllm_headroom.doctor import command  # noqa: PLC0415 - the same
+
+        return await command.serve(settings, as_json="--json" in words)
+
+    return _daemon([word for word in words if word != "--json"], Settings, look, DOCTOR_USAGE)
+
+
+def _smoke(words: Sequence[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from vllm_headroom.smoke import settings as own  # noqa: PLC0415 - the same
+
+    async def serve(settings: own.SmokeSettings) -> int:
+        from vllm_headroom.smoke import command  # noqa: PLC0415 - the same
+
+        return await command.serve(settings, as_json="--json" in words)
+
+    return _daemon([word for word in words if word != "--json"], own.SmokeSettings, serve, own.USAGE)
+
+
+def _package(name: str) -> Callable[[Sequence[str]], int]:
+    """Return the start of a command that reads its options by itself; nothing is imported before it is called."""
+
+    def start(words: Sequence[str]) -> int:
+        return int(importlib.import_module(f"vllm_headroom.{name}.command").start(words))
+
+    return start
 
 
 def _daemon(
@@ -146,7 +175,13 @@ def _end_on_signals() -> None:
 COMMANDS: Final = {
     "run": Command(summary="The daemon, beside a vLLM server; what runs without a command.", start=_run),
     "demo": Command(summary="The daemon over a simulated engine and GPU, to look at.", start=_demo),
-    "replay": Command(summary="The leak detector over a recorded past.", start=_replay),
+    "doctor": Command(summary="What the daemon can see from here, and what to do about the rest.", start=_doctor),
+    "plan": Command(summary="Whether a model will fit, and what to change.", start=_package("plan")),
+    "preflight": Command(summary="Whether vLLM would start on these GPUs now.", start=_package("preflight")),
+    "smoke": Command(summary="Whether a vLLM that was just started serves.", start=_smoke),
+    "check": Command(summary="Whether a trace keeps its limits: the gate for CI.", start=_package("check")),
+    "advise": Command(summary="Which cause fits, and which option of vLLM mends it.", start=_package("advise")),
+    "replay": Command(summary="The leak detector over a recorded past.", start=_package("replay")),
 }
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ RECORD_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 
+NO_BYTES: Final = (
+    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
+    " with can be given in HEADROOM_KV_BYTES_PER_TOKEN"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What differs between the real daemon and the demo; `notice` is shown to people on `/`."""
@@ -95,6 +101,9 @@ async def run(parts: Parts, settings: Settings) -> int:
         )
         return CANNOT_LISTEN
     ending = Ending()
+    shape = settings.model_shape
+    if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=NO_BYTES)
     with signals(ending):
         try:
             log.info("listening", port=listener.getsockname()[1], version=version())
@@ -120,6 +129,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         derivations=derivations(
             reported_bytes=settings.reported_bytes,
             kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=settings.model_shape,
             baseline_bytes_per_request=settings.baseline_bytes_per_request,
         ),
         clock=clock,

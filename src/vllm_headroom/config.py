@@ -9,15 +9,21 @@ from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom.config_fields import NONE, seconds, setting
-from vllm_headroom.config_values import Gpus, Headers, LogFormat, LogLevel, Size, Url
+from vllm_headroom.config_values import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.shape import ModelShape
 
 
 class Settings(BaseSettings):
     """What the daemon is told, understood, checked and frozen."""
 
     model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, str_strip_whitespace=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        str_strip_whitespace=True,
+        protected_namespaces=(),
     )
 
     no_options: ClassVar[frozenset[str]] = frozenset()
@@ -89,12 +95,20 @@ class Settings(BaseSettings):
     )
     kv_bytes_per_token: float | None = setting(
         None,
-        "Bytes one token takes in the KV cache of one engine; without it, the KV cache is known in tokens only.",
+        "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
+        " known in tokens only.",
         accepts="a number above 0, at most 1000000000",
         shown=NONE,
         word="BYTES",
         gt=0,
         le=10**9,
+    )
+    model_config_: Model | None = setting(
+        None,
+        "The configuration of the model that the engine serves, to tell the bytes per token from, unless they are set.",
+        accepts="the path of a model's config.json, or of the folder that has one",
+        word="PATH",
+        shown=NONE,
     )
     baseline_bytes_per_request: Size | None = setting(
         None,
@@ -154,6 +168,11 @@ class Settings(BaseSettings):
         if isinstance(self.gpus, tuple):
             return Selection(listed=self.gpus)
         return Selection(everything=self.gpus == "all")
+
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """Return what `model_config_` says, None without one."""
+        return None if self.model_config_ is None else self.model_config_.shape
 
     @field_validator("*", mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_headroom.config_sources import CONFIG, Given
-from vllm_headroom.config_values import redacted
+from vllm_headroom.config_values import RefusedError, redacted
 
 NONE: Final = "none"
 
@@ -38,18 +38,22 @@ def about(field: FieldInfo, what: Literal["accepts", "word", "shown"]) -> str:
 def refusals(kind: type[BaseModel], given: Iterable[Given]) -> list[str]:
     """Return a line for each value that `kind` refuses: what was given, secrets aside, and what is accepted."""
     return [
-        f"{one.name}: got {_shown(one)}, accepts {about(kind.model_fields[one.setting], 'accepts')}"
+        f"{one.name}: got {_shown(one)}{reason}, accepts {about(kind.model_fields[one.setting], 'accepts')}"
         for one in given
-        if one.setting != CONFIG and (one.value is None or not _is_valid(kind, one))
+        if one.setting != CONFIG and (reason := _refusal(kind, one)) is not None
     ]
 
 
-def _is_valid(kind: type[BaseModel], given: Given) -> bool:
+def _refusal(kind: type[BaseModel], given: Given) -> str | None:
+    """Return why a value is refused, in brackets and empty where the value says it all; None where it is not."""
+    if given.value is None:
+        return ""
     try:
         kind.model_validate({given.setting: given.value})
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        reasons = [mistake.get("ctx", {}).get("error") for mistake in error.errors(include_input=False)]
+        return "".join(f" ({reason})" for reason in reasons if isinstance(reason, RefusedError))
+    return None
 
 
 def _shown(given: Given) -> str:

@@ -42,14 +42,19 @@ class Found:
     mistakes: tuple[str, ...] = ()
 
 
+def key(setting: str) -> str:
+    """Return how the file spells a setting: pydantic has a `model_config` of its own, so ours is `model_config_`."""
+    return setting.removesuffix("_")
+
+
 def option(setting: str) -> str:
     """Return how the command line spells a setting."""
-    return "--" + setting.replace("_", "-")
+    return "--" + key(setting).replace("_", "-")
 
 
 def variable(setting: str) -> str:
     """Return how the environment spells a setting."""
-    return PREFIX + setting.upper()
+    return PREFIX + key(setting).upper()
 
 
 def from_arguments(argv: Sequence[str], settings: Collection[str]) -> Found:
@@ -116,17 +121,18 @@ def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
 
 
 def _from_mapping(root: yaml.MappingNode, path: str, settings: Collection[str]) -> Found:
+    known = {key(setting): setting for setting in settings}
     given: list[Given] = []
     mistakes: list[str] = []
-    keys = [_text(key) or "a key that is no text" for key, _ in root.value]
-    for key, (_, node) in zip(keys, root.value, strict=True):
-        name = f"{key} in {path}"
-        if key not in settings:
-            mistakes.append(_unknown(name, str, settings))
-        elif keys.count(key) > 1:
-            mistakes.append(f"{name}: given {keys.count(key)} times, accepts one")
+    written = [_text(word) or "a key that is no text" for word, _ in root.value]
+    for word, (_, node) in zip(written, root.value, strict=True):
+        name = f"{word} in {path}"
+        if word not in known:
+            mistakes.append(_unknown(name, key, settings))
+        elif written.count(word) > 1:
+            mistakes.append(f"{name}: given {written.count(word)} times, accepts one")
         elif not node.tag.endswith(":null"):
-            given.append(Given(setting=key, name=name, value=_texts(node)))
+            given.append(Given(setting=known[word], name=name, value=_texts(node)))
     return Found(given=tuple(given), mistakes=tuple(dict.fromkeys(mistakes)))
 
 
@@ -164,6 +170,6 @@ def _of_a_service(name: str, value: str) -> bool:
 def _unknown(name: str, spell: Callable[[str], str], settings: Collection[str]) -> str:
     """Say that there is no such setting; its value is not shown, for it may be a secret under a wrong name."""
     meant = name.split(maxsplit=1)[0].lower().removeprefix("--").removeprefix(PREFIX.lower()).replace("-", "_")
-    containing = sorted((setting for setting in sorted(settings) if f"_{meant}_" in f"_{setting}_"), key=len)
+    containing = sorted((setting for setting in sorted(settings) if f"_{meant}_" in f"_{key(setting)}_"), key=len)
     closest = containing or difflib.get_close_matches(meant, sorted(settings), n=1)
     return f"{name}: not a setting, " + (f"did you mean {spell(closest[0])}?" if closest else "see --help")

@@ -9,7 +9,7 @@ import yaml
 
 from vllm_headroom.config import Settings
 from vllm_headroom.config_fields import about
-from vllm_headroom.config_sources import option, variable
+from vllm_headroom.config_sources import key, option, variable
 from vllm_headroom.config_values import redacted
 
 WIDTH: Final = 80
@@ -67,7 +67,7 @@ def settings_yaml(settings: Settings) -> str:
     in_force["engine_url"] = redacted(settings.engine_url)
     in_force["engine_headers"] = dict.fromkeys(settings.engine_headers, "***")
     return yaml.safe_dump(
-        {name: in_force[name] for name in in_force if name not in settings.no_options},
+        {key(name): in_force[name] for name in in_force if name not in settings.no_options},
         sort_keys=False,
         allow_unicode=True,
     )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, PlainSerializer, SecretStr
+
+from vllm_headroom.model_file import read_model
+from vllm_headroom.shape import ModelShape
 
 UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** power
@@ -84,6 +89,28 @@ def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
     return headers
 
 
+class RefusedError(ValueError):
+    """A value that is refused for a reason that the operator can do something about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A model's configuration: where it is, and what it says."""
+
+    path: Path
+    shape: ModelShape
+
+
+def model_file(value: object) -> object:
+    """Return what the file at a path says of a model; what is no path is left to the type."""
+    if not isinstance(value, str | Path):
+        return value
+    shape = read_model(Path(value))
+    if isinstance(shape, str):
+        raise RefusedError(shape)
+    return ModelFile(path=Path(value), shape=shape)
+
+
 def redacted(url: str) -> str:
     """Return the URL, or what was meant to be one, with stars for its user and password.
 
@@ -97,6 +124,7 @@ Size = Annotated[int, BeforeValidator(size_bytes), Field(ge=1, le=2**53)]
 """Up to what a float counts exactly."""
 
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
+Model = Annotated[InstanceOf[ModelFile], BeforeValidator(model_file), PlainSerializer(lambda model: str(model.path))]
 Headers = Annotated[dict[str, SecretStr], BeforeValidator(json_mapping), AfterValidator(sendable)]
 LogFormat = Annotated[Literal["logfmt", "json"], BeforeValidator(lower)]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)]

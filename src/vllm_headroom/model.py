@@ -49,6 +49,7 @@ class EngineReading:
     generation_tokens_total: float | None = None
     kv_used_ratio: float | None = None
     kv_capacity_tokens: float | None = None
+    kv_cache_dtype: str | None = None
     prefix_queries_total: float | None = None
     prefix_hits_total: float | None = None
     prefix_hit_lifetime_ratio: float | None = None

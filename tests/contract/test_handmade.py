@@ -72,6 +72,7 @@ EXPECTED: Final = {
             generation_tokens_total=30.0,
             kv_used_ratio=0.0004059539918808878,
             kv_capacity_tokens=7390 * 16.0,
+            kv_cache_dtype="auto",
             gpu_memory_utilization_ratio=0.9,
             started_at_seconds=1712345670.0,
         ),

@@ -4,67 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.process import Daemon, daemon, eventually
+from tests.engine.serving import Engine, words
+from tests.process import Daemon, daemon
 
 pytestmark = pytest.mark.engine
 
-HERE = Path(__file__).parent
-FOLDER = Path(os.environ.get("ENGINE_FOLDER", ".engine")).resolve()
 TINY_CAPACITY_TOKENS = 2_097_152
 """1 GiB of KV cache at 2 layers x 2 KV heads x 32 x 2 (key, value) x 2 bytes = 512 bytes a token."""
-
-
-@dataclass
-class Engine:
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def complete(self, prompt: str, tokens: int) -> dict[str, int]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
-        answer.raise_for_status()
-        usage: dict[str, int] = answer.json()["usage"]
-        return usage
-
-
-def words(first: int, count: int) -> str:
-    return " ".join(f"w{300 + (first + step) % 1000}" for step in range(count))
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (FOLDER / "serve.log").open("wb") as log:
-        process = subprocess.Popen(
-            [HERE / "serve.sh", FOLDER, str(port)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        eventually(lambda: answers(f"{url}/metrics"), "vLLM answers", deadline_seconds=300)
-        yield Engine(url=url, process=process)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +53,7 @@ def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> No
 
     def keep_one_in_flight(client: int) -> None:
         while not seen.is_set():
-            engine.complete(words(31 * client, 64), 1500)
+            engine.complete(words(31 * client, 64), 300)
 
     with ThreadPoolExecutor(24) as pool:
         clients = [pool.submit(keep_one_in_flight, client) for client in range(24)]
@@ -117,7 +69,7 @@ def test_running_waiting_and_kv_under_load(engine: Engine, beside: Daemon) -> No
             seen.set()
         for client in clients:
             client.result()
-    assert 64 <= page.value("engine_kv_cache_tokens_per_running_request") <= 64 + 1500 + 128
+    assert 64 <= page.value("engine_kv_cache_tokens_per_running_request") <= 64 + 300 + 128
     assert page.value("engine_kv_cache_bytes_per_running_request") == pytest.approx(
         512 * page.value("engine_kv_cache_tokens_per_running_request")
     )

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_real_vllm import Engine, engine, words
+from tests.engine.serving import Engine, words
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.process import Daemon, Page, daemon
 
 pytestmark = pytest.mark.engine
 
-__all__ = ["engine"]
 BASE = 72 * GIB
 BYTES_PER_REQUEST = 4 * MIB
 MINUTES = 20

@@ -7,9 +7,10 @@ import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Final, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final
+
+from tests.fakes.local_server import LocalServer
 
 PATH: Final = "/v2/enqueue"
 MOST_BYTES: Final = 512_000
@@ -47,7 +48,7 @@ class Event:
         return payload
 
 
-class PagerDuty:
+class PagerDuty(LocalServer):
     """Listens on loopback from construction until `close`; `keys` are the integration keys it knows.
 
     `events` are those accepted, `refused` the answers to all others; `throttled` many next requests get 429.
@@ -60,26 +61,11 @@ class PagerDuty:
         self._keys = frozenset(keys)
         self._open: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self._thread.start()
+        super().__init__(self._handler())
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}{PATH}"
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        return super().url + PATH
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self

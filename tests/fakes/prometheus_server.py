@@ -6,13 +6,13 @@ import bisect
 import json
 import math
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Final, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final
 from urllib.parse import parse_qs
+
+from tests.fakes.local_server import LocalServer
 
 MOST_POINTS: Final = 11_000
 
@@ -27,7 +27,7 @@ Rows = list[tuple[Labels, list[tuple[float, float]]]]
 Answer = tuple[int, Mapping[str, str], bytes]
 
 
-class PrometheusServer:
+class PrometheusServer(LocalServer):
     """Listens on loopback from construction until `close`; `answer`, when set, is what every request gets.
 
     `forms` are the forms of all requests so far, `heads` their headers and `paths` where they went.
@@ -39,30 +39,11 @@ class PrometheusServer:
         self.heads: list[dict[str, str]] = []
         self.paths: list[str] = []
         self._series: dict[tuple[tuple[str, str], ...], list[tuple[float, float]]] = defaultdict(list)
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        super().__init__(self._handler())
 
     def add(self, name: str, values: Iterable[tuple[float, float]], /, **labels: str) -> None:
         """Keep a series; `values` pairs seconds since the epoch with a value."""
         self._series[tuple(sorted({"__name__": name, **labels}.items()))].extend(values)
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self

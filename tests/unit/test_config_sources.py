@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from vllm_headroom.config import Settings
 from vllm_headroom.config_load import SettingsError, load
+from vllm_headroom.config_sources import variable
 
 
 def mistakes(argv: list[str], environ: dict[str, str]) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ def test_what_only_looks_like_a_services_variable_is_a_mistake() -> None:
 @settings(deadline=None)
 @given(setting=st.sampled_from(sorted(Settings.model_fields)), text=st.text())
 def test_any_text_is_a_value_or_one_line_that_names_its_setting(setting: str, text: str) -> None:
-    name = f"HEADROOM_{setting.upper()}"
+    name = variable(setting)
 
     lines = mistakes([], {name: text})
 

@@ -5,6 +5,7 @@ import yaml
 from vllm_headroom.config import Settings
 from vllm_headroom.config_fields import about
 from vllm_headroom.config_load import load
+from vllm_headroom.config_sources import option
 from vllm_headroom.config_text import OTHERS, WIDTH, settings_help, settings_table, settings_yaml
 from vllm_headroom.demo.settings import DemoSettings
 
@@ -22,7 +23,7 @@ def test_help_has_every_setting_with_its_default_within_the_width() -> None:
     text = settings_help(Settings)
 
     for name, field in Settings.model_fields.items():
-        assert f"  --{name.replace('_', '-')} {about(field, 'word')}\n" in text
+        assert f"  {option(name)} {about(field, 'word')}\n" in text
     assert "--gpu-fatal-grace-seconds SECONDS\n" in text
     assert "      Default: 60. Accepts a number of seconds from 0 to 3600.\n" in text
     assert text.count("Default: ") == len(Settings.model_fields)

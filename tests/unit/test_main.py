@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from vllm_headroom.config import Settings
+from vllm_headroom.config_sources import key, option
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 
@@ -30,7 +31,7 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("Usage: vllm-headroom [run] [OPTION VALUE]...\n")
     assert "\n  demo      The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
-    assert all(f"\n  --{name.replace('_', '-')} " in process.stdout for name in Settings.model_fields)
+    assert all(f"\n  {option(name)} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
 
 
@@ -56,7 +57,7 @@ def test_print_config_shows_what_is_in_force_without_secrets(tmp_path: Path) -> 
     printed = yaml.safe_load(process.stdout)
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert list(printed) == list(Settings.model_fields)
+    assert list(printed) == list(map(key, Settings.model_fields))
     assert printed["listen_port"] == 1
     assert printed["gpus"] == ["0", "1"]
     assert printed["log_level"] == "debug"
@@ -97,7 +98,8 @@ def test_an_unknown_command_is_told_the_known_ones() -> None:
     process = vllm_headroom("doctr")
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "'doctr': not a command, accepts run, demo, replay\n"
+    known = "run, demo, doctor, plan, preflight, smoke, check, advise, replay"
+    assert process.stderr == f"'doctr': not a command, accepts {known}\n"
 
 
 def test_help_imports_nothing_of_the_daemon() -> None:
@@ -113,6 +115,7 @@ LIVE = """
 import asyncio, sys
 from vllm_headroom.__main__ import _live
 from vllm_headroom.config import Settings
+from vllm_headroom.config_sources import key, option
 async def daemon():
     print(type(asyncio.get_running_loop()).__module__)
     {end}

@@ -15,26 +15,28 @@ from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
+from vllm_headroom.shape import ModelShape
 
 
 def derivations(
     *,
     reported_bytes: float | None = None,
     kv_bytes_per_token: float | None = None,
+    model: ModelShape | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation, in the order of the line: what a newcomer adds to.
 
     `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
-    token in the KV cache of one engine, `baseline_bytes_per_request` what a running request should cost on a GPU; None
-    where the operator does not say.
+    token in the KV cache of one engine, `model` the model that it can be told from, `baseline_bytes_per_request` what a
+    running request should cost on a GPU; None where the operator does not say.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
-        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token)),
+        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
         Derivation(name="leak", initial=LeakMemory(), step=leaks),

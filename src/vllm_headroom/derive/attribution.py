@@ -75,6 +75,16 @@ def attribute(
     return state, tuple(gpus)
 
 
+def pids_are_true(readings: GpuReadings, processes: ProcessReadings) -> bool:
+    """Tell whether NVML and /proc mean the same process by one pid."""
+    return _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
+
+
+def process_memory_is_true(readings: GpuReadings, processes: ProcessReadings) -> bool:
+    """Tell whether the memory that NVML lists with a pid is that process's."""
+    return _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
+
+
 def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
     """Return where the engine is now; one that gives back its devices one after another is not a new one."""
     if isinstance(processes, Failure):

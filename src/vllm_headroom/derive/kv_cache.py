@@ -6,19 +6,43 @@ from collections.abc import Iterator
 from math import floor, isfinite
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.footprint import engine_bytes_per_token
 from vllm_headroom.derive.readings import engine_labels, named
 from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
+from vllm_headroom.shape import ModelShape
 
 
-def kv_cache(snapshot: Snapshot, *, bytes_per_token: float | None) -> tuple[Sample, ...]:
+def kv_cache(
+    snapshot: Snapshot, *, bytes_per_token: float | None, model: ModelShape | None = None
+) -> tuple[Sample, ...]:
     """Return KV figures per engine; `bytes_per_token` counts one token on all GPUs of one engine together.
 
-    vLLM tells no bytes per token, so without it there are tokens and no bytes. What is per running request is absent
-    while nothing runs or nothing is held.
+    vLLM tells no bytes per token: without it they are told from `model` and the cache's dtype on the page, and where
+    that cannot be, there are tokens and no bytes. What is per running request is absent while nothing runs or nothing
+    is held.
     """
     if isinstance(snapshot.engines, Failure):
         return ()
-    return tuple(sample for engine in named(snapshot.engines) for sample in _of_engine(engine, bytes_per_token))
+    gpus = _gpus(snapshot)
+    return tuple(
+        sample
+        for engine in named(snapshot.engines)
+        for sample in _of_engine(engine, _known(engine, model, gpus) if bytes_per_token is None else bytes_per_token)
+    )
+
+
+def _gpus(snapshot: Snapshot) -> int | None:
+    """Return the GPUs of one engine, at the most; None where they are not known."""
+    if isinstance(snapshot.gpus, Failure) or isinstance(snapshot.engines, Failure):
+        return None
+    engines = {engine.engine for engine in snapshot.engines.engines}
+    return -(-sum(gpu.attribution is not None for gpu in snapshot.gpus) // max(1, len(engines))) or None
+
+
+def _known(engine: EngineReading, model: ModelShape | None, gpus: int | None) -> int | None:
+    if model is None or engine.kv_cache_dtype is None:
+        return None
+    return engine_bytes_per_token(model, kv_dtype=engine.kv_cache_dtype, gpus=gpus)
 
 
 def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import inf, isfinite
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.profile import Combine, Fact, Profile
+from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 
 _ONLY_ENGINE: Final = "0"
+_NO_EXCEPTIONS: Final = ("", "[]", "None")
 _Key = tuple[str, str]
 _Families = Mapping[str, list[Sample]]
 
@@ -63,12 +64,19 @@ def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[
 
 
 def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:
-    values = {fact.field: _value(profile, fact, families, ranks) for fact in profile.facts}
+    values: dict[str, Any] = {fact.field: _value(profile, fact, families, ranks) for fact in profile.facts}
     blocks, block_tokens = values.pop("kv_blocks", None), values.pop("kv_block_tokens", None)
     if values.get("kv_capacity_tokens") is None and blocks is not None and block_tokens is not None:
         values["kv_capacity_tokens"] = _usable("kv_capacity_tokens", blocks * block_tokens)
     awake = values.pop("awake", None)
+    values |= {fact.field: _text(fact, families.get(fact.family, ())) for fact in profile.texts}
     return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
+
+
+def _text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
+    found = {sample.labels.get(fact.label, "") for sample in samples}
+    excepted = any(sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples)
+    return None if len(found) != 1 or excepted else found.pop() or None
 
 
 def _value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:

@@ -17,6 +17,7 @@ INPUTS: Final[tuple[tuple[str, str], ...]] = (
     ("generation_tokens", "generation_tokens_total"),
     ("kv_cache_usage", "kv_used_ratio"),
     ("kv_cache_capacity", "kv_capacity_tokens"),
+    ("kv_cache_dtype", "kv_cache_dtype"),
     ("prefix_cache_queries", "prefix_queries_total"),
     ("prefix_cache_hits", "prefix_hits_total"),
     ("prefix_cache_hit_rate", "prefix_hit_lifetime_ratio"),
@@ -61,6 +62,19 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextFact:
+    """Where a field of EngineReading comes from that is a label's text: unknown unless all series agree on it.
+
+    It is unknown, too, where the label `exceptions` names parts of the engine that it does not hold for.
+    """
+
+    field: str
+    family: str
+    label: str
+    exceptions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """How to read the page of one kind of engine.
 
@@ -71,6 +85,7 @@ class Profile:
     name: str
     prefixes: tuple[str, ...]
     facts: tuple[Fact, ...]
+    texts: tuple[TextFact, ...] = ()
     model_label: str = "model_name"
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
@@ -85,13 +100,14 @@ class Profile:
     def names_pattern(self) -> str:
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.families}
+        prefixed |= {fact.family for fact in self.texts}
         engines = f"(?:{_any_of(self.prefixes)})(?:{_any_of(sorted(prefixed))})"
         return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
 
     @property
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """The inputs that this kind of engine may offer, and their fields."""
-        fields = {fact.field for fact in self.facts}
+        fields = {fact.field for fact in self.facts} | {fact.field for fact in self.texts}
         return tuple((name, field) for name, field in INPUTS if field in fields)
 
 

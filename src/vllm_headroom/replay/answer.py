@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_headroom.parse.trace import unnamed
-from vllm_headroom.replay.course import Course, Moment
-from vllm_headroom.replay.watch import Watch
+from vllm_headroom.past.course import Course, Moment
+from vllm_headroom.past.watch import Watch
 
 
 def found(watch: Watch) -> dict[str, Any]:

@@ -8,25 +8,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from io import TextIOWrapper
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, NoReturn
+from typing import Final
 
+from vllm_headroom.console import BAD_INPUT, Parser, say
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse.trace import snapshot_of, snapshots
+from vllm_headroom.parse.trace import snapshot_of
+from vllm_headroom.past.errors import BadInput
+from vllm_headroom.past.read import recorded, usable
+from vllm_headroom.past.watch import Watch
 from vllm_headroom.replay.answer import found
 from vllm_headroom.replay.curves import Curves
-from vllm_headroom.replay.errors import BadInput
-from vllm_headroom.replay.watch import Watch
 from vllm_headroom.replay.words import verdict
 
 LEAK_FOUND: Final = 1
-BAD_INPUT: Final = 2
-LONGEST_LINE: Final = 2**20
-"""Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
-
 NARROWEST, WIDEST = 60, 160
 NO_TERMINAL: Final = "No picture: pip install 'vllm-headroom[replay]' draws memory and load here."
 NO_PNG: Final = "--png needs matplotlib: pip install 'vllm-headroom[png]'"
@@ -49,12 +45,6 @@ Example:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line."""
-        self.exit(BAD_INPUT, f"vllm-headroom replay: {message}; see --help\n")
-
-
 def start(words: Sequence[str]) -> int:
     """Run the command; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -70,7 +60,7 @@ def start(words: Sequence[str]) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="vllm-headroom replay",
         usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --from-prometheus URL --start TIME",
         description=DESCRIPTION,
@@ -103,9 +93,9 @@ def _replay(given: argparse.Namespace) -> int:
         except OSError as error:
             raise BadInput(f"{given.png}: cannot be written: {error.strerror}") from error
     if given.json:
-        _print(json.dumps(found(watch), allow_nan=False))
+        say(json.dumps(found(watch), allow_nan=False))
     else:
-        _print("\n".join(verdict(watch)) + ("" if save else _drawn(watch, curves)))
+        say("\n".join(verdict(watch)) + ("" if save else _drawn(watch, curves)))
     return LEAK_FOUND if given.fail_on_leak and watch.leaked else 0
 
 
@@ -114,26 +104,9 @@ def _past(given: argparse.Namespace) -> Iterator[Snapshot]:
     if given.from_prometheus is not None:
         from vllm_headroom.replay.prometheus import records_from  # noqa: PLC0415 - the same
 
-        yield from _usable(map(snapshot_of, records_from(given)))
-    elif given.trace == "-":
-        yield from _usable(snapshots(_lines(sys.stdin.buffer)))
+        yield from usable(map(snapshot_of, records_from(given)))
     else:
-        try:
-            with Path(given.trace).open("rb") as stream:
-                yield from _usable(snapshots(_lines(stream)))
-        except OSError as error:
-            raise BadInput(f"{given.trace}: cannot be read: {error.strerror}") from error
-
-
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(stream.readline, LONGEST_LINE), b"")
-
-
-def _usable(past: Iterable[Snapshot | str]) -> Iterator[Snapshot]:
-    for snapshot in past:
-        if isinstance(snapshot, str):
-            raise BadInput(snapshot)
-        yield snapshot
+        yield from recorded(given.trace)
 
 
 def _saver() -> Callable[[Watch, Curves, Path], None]:
@@ -152,14 +125,3 @@ def _drawn(watch: Watch, curves: Curves) -> str:
     columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     return "".join(f"\n\n{chart}" for chart in drawing(watch, curves, columns=columns, colour=colour))
-
-
-def _print(text: str) -> None:
-    """Write to standard output; whoever stops reading it needs no more of it."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
-from vllm_headroom.replay.course import Course
+from vllm_headroom.past.course import Course
+from vllm_headroom.past.watch import Watch
 from vllm_headroom.replay.curves import Curves, Point, limits, thinned
-from vllm_headroom.replay.watch import Watch
 
 COLUMNS: Final = 1600
 DOTS_PER_INCH: Final = 150

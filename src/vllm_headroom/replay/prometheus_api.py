@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 import httpx
 
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 from vllm_headroom.replay.prometheus_words import Span
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Final
 
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 from vllm_headroom.replay.prometheus_api import Api
 from vllm_headroom.replay.prometheus_engines import OWN_ENGINES, OWN_PROCESSES, VLLM_ENGINES
 from vllm_headroom.replay.prometheus_gpus import DCGM_GPUS, OWN_GPUS, SMI_GPUS

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 from vllm_headroom.replay.prometheus_api import Api, Series
 from vllm_headroom.replay.prometheus_kinds import Kind
 from vllm_headroom.replay.prometheus_words import Span

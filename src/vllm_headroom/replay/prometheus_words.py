@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 
 _UNIT_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"

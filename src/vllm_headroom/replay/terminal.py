@@ -7,8 +7,8 @@ from typing import Final
 
 import plotext
 
+from vllm_headroom.past.watch import Watch
 from vllm_headroom.replay.curves import Curves, Point, Stretch, limits, thinned
-from vllm_headroom.replay.watch import Watch
 
 DOTS: Final = 2
 """Of a braille character, side by side."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import httpx
 
@@ -21,6 +23,15 @@ _KEEP_ALIVE_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
 
 _TOKEN: Final = re.compile(r"[\x21-\x7e]+")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a server answers to a request that is not for a page, whatever its status."""
+
+    status: int
+    text: str
 
 
 class PageReader:
@@ -56,9 +67,16 @@ class PageReader:
 
         Bytes that are not UTF-8 become U+FFFD. A fetch that is cancelled or timed out drops its connection.
         """
+        return await self._in_time(self._page())
+
+    async def post(self, body: Mapping[str, object]) -> Answer | Failure:
+        """Send `body` as JSON to the URL and return what is answered to it; else like `fetch`."""
+        return await self._in_time(self._answer(body))
+
+    async def _in_time(self, request: Awaitable[T | Failure]) -> T | Failure:
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                return await self._page()
+                return await request
         except (TimeoutError, httpx.HTTPError, OSError) as error:
             problem = no_answer(error, self._url, self._timeout_seconds)
         if problem.reason is Reason.TLS:
@@ -72,16 +90,34 @@ class PageReader:
             await client.aclose()
 
     async def _page(self) -> str | Failure:
-        client, headers = self._opened_client(), self._request_headers()
-        if isinstance(client, Failure):
-            return client
-        if isinstance(headers, Failure):
-            return headers
-        auth = None if self._bearer_token_file else self._auth
-        async with client.stream("GET", self._url, headers=headers, auth=auth) as response:
+        async with self._request("GET", None) as response:
+            if isinstance(response, Failure):
+                return response
             if response.status_code != HTTPStatus.OK:
                 return refusal(response, self._url)
-            body = await read_body(response, self._max_bytes)
+            return await self._text(response)
+
+    async def _answer(self, body: Mapping[str, object]) -> Answer | Failure:
+        async with self._request("POST", body) as response:
+            if isinstance(response, Failure):
+                return response
+            text = await self._text(response)
+        return text if isinstance(text, Failure) else Answer(status=response.status_code, text=text)
+
+    @asynccontextmanager
+    async def _request(self, method: str, body: Mapping[str, object] | None) -> AsyncIterator[httpx.Response | Failure]:
+        client, headers = self._opened_client(), self._request_headers()
+        if isinstance(client, Failure):
+            yield client
+        elif isinstance(headers, Failure):
+            yield headers
+        else:
+            auth = None if self._bearer_token_file else self._auth
+            async with client.stream(method, self._url, headers=headers, auth=auth, json=body) as response:
+                yield response
+
+    async def _text(self, response: httpx.Response) -> str | Failure:
+        body = await read_body(response, self._max_bytes)
         if isinstance(body, Reason):
             return broken_body(body, self._url, self._max_bytes)
         return body.decode(errors="replace")

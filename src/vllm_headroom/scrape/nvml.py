@@ -19,6 +19,7 @@ from vllm_headroom.scrape.nvml_errors import (
     source_failure_of,
     unforeseen,
 )
+from vllm_headroom.scrape.nvml_faults import GpuFaults
 from vllm_headroom.scrape.nvml_lane import Lane
 from vllm_headroom.scrape.nvml_roster import Outcome, Roster
 from vllm_headroom.scrape.nvml_session import Session
@@ -92,6 +93,16 @@ class Nvml:
             deadline = _now() + timeout_seconds
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
                 await self._sample(deadline)
+
+    async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
+        """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
+        async with self._turn:
+            deadline = _now() + timeout_seconds
+            answers: list[GpuFaults | Failure] = []
+            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+                for device, limit_seconds in self._shares(deadline):
+                    answers.append(await self._ask(device, device.faults, limit_seconds))
+            return tuple(answer for answer in answers if isinstance(answer, GpuFaults))
 
     async def close(self) -> None:
         """Shut NVML down if it answers quickly; leave it as it is otherwise."""

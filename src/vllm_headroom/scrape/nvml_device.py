@@ -12,6 +12,7 @@ import pynvml
 from vllm_headroom.model import GpuMemory, GpuReading
 from vllm_headroom.scrape.nvml_calls import Calls, Handle
 from vllm_headroom.scrape.nvml_errors import LOST
+from vllm_headroom.scrape.nvml_faults import GpuFaults, faults_of
 from vllm_headroom.scrape.nvml_parts import Part, parts, whole_gpu
 from vllm_headroom.scrape.nvml_peak import Peak
 from vllm_headroom.scrape.nvml_process_list import ProcessList, compute_processes
@@ -65,6 +66,14 @@ class Device:
         try:
             for part in self.parts:
                 self._memory(part)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            raise
+
+    def faults(self) -> GpuFaults:
+        """Return what the whole GPU says of faults in its memory."""
+        try:
+            return faults_of(self.gpu or self._open(), self._around.calls)
         except pynvml.NVMLError as error:
             self._note(error.value)
             raise

@@ -15,6 +15,9 @@
  *   temperature 41                            degrees Celsius
  *   power 212500                              milliwatts
  *   process 4242 1073741824                   pid and bytes, or N/A
+ *   ecc 1 0                                   ECC is on, and off from the next reset on
+ *   rows 1 0                                  row remapping: one is pending, none has failed
+ *   pages 1                                   retired pages are pending
  *   error nvmlDeviceGetPowerUsage 3           as above, on this device and its instances; `all` means every function
  *   hang nvmlDeviceGetMemoryInfo_v2 30        the same
  *   xid 79                                    one event per line: append a line to raise it (`xid 43 2`: instance 2)
@@ -50,6 +53,7 @@ typedef struct Device {
   char uuid[TEXT], name[TEXT];
   struct Device *parent;
   int live, has_memory, utilization, temperature, power, mig, process_count, xid_count;
+  int ecc, ecc_pending, rows_pending, rows_failed, pages_pending;
   unsigned gpu_instance, xids[MAX_XIDS], xid_instances[MAX_XIDS];
   u64 total, used, reserved;
   ProcessInfo processes[MAX_PROCESSES];
@@ -70,6 +74,7 @@ static Faults global_errors, global_hangs;
 static void forget_facts(Device *device) {
   device->live = device->has_memory = device->process_count = device->xid_count = 0;
   device->utilization = device->temperature = device->power = device->mig = -1;
+  device->ecc = device->rows_pending = device->pages_pending = -1;
   device->errors.count = device->hangs.count = 0;
   device->name[0] = 0;
 }
@@ -119,6 +124,9 @@ static void learn(Device *device, const char *fact, const char *text) {
   if (!strcmp(fact, "temperature")) device->temperature = atoi(text);
   if (!strcmp(fact, "power")) device->power = atoi(text);
   if (!strcmp(fact, "mig")) device->mig = !strcmp(text, "on");
+  if (!strcmp(fact, "ecc")) sscanf(text, "%d %d", &device->ecc, &device->ecc_pending);
+  if (!strcmp(fact, "rows")) sscanf(text, "%d %d", &device->rows_pending, &device->rows_failed);
+  if (!strcmp(fact, "pages")) device->pages_pending = atoi(text);
   if (!strcmp(fact, "process")) add_process(device, text);
   if (!strcmp(fact, "xid")) add_xid(device, text);
 }
@@ -337,6 +345,25 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, Pro
   if (room < *count) return end(INSUFFICIENT_SIZE);
   if (*count) memcpy(infos, device->processes, *count * sizeof *infos);
   return end(SUCCESS);
+}
+
+int nvmlDeviceGetEccMode(Device *device, unsigned *current, unsigned *pending) {
+  BEGIN(device);
+  *pending = device->ecc_pending > 0;
+  return end(number(&device->ecc, current));
+}
+
+int nvmlDeviceGetRemappedRows(Device *device, unsigned *correctable, unsigned *uncorrectable, unsigned *pending,
+                              unsigned *failed) {
+  BEGIN(device);
+  *correctable = *uncorrectable = 0;
+  *failed = device->rows_failed > 0;
+  return end(number(&device->rows_pending, pending));
+}
+
+int nvmlDeviceGetRetiredPagesPendingStatus(Device *device, unsigned *pending) {
+  BEGIN(device);
+  return end(number(&device->pages_pending, pending));
 }
 
 int nvmlDeviceGetMigMode(Device *device, unsigned *current, unsigned *pending) {

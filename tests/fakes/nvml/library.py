@@ -49,6 +49,7 @@ class FakeDevice:
     """A GPU or a MIG instance; what is None is not supported.
 
     `memory_bytes` is total, used and reserved; `errors` and `hangs` map a C function, or "all", to a code or seconds.
+    `ecc` is whether ECC is on now and after the next reset, `rows` whether a row remapping is pending and has failed.
     """
 
     uuid: str
@@ -59,6 +60,9 @@ class FakeDevice:
     utilization_percent: int | None = None
     temperature_celsius: int | None = None
     power_milliwatts: int | None = None
+    ecc: tuple[bool, bool] | None = None
+    rows: tuple[bool, bool] | None = None
+    pages_pending: bool | None = None
     processes: dict[int, int | None] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     hangs: dict[str, float] = field(default_factory=dict)
@@ -71,6 +75,9 @@ class FakeDevice:
             "utilization": self.utilization_percent,
             "temperature": self.temperature_celsius,
             "power": self.power_milliwatts,
+            "ecc": self.ecc and _flags(*self.ecc),
+            "rows": self.rows and _flags(*self.rows),
+            "pages": None if self.pages_pending is None else _flags(self.pages_pending),
         }
         return [
             *(f"{fact} {value}" for fact, value in facts.items() if value is not None),
@@ -156,3 +163,7 @@ def _faults(errors: dict[str, int], hangs: dict[str, float]) -> list[str]:
         *(f"error {function} {code}" for function, code in errors.items()),
         *(f"hang {function} {seconds}" for function, seconds in hangs.items()),
     ]
+
+
+def _flags(*flags: bool) -> str:
+    return " ".join(str(int(flag)) for flag in flags)

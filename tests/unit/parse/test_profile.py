@@ -41,6 +41,7 @@ def test_vllm_offers_these_inputs_in_this_order() -> None:
         "generation_tokens",
         "kv_cache_usage",
         "kv_cache_capacity",
+        "kv_cache_dtype",
         "prefix_cache_queries",
         "prefix_cache_hits",
         "prefix_cache_hit_rate",

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.replay.history import BEGIN, MODEL, TARGET, UUID, add_dcgm, add_vllm, level, records, scraped
 from vllm_headroom.parse.trace import snapshot_of
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 
 MIB = 2**20
 

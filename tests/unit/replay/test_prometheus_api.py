@@ -9,7 +9,7 @@ from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.engine_server import EngineServer, cut, page
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
 from tests.unit.replay.history import lazily
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 from vllm_headroom.replay.prometheus_api import Api
 from vllm_headroom.replay.prometheus_words import Span
 

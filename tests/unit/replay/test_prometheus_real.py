@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.replay.history import MODEL, TARGET, UUID, lazily
 from tests.unit.replay.real_prometheus import INSTALLED, running_prometheus, write_blocks, write_series
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 
 pytestmark = pytest.mark.skipif(not INSTALLED, reason="prometheus and promtool are not installed")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.replay.errors import BadInput
+from vllm_headroom.past.errors import BadInput
 from vllm_headroom.replay.prometheus import add_options
 from vllm_headroom.replay.prometheus_words import Span, matcher, span_between
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import log
+from math import isfinite, log
 from typing import Final
 
 from vllm_headroom import catalog
@@ -53,10 +53,10 @@ def baseline(
     page = snapshot.engines
     state = _of_this_life(state, page)
     running = running_requests(page)
-    if not running:
+    if not running or not isfinite(running):
         return state, ()
     state = replace(state, busiest=_busiest(state.busiest, running, snapshot.time_seconds))
-    band, warm = round(log(running) / log(COMPARABLE)), (finished(page) or 0.0) >= WARM_REQUESTS
+    band, warm = load_band(running), (finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
     bands = dict(state.bands)
     for gpu in snapshot.gpus:
@@ -73,6 +73,11 @@ def baseline(
         if ratio is not None:
             samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, gpu_labels(gpu), ratio))
     return replace(state, bands=bands), tuple(samples)
+
+
+def load_band(running: float) -> int:
+    """Return the number of the band that a load above 0 is in; loads of one band are comparable."""
+    return round(log(running) / log(COMPARABLE))
 
 
 def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:

@@ -25,13 +25,14 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
         processes = tuple(process for process in snapshot.processes if process.role is role)
         if processes:
             tracks[role] = observe(
-                tracks.get(role) or Track(clock=snapshot.monotonic_seconds), _seen(processes, snapshot)
+                tracks.get(role) or Track(clock=snapshot.monotonic_seconds), host_observation(processes, snapshot)
             )
             samples += _samples(role, tracks[role], settled=settled)
     return Tracks(tracks=tracks), tuple(samples)
 
 
-def _seen(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -> Observation:
+def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -> Observation:
+    """Return what the detector is told of the processes of one role."""
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
     return Observation(
         seconds=snapshot.monotonic_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.parse.profile import Combine, Fact, Profile
+from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 
 _INFO: Final = ("cache_config_info",)
 
@@ -19,6 +19,14 @@ VLLM: Final = Profile(
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
+    texts=(
+        TextFact(
+            field="kv_cache_dtype",
+            family="cache_config_info",
+            label="cache_dtype",
+            exceptions="kv_cache_dtype_skip_layers",  # 0.19 and newer
+        ),
+    ),
     facts=(
         Fact(field="running", families=("num_requests_running",)),
         Fact(field="waiting", families=("num_requests_waiting",)),

@@ -10,7 +10,7 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import Sample, Snapshot
-from vllm_headroom.replay.course import Course, Moment
+from vllm_headroom.past.course import Course, Moment
 from vllm_headroom.vocabulary import LeakState, Role
 
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})

@@ -1,4 +1,4 @@
-"""What ends a replay before it has an answer."""
+"""What ends a command before it has an answer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Pure: facts to advice, one cause a function."""

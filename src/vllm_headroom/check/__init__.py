@@ -1,0 +1,1 @@
+"""The gate for CI: did this version of vLLM take or leak more memory than it may?"""

@@ -1,0 +1,1 @@
+"""What can be seen from here, what is missing and the line that fixes it."""

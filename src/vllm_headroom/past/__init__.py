@@ -1,0 +1,1 @@
+"""A recorded past, read and fed through the daemon's leak detector."""

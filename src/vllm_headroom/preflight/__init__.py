@@ -1,0 +1,1 @@
+"""The command `preflight`: would vLLM start on these GPUs now?"""

@@ -1,0 +1,47 @@
+"""What preflight says of one thing, and of all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What is looked at; a closed set, for scripts and for --ignore."""
+
+    DRIVER = "driver"
+    GPUS = "gpus"
+    MEMORY = "memory"
+    ECC = "ecc"
+    IDENTICAL = "identical"
+    SHM = "shm"
+
+
+class Verdict(StrEnum):
+    """Whether vLLM would start."""
+
+    GO = "go"
+    NO_GO = "no_go"
+    CANNOT_TELL = "cannot_tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that keeps vLLM from starting, that cannot be told, or, with GO, that is worth a remark.
+
+    `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may mend it.
+    """
+
+    kind: Kind
+    verdict: Verdict
+    text: str
+    fix: str | None = None
+    gpu: int | None = None
+    may_pass: bool = False
+
+
+def overall(findings: Iterable[Finding]) -> Verdict:
+    """Return the verdict: one certain hindrance is enough, whatever else cannot be told."""
+    verdicts = {finding.verdict for finding in findings}
+    return next((worst for worst in (Verdict.NO_GO, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GO)

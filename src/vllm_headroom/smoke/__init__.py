@@ -1,0 +1,1 @@
+"""The command `smoke`: does vLLM serve, now that it has started?"""

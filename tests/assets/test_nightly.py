@@ -1,0 +1,96 @@
+"""The example workflow for CI is well-formed, and runs this product with options that it has."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from vllm_headroom.check.options import parsed
+from vllm_headroom.config_load import load_as
+from vllm_headroom.load.options import parser as load_parser
+from vllm_headroom.preflight.options import parser_of_options as preflight_parser
+from vllm_headroom.smoke.settings import SmokeSettings
+
+ROOT: Final = Path(__file__).parents[2]
+FOLDER: Final = ROOT / "deploy" / "ci"
+WORKFLOW: Final = yaml.safe_load((FOLDER / "nightly.yml").read_text())
+README: Final = (FOLDER / "README.md").read_text()
+ENVIRONMENT: Final = {**WORKFLOW["env"], "TRACE": "nightly.jsonl"}
+
+OPTIONS: Final[dict[str, Callable[[list[str]], object]]] = {
+    "preflight": lambda words: preflight_parser().parse_args(words),
+    "smoke": lambda words: load_as(SmokeSettings, words, {}),
+    "load": lambda words: load_parser().parse_args(words),
+    "check": parsed,
+}
+
+
+def steps() -> Iterator[dict[str, Any]]:
+    for job in WORKFLOW["jobs"].values():
+        yield from job["steps"]
+
+
+def commands(script: str) -> Iterator[Sequence[str]]:
+    """Yield the words of each command of ours in a shell script."""
+    for line in re.sub(r"\\\n\s*", " ", script).splitlines():
+        replaced = re.sub(r"\$(\w+)", lambda found: str(ENVIRONMENT.get(found[1], found[0])), line)
+        words = shlex.split(replaced)
+        if words[:1] == ["vllm-headroom"]:
+            yield words[1:]
+
+
+OURS: Final = [words for step in steps() for words in commands(step.get("run", ""))]
+
+
+def test_the_workflow_does_all_that_it_is_there_for_in_order() -> None:
+    assert [words[0] for words in OURS] == ["preflight", "smoke", "load", "check"]
+
+
+@pytest.mark.parametrize("words", OURS, ids=[words[0] for words in OURS])
+def test_every_command_understands_its_options(words: Sequence[str]) -> None:
+    assert OPTIONS[words[0]](list(words[1:])) is not None
+
+
+def test_the_gitlab_example_understands_its_options() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
+    (words,) = (words for line in yaml.safe_load(block)["memory"]["script"] for words in commands(line))
+
+    assert parsed(list(words[1:])).junit == Path("report.xml")
+
+
+def test_every_step_is_an_action_of_a_version_or_a_script_that_bash_can_read() -> None:
+    for step in steps():
+        assert ("uses" in step) != ("run" in step), step
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+        else:
+            done = subprocess.run(["bash", "-n"], input=step["run"], text=True, capture_output=True, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_jobs_and_expressions_name_what_there_is() -> None:
+    jobs = WORKFLOW["jobs"]
+    keys = set(jobs["record"]["strategy"]["matrix"]["include"][0])
+
+    assert jobs["check"]["needs"] in jobs
+    assert set(re.findall(r"matrix\.(\w+)", (FOLDER / "nightly.yml").read_text())) == keys
+    assert all(set(row) == keys for row in jobs["record"]["strategy"]["matrix"]["include"])
+    assert WORKFLOW[True]["schedule"]  # YAML 1.1 reads "on" as true; GitHub does not
+
+
+def test_what_is_checked_is_what_was_recorded() -> None:
+    (check,) = (parsed(list(words[1:])) for words in OURS if words[0] == "check")
+    recorded = {f"{row['version']}.jsonl" for row in WORKFLOW["jobs"]["record"]["strategy"]["matrix"]["include"]}
+
+    assert {check.trace, check.baseline} == recorded
+
+
+def test_it_is_no_workflow_of_this_repository() -> None:
+    assert not (ROOT / ".github").exists() or not list((ROOT / ".github").rglob("nightly.y*ml"))

@@ -1,0 +1,89 @@
+"""The real daemon over the demo's scenarios, and what is advised of its page and of its trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process import Page, daemon, eventually
+
+SPEED = "1000"
+HOUR = 3600.0
+
+
+def advise(*words: str) -> tuple[int, dict[str, Any]]:
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "advise", "--json", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert process.stderr == ""
+    found = json.loads(process.stdout)
+    assert isinstance(found, dict)
+    return process.returncode, found
+
+
+def causes(found: dict[str, Any]) -> list[str]:
+    return [advice["cause"] for advice in found["advice"]]
+
+
+def is_in(page: Page, state: str) -> bool:
+    return page.value("leak_state", state=state) == 1
+
+
+def recorded_hours(file: Path) -> float:
+    lines = file.read_text().splitlines() if file.exists() else []
+    times = [json.loads(line)["t"] for line in (lines[1:2] + lines[-1:]) if '"t"' in line and line.endswith("}")]
+    return (times[-1] - times[0]) / HOUR if times else 0.0
+
+
+@pytest.mark.parametrize("scenario", ["healthy", "burst"])
+def test_a_healthy_demo_is_told_nothing_on_its_page_and_on_its_trace(scenario: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with daemon("demo", "--scenario", scenario, "--speed", SPEED, TRACE_FILE=str(file)) as running:
+        eventually(lambda: recorded_hours(file) > 1.5, "an hour and a half is recorded", 300)
+        running.sees(lambda page: is_in(page, "stable") or is_in(page, "unsettled"), "the detector is warm", 300)
+        of_page = advise("--url", running.url)
+    of_trace = advise(str(file))
+
+    assert (of_page[0], of_page[1]["verdict"], causes(of_page[1])) == (0, "nothing_to_change", [])
+    assert (of_trace[0], of_trace[1]["verdict"], causes(of_trace[1])) == (0, "nothing_to_change", [])
+
+
+def test_a_leaking_demo_is_told_a_restart_and_no_option(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with daemon("demo", "--scenario", "leak", "--speed", SPEED, TRACE_FILE=str(file)) as running:
+        running.sees(lambda page: is_in(page, "leaking"), "the leak is found", 300)
+        of_page = advise("--url", running.url)
+    of_trace = advise(str(file))
+
+    for status, found in (of_page, of_trace):
+        assert (status, causes(found)) == (1, ["gpu_leak"])
+        assert [change["flag"] for change in found["advice"][0]["changes"]] == [None, None]
+
+
+def test_a_neighbour_in_the_demo_is_another_tenant() -> None:
+    def took(page: Page) -> bool:
+        return page.value("gpu_memory_held_bytes", holder="other") > 1.1 * 2**30
+
+    with daemon("demo", "--scenario", "neighbour", "--speed", "100") as running:
+        running.sees(took, "the neighbour is there", 300)
+        status, found = advise("--url", running.url)
+
+    assert (status, causes(found)) == (1, ["another_tenant"])
+
+
+def test_an_engine_that_is_down_cannot_be_told() -> None:
+    with daemon(ENGINE_URL="http://127.0.0.1:9/metrics", SAMPLE_INTERVAL_SECONDS="0.2") as running:
+        running.sees(lambda page: page.value("source_up", source="engine") == 0, "the first sample")
+        status, found = advise("--url", running.url)
+
+    assert (status, found["verdict"]) == (2, "cannot_tell")
+    assert "the engine's own page: it was not read" in found["missing"]

@@ -1,0 +1,201 @@
+"""The real command, before vLLM starts, over a C library as NVML."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.process import eventually
+
+HIDDEN = ("HEADROOM_", "CUDA_", "LD_LIBRARY_PATH")
+OWN = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeNvml:
+    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b")])
+
+
+def preflight(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "preflight", *words],
+        env=OWN | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def document(process: subprocess.CompletedProcess[str]) -> Any:
+    assert process.stderr == ""
+    return json.loads(process.stdout)
+
+
+def test_a_go_ends_with_status_0(nvml: FakeNvml) -> None:
+    process = preflight(**nvml.environment())
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.splitlines() == [
+        "GPU 0 (GPU-a) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM asks for 73.06 GiB",
+        "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3: 79.41 GiB free of 79.41 GiB, vLLM asks for 73.06 GiB",
+        "GO",
+        "The highest --gpu-memory-utilization that would work now is 0.99.",
+    ]
+
+
+def test_no_go_ends_with_status_1_and_names_the_process(nvml: FakeNvml) -> None:
+    nvml.gpus[1].used_bytes, nvml.gpus[1].processes = 30 * GIB, {os.getpid(): 30 * GIB}
+    nvml.write()
+
+    process = preflight("--json", **nvml.environment())
+    found = document(process)
+
+    assert process.returncode == 1
+    assert found["verdict"] == "no_go"
+    assert found["highest_gpu_memory_utilization"] == 0.61
+    assert found["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
+    (process_on_it,) = found["gpus"][1]["processes"]
+    assert process_on_it["pid"] == os.getpid()
+    assert [(finding["kind"], finding["verdict"], finding["gpu"]) for finding in found["findings"]] == [
+        ("memory", "no_go", 1)
+    ]
+
+
+def test_vllms_options_and_cudas_variable_choose_what_is_judged(nvml: FakeNvml) -> None:
+    nvml.gpus[1].used_bytes = 30 * GIB
+    nvml.write()
+    environ = nvml.environment()
+
+    assert preflight("--gpu-memory-utilization", "0.6", **environ).returncode == 0
+    assert preflight("--bytes", "45GiB", **environ).returncode == 0
+    assert preflight("--gpus", "0", **environ).returncode == 0
+    assert preflight("--tensor-parallel-size=1", **environ).returncode == 0
+    assert preflight("--tensor-parallel-size=2", **environ).returncode == 1
+    assert preflight(CUDA_VISIBLE_DEVICES="0", **environ).returncode == 0
+    assert preflight(CUDA_VISIBLE_DEVICES="1", **environ).returncode == 1
+    assert preflight("--gpus=0", CUDA_VISIBLE_DEVICES="1", **environ).returncode == 0
+
+
+def test_memory_that_is_freed_while_it_waits_is_a_go(nvml: FakeNvml) -> None:
+    nvml.gpus[0].used_bytes = 60 * GIB
+    nvml.write()
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_headroom", "preflight", "--wait", "10m", "--json"],
+        env=OWN | nvml.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            nvml.gpus[0].used_bytes = 0
+            nvml.write()
+            output, more = process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+    assert said.startswith("waiting, ")
+    assert "GPU 0: 19.41 GiB are free" in said
+    assert (process.returncode, more) == (0, "")
+    assert json.loads(output)["waited_seconds"] > 0
+
+
+def test_memory_that_stays_taken_is_no_go_after_the_wait(nvml: FakeNvml) -> None:
+    nvml.gpus[0].used_bytes = 60 * GIB
+    nvml.write()
+
+    process = preflight("--wait", "2s", **nvml.environment())
+
+    assert process.returncode == 1
+    assert process.stderr.count("waiting, ") == 1
+    assert "\nNO GO after 2 s\n" in process.stdout
+
+
+def test_a_hung_driver_cannot_be_told_and_does_not_keep_the_command(nvml: FakeNvml) -> None:
+    nvml.hangs = {"nvmlInitWithFlags": 600}
+    nvml.write()
+
+    began = time.monotonic()
+    process = preflight(**nvml.environment())
+
+    assert process.returncode == 2
+    assert process.stdout.startswith("CANNOT TELL\n  cannot tell: NVML does not answer: ")
+    assert time.monotonic() - began < 60
+
+
+def test_without_the_library_it_cannot_tell(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")
+
+    process = preflight(LD_LIBRARY_PATH=str(tmp_path))
+
+    assert process.returncode == 2
+    assert "libnvidia-ml.so.1 cannot be loaded in this container: " in process.stdout
+
+
+def test_a_signal_ends_it_while_it_waits(nvml: FakeNvml) -> None:
+    nvml.gpus[0].used_bytes = 60 * GIB
+    nvml.write()
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_headroom", "preflight", "--wait", "1h"],
+        env=OWN | nvml.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting, ")
+        process.send_signal(signal.SIGINT)
+        eventually(lambda: process.poll() is not None, "it ends")
+        assert process.stderr.read() == ""
+
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ("--gpu-memory-utilization", "92"),
+            "argument --gpu-memory-utilization: got '92', accepts a ratio above 0, at most 1",
+        ),
+        (("--bytes", "much"), "argument --bytes: got 'much', accepts a number of bytes, or a size such as 72GiB"),
+        (("--gpus", "gpu0"), "argument --gpus: got 'gpu0', accepts all, or GPU indices or UUIDs separated by commas"),
+        (("--tensor-parallel-size", "0"), "argument --tensor-parallel-size: got '0', accepts a number from 1 to 64"),
+        (("--wait", "soon"), "argument --wait: got 'soon', accepts a duration such as 120s or 2m"),
+        (("--colour",), "unrecognized arguments: --colour"),
+    ],
+)
+def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], line: str) -> None:
+    process = preflight(*words)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"vllm-headroom preflight: {line}; see --help\n"
+
+
+def test_a_variable_that_names_no_gpu_is_bad_input() -> None:
+    process = preflight(CUDA_VISIBLE_DEVICES="NoDevFiles")
+
+    assert process.returncode == 2
+    assert process.stderr == (
+        "vllm-headroom preflight: CUDA_VISIBLE_DEVICES: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes"
+        " its place; see --help\n"
+    )
+
+
+def test_its_help_has_an_example() -> None:
+    process = preflight("--help")
+
+    assert process.returncode == 0
+    assert "\n  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s\n" in process.stdout
+    assert max(map(len, process.stdout.splitlines())) <= 80

@@ -1,0 +1,67 @@
+"""Print what vLLM itself reckons that sequences take; run by the Python that vLLM is installed in.
+
+Standard input is a list of cases: layers of each kind, sizes, tokens; the output is the bytes of each.
+"""
+
+import json
+import sys
+from types import SimpleNamespace as Settings
+
+import torch
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+
+def settings(case: dict[str, int]) -> Settings:
+    """Return as much of vLLM's configuration as its reckoning looks at."""
+    return Settings(
+        model_config=Settings(max_model_len=case["tokens"]),
+        parallel_config=Settings(
+            decode_context_parallel_size=1, pipeline_parallel_size=1, tensor_parallel_size=case["ranks"]
+        ),
+        cache_config=Settings(
+            mamba_cache_mode="align",
+            num_gpu_blocks_override=None,
+            get_resolved_kv_cache_layout=lambda: KVCacheLayout["LBNHC"],
+        ),
+        scheduler_config=Settings(disable_hybrid_kv_cache_manager=False),
+        attention_config=Settings(hisparse_config=None),
+        speculative_config=None,
+        kv_transfer_config=None,
+        max_in_flight_tokens=case["in_flight_tokens"],
+    )
+
+
+def specs(case: dict[str, int]) -> dict[str, KVCacheSpec]:
+    """Return what vLLM's layers would say that they keep."""
+    block, heads, dtype = case["block_tokens"], max(1, case["kv_heads"] // case["ranks"]), torch.bfloat16
+    plain = {"block_size": block, "num_kv_heads": heads, "head_size": case["head_size"], "dtype": dtype}
+    full = FullAttentionSpec(**plain)
+    if case["latent_width"]:
+        full = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=case["latent_width"], dtype=dtype)
+    layers: list[KVCacheSpec] = [full] * case["full_layers"]
+    if case["windowed_layers"]:
+        layers += [SlidingWindowSpec(**plain, sliding_window=case["window_tokens"])] * case["windowed_layers"]
+    if case["stateful_layers"]:
+        state = ((case["state_bytes"] // case["ranks"] // 2,),)
+        padded = full.page_size_bytes
+        mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), page_size_padded=padded, mamba_cache_mode="align")
+        layers += [mamba] * case["stateful_layers"]
+    return {f"layer.{number}": spec for number, spec in enumerate(layers)}
+
+
+def needed_bytes(case: dict[str, int]) -> int:
+    """Return vLLM's own figure for one sequence on one GPU."""
+    told = settings(case)
+    groups = kv_cache_utils.get_kv_cache_groups(told, specs(case))
+    return int(kv_cache_utils._max_memory_usage_bytes_from_groups(told, groups))
+
+
+json.dump([needed_bytes(case) for case in json.load(sys.stdin)], sys.stdout)

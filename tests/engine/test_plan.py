@@ -1,0 +1,50 @@
+"""What a sequence takes of the KV cache, by `plan` and by the real vLLM's own functions. Run by `make engine-test`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from tests.engine.serving import FOLDER, HERE
+from tests.unit.parse.models import NAMES, model
+from vllm_headroom.derive.kv_layout import kv_layout
+
+pytestmark = pytest.mark.engine
+
+IN_FLIGHT_TOKENS = 16_384
+LENGTHS = (1, 100, 4_096, 32_768, 131_072)
+KEPT = (
+    *("full_layers", "windowed_layers", "window_tokens", "stateful_layers", "state_bytes"),
+    *("kv_heads", "head_size", "latent_width"),
+)
+
+
+def test_every_sequence_takes_what_vllm_reckons() -> None:
+    cases, planned = [], []
+    for name in NAMES:
+        shape = model(name)
+        for ranks in (1, 2):
+            layout = kv_layout(
+                shape, block_tokens=16, in_flight_tokens=IN_FLIGHT_TOKENS, tensor_parallel=ranks, kv_dtype="bfloat16"
+            )
+            assert layout is not None
+            for tokens in LENGTHS:
+                sizes = {field: getattr(shape, field) for field in KEPT}
+                asked = {"ranks": ranks, "tokens": tokens, "in_flight_tokens": IN_FLIGHT_TOKENS}
+                cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, **sizes})
+                planned.append(layout.blocks(tokens) * layout.block_bytes)
+
+    reckoned = subprocess.run(
+        [FOLDER / "venv" / "bin" / "python", HERE / "reckon.py"],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+
+    found = json.loads(reckoned.stdout.splitlines()[-1])
+    wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
+    assert not wrong

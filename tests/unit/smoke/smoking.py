@@ -1,0 +1,27 @@
+"""Takes the steps of the smoke test in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from vllm_headroom.config_load import load_as
+from vllm_headroom.smoke.command import taken
+from vllm_headroom.smoke.reach import Reach
+from vllm_headroom.smoke.settings import SmokeSettings
+from vllm_headroom.smoke.step import Name, State, Step
+
+Steps = dict[Name, Step]
+
+
+def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
+    """Return the steps by name; `words` are options."""
+    settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
+    steps = asyncio.run(taken(settings, Reach(settings), say))
+    assert [step.name for step in steps] == list(Name)
+    return {step.name: step for step in steps}
+
+
+def states(steps: Steps) -> list[State]:
+    """Return how it went, in the order of the steps."""
+    return [step.state for step in steps.values()]
