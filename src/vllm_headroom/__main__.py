@@ -179,6 +179,7 @@ COMMANDS: Final = {
     "plan": Command(summary="Whether a model will fit, and what to change.", start=_package("plan")),
     "preflight": Command(summary="Whether vLLM would start on these GPUs now.", start=_package("preflight")),
     "smoke": Command(summary="Whether a vLLM that was just started serves.", start=_smoke),
+    "load": Command(summary="A bounded load on a server you name, with its memory watched.", start=_package("load")),
     "check": Command(summary="Whether a trace keeps its limits: the gate for CI.", start=_package("check")),
     "advise": Command(summary="Which cause fits, and which option of vLLM mends it.", start=_package("advise")),
     "replay": Command(summary="The leak detector over a recorded past.", start=_package("replay")),

@@ -98,7 +98,7 @@ def test_an_unknown_command_is_told_the_known_ones() -> None:
     process = vllm_headroom("doctr")
 
     assert (process.returncode, process.stdout) == (2, "")
-    known = "run, demo, doctor, plan, preflight, smoke, check, advise, replay"
+    known = "run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"
     assert process.stderr == f"'doctr': not a command, accepts {known}\n"
 
 

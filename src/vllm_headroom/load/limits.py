@@ -1,0 +1,90 @@
+"""How many streams this process can hold, and what it runs out of first."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+OWN_DESCRIPTORS: Final = 64
+"""For what is opened besides streams: the sampler's files, /proc, the trace."""
+
+STREAM_BYTES: Final = 16 * 2**10
+"""Memory of a stream over http: 4 KiB here and what the kernel keeps of a socket, doubled."""
+
+TLS_STREAM_BYTES: Final = 128 * 2**10
+"""The same over https, where each connection has buffers of its own for encryption."""
+
+MOST: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """Something that ends: `streams` is how many it is enough for."""
+
+    streams: int
+    name: str
+
+
+def raise_descriptors() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a kernel whose own limit is lower keeps the soft one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def limits(
+    descriptors: int, *, tls: bool, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
+) -> tuple[Limit, ...]:
+    """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
+    open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    ports = _local_ports(proc)
+    memory = _free_bytes(proc, cgroup)
+    found = (
+        Limit(streams=max(0, descriptors - open_now - OWN_DESCRIPTORS), name=f"ulimit -n {descriptors}"),
+        None if ports is None else Limit(streams=ports, name=f"{ports} local ports (net.ipv4.ip_local_port_range)"),
+        None if memory is None else Limit(streams=memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), name="memory"),
+    )
+    return tuple(sorted((limit for limit in found if limit), key=lambda limit: limit.streams))
+
+
+def too_many(streams: int, found: tuple[Limit, ...]) -> str | None:
+    """Return why so many streams cannot be held; None where they can."""
+    first = found[0]
+    if streams <= first.streams:
+        return None
+    return f"needs {streams} streams at once, and this process can hold {first.streams}: {first.name} ends first"
+
+
+def _local_ports(proc: Path) -> int | None:
+    try:
+        first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
+        return int(last) - int(first) + 1
+    except (OSError, ValueError):
+        return None
+
+
+def _free_bytes(proc: Path, cgroup: Path) -> int | None:
+    """Return what the machine calls available, or what is left of the container's limit where that is less."""
+    found = [_available(proc), _left(cgroup)]
+    return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
+
+
+def _available(proc: Path) -> int | None:
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _left(cgroup: Path) -> int | None:
+    try:
+        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if most == "max" else max(0, int(most) - int(used))
+    except (OSError, ValueError):
+        return None
