@@ -272,11 +272,12 @@ def test_the_demo_says_that_it_is_one() -> None:
 
 
 def test_the_demos_leak_reaches_the_alarm_with_its_rate() -> None:
-    with daemon("demo", "--scenario", "leak", "--speed", "600") as running:
+    demo = ("demo", "--scenario", "leak", "--speed", "500", "--sample-interval-seconds", "60")
+    with daemon(*demo) as running:
         seen = running.sees(
             lambda page: page.value("leak_state", state="leaking") == 1, "the leak is found", deadline_seconds=180
         )
 
-        assert 10_000 < seen.value("leak_bytes_per_request") < 16_000
+        assert 6_000 < seen.value("leak_bytes_per_request") < 26_000  # 12,800; a first alarm is rough
         assert seen.value("leak_bytes_per_second_lower") < seen.value("leak_bytes_per_second")
         assert seen.has("time_to_oom_seconds")

@@ -137,7 +137,7 @@ def test_a_bad_file_costs_the_memory_and_nothing_else(engine: EngineServer, nvml
 
 
 def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
-    demo = ("demo", "--scenario", "leak", "--speed", "600")
+    demo = ("demo", "--scenario", "leak", "--speed", "500", "--sample-interval-seconds", "60")
     with daemon(*demo, STATE_DIR=str(tmp_path)) as running:
         running.sees(lambda page: is_in(page) in {"growing", "leaking"}, "the leak is seen")
         assert running.stop()[0] == 0

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.app import GPU_TIMEOUT_SECONDS, RECORD_SECONDS, Parts
+from vllm_headroom.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon import every
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
@@ -23,6 +23,9 @@ from vllm_headroom.vocabulary import Reason, Source
 
 UNLIMITED: Final = 2**63
 """Bytes of the trace: it is one file, whatever its size."""
+
+RECORD_SECONDS: Final = 10.0
+"""A line takes microseconds, but this process may be short of CPU beside an engine that is not (seen: 4 s late)."""
 
 ELSEWHERE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
 

@@ -16,7 +16,7 @@ from typing import Final, cast
 
 import h11
 
-from vllm_headroom.load.answer import Answer, Outcome, refusal
+from vllm_headroom.load.answer import Answer, Outcome, refusal, shown
 from vllm_headroom.load.stream import NotUnderstood, Stream
 from vllm_headroom.load.target import Target
 
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
             self._http.receive_data(data)
             self._take()
         except h11.RemoteProtocolError as error:
-            self._end(Answer(outcome=Outcome.FAILED, text=f"it broke HTTP: {error}"))
+            self._end(Answer(outcome=Outcome.FAILED, text=shown(f"it broke HTTP: {error}")))
         except NotUnderstood as error:
             self._end(Answer(outcome=Outcome.FAILED, text=str(error)))
 

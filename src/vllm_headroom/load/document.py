@@ -54,6 +54,7 @@ def _step(step: Step) -> dict[str, Any]:
         "streams_most": tally.most_streams,
         "requests": _requests(tally.outcomes),
         "time_to_first_token_seconds": _quantiles(tally.to_first),
+        "time_per_output_token_seconds": _quantiles(tally.per_token),
         "inter_token_seconds": _quantiles(tally.between),
         "end_to_end_seconds": _quantiles(tally.to_end),
         "prompt_tokens": None if tally.uncounted else tally.prompt_tokens,

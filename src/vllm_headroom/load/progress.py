@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import TYPE_CHECKING, Final, TextIO
 
 from vllm_headroom.load.answer import Outcome
@@ -52,7 +53,8 @@ class Lines:
             tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}", self._stream)
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Say what it came to."""
+        """Say what it came to, and nothing more of it."""
+        self._next_seconds = inf
         tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over", self._stream)
 
 

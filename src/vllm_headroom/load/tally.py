@@ -17,7 +17,7 @@ OTHERS: Final = "(other words)"
 
 
 class Tally:
-    """Counts; times are in seconds. Those to the first token and to the end are of requests that succeeded.
+    """Counts; times are in seconds, and of requests that succeeded, but for `between`: gaps are of all streams.
 
     `served_seconds` is from the begin of the step to the end of the last request that succeeded, 0 before one has.
     `uncounted` are the answers for which the server gave no counts of tokens, `delays` how late this process was.
@@ -34,6 +34,7 @@ class Tally:
         self.most_streams = 0
         self.to_first = Quantiles()
         self.between = Quantiles()
+        self.per_token = Quantiles()
         self.to_end = Quantiles()
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -64,6 +65,8 @@ class Tally:
         self.served_seconds = ended - self.began_seconds
         self.to_first.add(first - began)
         self.to_end.add(ended - began)
+        if (tokens := answer.generation_tokens or 0) > 1:
+            self.per_token.add((ended - first) / (tokens - 1))
         self.prompt_tokens += answer.prompt_tokens or 0
         self.generation_tokens += answer.generation_tokens or 0
         self.uncounted += answer.prompt_tokens is None or answer.generation_tokens is None

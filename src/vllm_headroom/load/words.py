@@ -9,6 +9,7 @@ from typing import Any, Final
 from vllm_headroom.controls import CONTROLS
 from vllm_headroom.figures import size
 from vllm_headroom.load.answer import Outcome
+from vllm_headroom.load.run import SHARES
 
 Found = Mapping[str, Any]
 Row = tuple[str, Callable[[Found], str]]
@@ -26,10 +27,13 @@ NAMES: Final = {
     Outcome.NOT_SENT: "not sent by this machine",
 }
 LATENCIES: Final = {
-    "time_to_first_token_seconds": "to the first token",
-    "inter_token_seconds": "between tokens",
+    "time_to_first_token_seconds": "to the first token (TTFT)",
+    "time_per_output_token_seconds": "per token after it (TPOT)",
+    "inter_token_seconds": "between two tokens (ITL)",
     "end_to_end_seconds": "to the end",
 }
+"""With the names that vLLM's own benchmark has for them, and means the same by."""
+
 VERDICTS: Final = {"good": "GOOD", "not_good": "NOT GOOD", "cannot_tell": "CANNOT TELL"}
 GROWTHS: Final = {
     "leaking": "LEAKING",
@@ -150,9 +154,11 @@ def _end(found: Found) -> Iterator[str]:
     late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
     worst = max((seconds for seconds in late if seconds is not None), default=0.0)
     if worst > LATE_SECONDS:
-        yield f"This process came up to {1000 * worst:.0f} ms late to what the server sent: times contain that."
+        yield f"This process was short of CPU, up to {1000 * worst:.0f} ms late to what came: times contain that."
     if found["interrupted"]:
         yield "It was interrupted."
+    elif len(found["steps"]) < len(SHARES):
+        yield "It ended at --max-requests, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
     reasons = "; ".join(found["faults"]) or _otherwise(found["requests"])
     yield f"{VERDICTS[found['verdict']]}: {reasons}."

@@ -96,6 +96,7 @@ def test_every_gap_between_tokens_is_counted() -> None:
         counted = asked(server, tokens=5)
 
     assert counted.between.count == 4
+    assert counted.per_token.count == 1
     first, last = counted.to_first.at(1), counted.to_end.at(1)
     assert first is not None
     assert last is not None

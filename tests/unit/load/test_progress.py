@@ -35,6 +35,7 @@ def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
         for second in range(23):
             lines.show(counted(), float(second))
         lines.end(counted(), 61.0)
+        lines.show(counted(), 62.0)
 
     assert isinstance(lines, Lines)
     assert stream.getvalue().splitlines() == [

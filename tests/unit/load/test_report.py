@@ -16,7 +16,7 @@ from vllm_headroom.load.answer import Answer, Outcome
 from vllm_headroom.load.document import document
 from vllm_headroom.load.growth import Growth, Verdict
 from vllm_headroom.load.report import CANNOT_TELL, GOOD, NOT_GOOD, Kind, Memory, Report
-from vllm_headroom.load.run import Step
+from vllm_headroom.load.run import SHARES, Step
 from vllm_headroom.load.seen import Seen, Span
 from vllm_headroom.load.tally import MOST_TEXTS, OTHERS, Tally
 from vllm_headroom.load.words import text
@@ -99,7 +99,7 @@ LEAK = Growth(
 
 
 def test_a_good_load_is_told(golden: Golden) -> None:
-    found = document(report(step({Outcome.SUCCEEDED: 10}, share=0.5), GOOD_STEP))
+    found = document(report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES)))
 
     golden(HERE / "good.json", json.dumps(found, indent=2) + "\n")
     golden(HERE / "good.txt", text(found) + "\n")
