@@ -26,7 +26,7 @@ from vllm_headroom.expose.server import Server, application, listen
 from vllm_headroom.keeper.keeper import Keeper
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
-from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.scrape.http import PageReader, port_of
 from vllm_headroom.scrape.nvml import Nvml
 from vllm_headroom.scrape.processes import Processes
 from vllm_headroom.scrape.worker import Worker
@@ -68,24 +68,28 @@ async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     clock = SystemClock()
     parts = Parts(
-        engine=PageReader(
-            url=settings.engine_url,
+        engine=page_reader(
+            settings,
+            settings.engine_url,
             timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
-            max_bytes=settings.engine_max_page_bytes,
-            bearer_token_file=settings.engine_bearer_token_file,
-            ca_file=settings.engine_ca_file,
-            headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
         ),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=_port(settings.engine_url), monotonic=clock.monotonic),
+        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
         clock=clock,
     )
     return await run(parts, settings)
 
 
-def _port(url: str) -> int:
-    parsed = httpx.URL(url)
-    return parsed.port or (443 if parsed.scheme == "https" else 80)
+def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
+    return PageReader(
+        url=url,
+        timeout_seconds=timeout_seconds,
+        max_bytes=settings.engine_max_page_bytes,
+        bearer_token_file=settings.engine_bearer_token_file,
+        ca_file=settings.engine_ca_file,
+        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+    )
 
 
 async def run(parts: Parts, settings: Settings) -> int:

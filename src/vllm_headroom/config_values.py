@@ -46,6 +46,14 @@ def size_bytes(value: object) -> object:
     return int(Decimal(size[1]) * UNITS[size[2].lower()])
 
 
+def some_bytes(text: str) -> int:
+    """Return the bytes of a size above 0 that an option of a command is given."""
+    n_bytes = size_bytes(text)
+    if not isinstance(n_bytes, int) or n_bytes < 1:
+        raise ValueError
+    return n_bytes
+
+
 def metrics_url(value: str) -> str:
     """Return an http or https URL, with /metrics where it has no path."""
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it

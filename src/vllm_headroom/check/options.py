@@ -10,7 +10,7 @@ from typing import Final
 
 from vllm_headroom.amounts import share, utilization
 from vllm_headroom.check.limits import Limits
-from vllm_headroom.config_values import size_bytes
+from vllm_headroom.config_values import some_bytes
 from vllm_headroom.console import Parser, accepting
 
 DESCRIPTION: Final = """\
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
-    size, ratio = accepting(_size, A_SIZE), accepting(_share, A_SHARE)
+    size, ratio = accepting(some_bytes, A_SIZE), accepting(_share, A_SHARE)
     add("--max-leak-per-thousand-requests", metavar="SIZE", type=size, help="GPU memory, by the leak detector")
     add("--max-host-leak-per-thousand-requests", metavar="SIZE", type=size, help="host memory, in the same way")
     add("--max-discrepancy", metavar="SHARE", type=ratio, help="GPU memory held beyond what the engine was told to use")
@@ -100,7 +100,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     either = group.add_mutually_exclusive_group()
     ratio = accepting(utilization, "a ratio above 0, at most 1")
     either.add_argument("--gpu-memory-utilization", metavar="RATIO", type=ratio, help="as vLLM's")
-    either.add_argument("--reported-bytes", metavar="SIZE", type=accepting(_size, A_SIZE), help="in bytes")
+    either.add_argument("--reported-bytes", metavar="SIZE", type=accepting(some_bytes, A_SIZE), help="in bytes")
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -111,13 +111,6 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "--format", choices=["text", "github"], default="text", help="github adds annotations for a workflow's run"
     )
     either.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-
-
-def _size(text: str) -> int:
-    n_bytes = size_bytes(text)
-    if not isinstance(n_bytes, int) or n_bytes < 1:
-        raise ValueError
-    return n_bytes
 
 
 def _share(text: str) -> float:

@@ -10,6 +10,7 @@ from vllm_headroom.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.doctor.fixes import VLLM, engine_fixes, setting
 from vllm_headroom.doctor.look import PATIENCE_SECONDS, Sight
 from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.scrape.http import port_of
 from vllm_headroom.transitions import NOTHING_OFFERED
 from vllm_headroom.vocabulary import Reason
 
@@ -73,7 +74,7 @@ def _hints(sight: Sight, *, gave_up: bool) -> Iterator[str]:
         yield f"the daemon waits {sight.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
     if _is_loading(sight):
         yield "its processes run here: while vLLM loads its model, which can take minutes, it does not listen"
-    elif sight.served_port not in {None, _port(sight)}:
+    elif sight.served_port not in {None, port_of(sight.url)}:
         yield f"a vLLM that runs here was given port {sight.served_port}"
 
 
@@ -81,15 +82,11 @@ def _is_loading(sight: Sight) -> bool:
     """Tell whether nothing listens yet, and a vLLM that runs here may do so later."""
     if isinstance(sight.processes, Failure) or not sight.processes.engine or not isinstance(sight.page, Failure):
         return False
-    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, _port(sight)}
+    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, port_of(sight.url)}
 
 
 def _elsewhere(sight: Sight) -> Fix:
     """Return how to look for the page elsewhere: at the port of the engine that runs here, where that is another."""
-    if sight.served_port in {None, _port(sight)}:
+    if sight.served_port in {None, port_of(sight.url)}:
         return SOMEWHERE
     return setting(f"HEADROOM_ENGINE_URL={sight.url.copy_with(port=sight.served_port)}")
-
-
-def _port(sight: Sight) -> int:
-    return sight.url.port or (443 if sight.url.scheme == "https" else 80)

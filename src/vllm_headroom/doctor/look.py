@@ -11,13 +11,13 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.app import GPU_TIMEOUT_SECONDS
+from vllm_headroom.app import GPU_TIMEOUT_SECONDS, page_reader
 from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
-from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.scrape.http import PageReader, port_of
 from vllm_headroom.scrape.http_failures import without_user
 from vllm_headroom.scrape.nvml import Nvml
 from vllm_headroom.scrape.proc_files import command
@@ -58,8 +58,12 @@ async def look(settings: Settings, proc: Path) -> Sight:
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     async with asyncio.TaskGroup() as group:
-        page = group.create_task(fetched(_reader(settings, url, min(daemon_waits, PATIENCE_SECONDS))))
-        about = group.create_task(fetched(_reader(settings, url.join("version"), ASIDE_SECONDS)))
+        page = group.create_task(
+            fetched(page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS)))
+        )
+        about = group.create_task(
+            fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS))
+        )
         gpus = group.create_task(_gpu_readings())
         found = group.create_task(_processes(url, proc))
     text, readings, processes = page.result(), gpus.result(), found.result()
@@ -85,17 +89,6 @@ async def fetched(reader: PageReader) -> str | Failure:
                 await reader.close()
 
 
-def _reader(settings: Settings, url: httpx.URL, timeout_seconds: float) -> PageReader:
-    return PageReader(
-        url=str(url),
-        timeout_seconds=timeout_seconds,
-        max_bytes=settings.engine_max_page_bytes,
-        bearer_token_file=settings.engine_bearer_token_file,
-        ca_file=settings.engine_ca_file,
-        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
-    )
-
-
 async def _gpu_readings() -> GpuReadings | Failure:
     nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
     try:
@@ -105,8 +98,7 @@ async def _gpu_readings() -> GpuReadings | Failure:
 
 
 async def _processes(url: httpx.URL, proc: Path) -> ProcessReadings | Failure:
-    port = url.port or (443 if url.scheme == "https" else 80)
-    return await Processes(engine_port=port, proc=proc, monotonic=time.monotonic).read(PATIENCE_SECONDS)
+    return await Processes(engine_port=port_of(url), proc=proc, monotonic=time.monotonic).read(PATIENCE_SECONDS)
 
 
 def _attributed(readings: GpuReadings, processes: ProcessReadings | Failure, settings: Settings) -> tuple[Gpu, ...]:

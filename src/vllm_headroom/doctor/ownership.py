@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.attribution import Selection, pids_are_true
 from vllm_headroom.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.doctor.fixes import (
     NEWER_DRIVER,
@@ -16,7 +16,6 @@ from vllm_headroom.doctor.fixes import (
 )
 from vllm_headroom.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.doctor.look import Sight
-from vllm_headroom.doctor.trust import trust
 from vllm_headroom.model import Failure
 from vllm_headroom.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.vocabulary import Attribution
@@ -79,9 +78,8 @@ def _could_be_told(sight: Sight) -> bool:
     """Tell whether a process of the engine on a visible GPU would have been found on it."""
     if isinstance(sight.readings, Failure) or isinstance(sight.processes, Failure) or not sight.processes.engine:
         return False
-    driver, hosts = sight.readings.driver_version, sight.processes.sees_host_pids
     listed = all(device.processes is not None for device in sight.readings.devices)
-    return listed and trust(driver, sees_host_pids=hosts).pids
+    return listed and pids_are_true(sight.readings, sight.processes)
 
 
 def _none(sight: Sight) -> Why:

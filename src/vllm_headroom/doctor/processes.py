@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.doctor.fixes import NEWER_DRIVER, NODE, SAY_WHICH_PORT, SEE_HOST_PIDS, SEE_THE_PROCESSES
 from vllm_headroom.doctor.gpus import NO_NVML, called
 from vllm_headroom.doctor.look import Sight
-from vllm_headroom.doctor.trust import trust
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.transitions import AMBIGUOUS
 from vllm_headroom.vocabulary import Reason
@@ -58,9 +58,9 @@ def process_memory(sight: Sight) -> Finding:
     driver = readings.driver_version
     if driver is None and not seen.sees_host_pids:
         return Finding(name=name, state=State.UNKNOWN, text="the driver does not tell its version")
-    believed = trust(driver, sees_host_pids=seen.sees_host_pids)
-    if not believed.memory:
-        what = "may tell another process's memory" if believed.pids else "tells the host's pids, which are others here"
+    if not process_memory_is_true(readings, seen):
+        is_its_pid = pids_are_true(readings, seen)
+        what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
         return Finding(
             name=name,
             state=State.MISSING,

@@ -25,9 +25,9 @@ from vllm_headroom.load.progress import screen, tell
 from vllm_headroom.load.prompts import Prompts, request_body
 from vllm_headroom.load.report import Report
 from vllm_headroom.load.run import Run, streams_at_most
-from vllm_headroom.load.target import Target, find, first_model, is_local, port_of, token, trust
+from vllm_headroom.load.target import Target, find, first_model, is_local, token, trust
 from vllm_headroom.past.errors import BadInput
-from vllm_headroom.scrape.http import PageReader
+from vllm_headroom.scrape.http import PageReader, port_of
 from vllm_headroom.scrape.nvml import Nvml
 from vllm_headroom.scrape.processes import Processes
 

@@ -16,13 +16,14 @@ import httpx
 from vllm_headroom.load.answer import shown
 from vllm_headroom.load.prompts import Api
 from vllm_headroom.past.errors import BadInput
+from vllm_headroom.scrape.http import port_of
 
 PATIENCE_SECONDS: Final = 15.0
 """For the first connection and for the list of models: a busy server's web side answers late."""
 
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
-PORTS: Final = {"http": 80, "https": 443}
+SCHEMES: Final = ("http", "https")
 Address = tuple[str, int]
 
 
@@ -51,7 +52,7 @@ def base_url(text: str) -> httpx.URL:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
         raise ValueError from error
-    if url.scheme not in PORTS or not url.host or url.query or url.userinfo or re.search(r"\s", text):
+    if url.scheme not in SCHEMES or not url.host or url.query or url.userinfo or re.search(r"\s", text):
         raise ValueError
     return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
 
@@ -59,11 +60,6 @@ def base_url(text: str) -> httpx.URL:
 def within(url: httpx.URL, path: str) -> httpx.URL:
     """Return the URL of a path of the server."""
     return url.copy_with(path=url.path.rstrip("/") + path)
-
-
-def port_of(url: httpx.URL) -> int:
-    """Return the port that a URL means."""
-    return url.port or PORTS[url.scheme]
 
 
 def trust(url: httpx.URL, ca_file: Path | None) -> ssl.SSLContext | None:

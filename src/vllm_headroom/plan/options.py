@@ -9,8 +9,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Final
 
+from vllm_headroom.amounts import utilization
 from vllm_headroom.config_values import size_bytes
-from vllm_headroom.console import Parser
+from vllm_headroom.console import Parser, accepting
 from vllm_headroom.derive.footprint import KV_DTYPES
 from vllm_headroom.model_file import NAME
 from vllm_headroom.parse.quantisation import QUANTISED_BYTES
@@ -86,7 +87,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     add(
         "--gpu-memory-utilization",
         metavar="RATIO",
-        type=_ratio,
+        type=accepting(utilization, "a ratio above 0, at most 1"),
         default=UTILIZATION,
         help=f"default {UTILIZATION}, vLLM's since 0.20; before, 0.9",
     )
@@ -126,16 +127,6 @@ def _parameters(text: str) -> int:
     if not 1 <= number <= MOST_PARAMETERS:
         raise argparse.ArgumentTypeError(f"got {text!r}, accepts a number of parameters, such as 70600000000 or 70.6B")
     return number
-
-
-def _ratio(text: str) -> float:
-    try:
-        ratio = float(text)
-    except ValueError:
-        ratio = 0.0
-    if not 0 < ratio <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepts a ratio above 0, at most 1")
-    return ratio
 
 
 def _size(text: str) -> int:

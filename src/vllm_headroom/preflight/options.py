@@ -6,7 +6,7 @@ import argparse
 from typing import Final, TypeVar
 
 from vllm_headroom.amounts import duration_seconds, utilization
-from vllm_headroom.config_values import gpu_names, size_bytes
+from vllm_headroom.config_values import gpu_names, some_bytes
 from vllm_headroom.console import Parser, accepting
 from vllm_headroom.preflight.finding import Kind
 
@@ -54,7 +54,7 @@ def parser_of_options() -> argparse.ArgumentParser:
     add(
         "--bytes",
         metavar="SIZE",
-        type=accepting(_size, "a number of bytes, or a size such as 72GiB"),
+        type=accepting(some_bytes, "a number of bytes, or a size such as 72GiB"),
         help="what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes",
     )
     add(
@@ -86,13 +86,6 @@ def parser_of_options() -> argparse.ArgumentParser:
     )
     add("--json", action="store_true", help="print one JSON object instead of words")
     return parser
-
-
-def _size(text: str) -> int:
-    n_bytes = size_bytes(text)
-    if not isinstance(n_bytes, int) or n_bytes < 1:
-        raise ValueError
-    return n_bytes
 
 
 def _gpus(text: str) -> object:

@@ -26,6 +26,11 @@ _TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 T = TypeVar("T")
 
 
+def port_of(url: httpx.URL) -> int:
+    """Return the port that an http or https URL means."""
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What a server answers to a request that is not for a page, whatever its status."""

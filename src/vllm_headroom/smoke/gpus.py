@@ -13,6 +13,7 @@ from vllm_headroom.config import Settings
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Sample, Snapshot
+from vllm_headroom.scrape.http import port_of
 from vllm_headroom.scrape.nvml import Nvml
 from vllm_headroom.scrape.processes import Processes
 from vllm_headroom.smoke.step import Name, State, Step
@@ -72,8 +73,7 @@ async def _gpu_readings() -> GpuReadings | Failure:
 
 
 async def _processes(settings: Settings) -> ProcessReadings | Failure:
-    url = httpx.URL(settings.engine_url)
-    port = url.port or (443 if url.scheme == "https" else 80)
+    port = port_of(httpx.URL(settings.engine_url))
     return await Processes(engine_port=port, monotonic=time.monotonic).read(PROCESSES_SECONDS)
 
 

@@ -9,6 +9,7 @@ from typing import Final
 
 import httpx
 
+from vllm_headroom.app import page_reader
 from vllm_headroom.config import Settings
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http import Answer, PageReader
@@ -59,15 +60,7 @@ class Reach:
         return Failure(source=failure.source, reason=failure.reason, message=message)
 
     def _reader(self, path: str, seconds: float) -> PageReader:
-        settings = self._settings
-        return PageReader(
-            url=str(self._page.join(path)),
-            timeout_seconds=seconds,
-            max_bytes=settings.engine_max_page_bytes,
-            bearer_token_file=settings.engine_bearer_token_file,
-            ca_file=settings.engine_ca_file,
-            headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
-        )
+        return page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
 
 
 async def _close(reader: PageReader) -> None:

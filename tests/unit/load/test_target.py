@@ -21,12 +21,12 @@ from vllm_headroom.load.target import (
     find,
     first_model,
     is_local,
-    port_of,
     token,
     trust,
     within,
 )
 from vllm_headroom.past.errors import BadInput
+from vllm_headroom.scrape.http import port_of
 
 
 def closed_port() -> int:
