@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 if TYPE_CHECKING:
-    from vllm_headroom.config import Settings
+    from vllm_headroom.config.settings import Settings
 
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
@@ -72,10 +72,10 @@ def main() -> int:
 
 def _run(words: Sequence[str]) -> int:
     _end_on_signals()
-    from vllm_headroom.config import Settings  # noqa: PLC0415 - each command imports what it needs, and no more
+    from vllm_headroom.config.settings import Settings  # noqa: PLC0415 - each command imports what it needs, and no more
 
     async def serve(settings: Settings) -> int:
-        from vllm_headroom import app  # noqa: PLC0415 - the same
+        from vllm_headroom.daemon import app  # noqa: PLC0415 - the same
 
         return await app.serve(settings)
 
@@ -85,8 +85,8 @@ def _run(words: Sequence[str]) -> int:
 
 def _demo(words: Sequence[str]) -> int:
     _end_on_signals()
-    from vllm_headroom import demo  # noqa: PLC0415 - the same
-    from vllm_headroom.demo.settings import DemoSettings  # noqa: PLC0415 - the same
+    from vllm_headroom.commands import demo  # noqa: PLC0415 - the same
+    from vllm_headroom.commands.demo.settings import DemoSettings  # noqa: PLC0415 - the same
 
     async def serve(settings: DemoSettings) -> int:
         return await demo.serve(settings, scenario=settings.scenario, speed=settings.speed)
@@ -96,11 +96,11 @@ def _demo(words: Sequence[str]) -> int:
 
 def _doctor(words: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from vllm_headroom.config import Settings  # noqa: PLC0415 - the same
-    from vllm_headroom.doctor.usage import USAGE as DOCTOR_USAGE  # noqa: PLC0415 - the same
+    from vllm_headroom.commands.doctor.usage import USAGE as DOCTOR_USAGE  # noqa: PLC0415 - the same
+    from vllm_headroom.config.settings import Settings  # noqa: PLC0415 - the same
 
     async def look(settings: Settings) -> int:
-        from vllm_headroom.doctor import command  # noqa: PLC0415 - the same
+        from vllm_headroom.commands.doctor import command  # noqa: PLC0415 - the same
 
         return await command.serve(settings, as_json="--json" in words)
 
@@ -109,10 +109,10 @@ def _doctor(words: Sequence[str]) -> int:
 
 def _smoke(words: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from vllm_headroom.smoke import settings as own  # noqa: PLC0415 - the same
+    from vllm_headroom.commands.smoke import settings as own  # noqa: PLC0415 - the same
 
     async def serve(settings: own.SmokeSettings) -> int:
-        from vllm_headroom.smoke import command  # noqa: PLC0415 - the same
+        from vllm_headroom.commands.smoke import command  # noqa: PLC0415 - the same
 
         return await command.serve(settings, as_json="--json" in words)
 
@@ -123,7 +123,7 @@ def _package(name: str) -> Callable[[Sequence[str]], int]:
     """Return the start of a command that reads its options by itself; nothing is imported before it is called."""
 
     def start(words: Sequence[str]) -> int:
-        return int(importlib.import_module(f"vllm_headroom.{name}.command").start(words))
+        return int(importlib.import_module(f"vllm_headroom.commands.{name}.command").start(words))
 
     return start
 
@@ -134,8 +134,8 @@ def _daemon(
     serve: Callable[[AnySettings], Coroutine[Any, Any, int]],
     usage: str,
 ) -> int:
-    from vllm_headroom.config_load import SettingsError, load_as  # noqa: PLC0415 - the same
-    from vllm_headroom.config_text import settings_help, settings_yaml  # noqa: PLC0415 - the same
+    from vllm_headroom.config.load import SettingsError, load_as  # noqa: PLC0415 - the same
+    from vllm_headroom.config.text import settings_help, settings_yaml  # noqa: PLC0415 - the same
 
     if "-h" in words or "--help" in words:
         sys.stdout.write(f"{usage}\n{settings_help(kind)}\n")
@@ -158,7 +158,7 @@ def _live(daemon: Coroutine[Any, Any, int], settings: Settings) -> NoReturn:
     """
     import uvloop  # noqa: PLC0415 - the same
 
-    from vllm_headroom import logs  # noqa: PLC0415 - the same
+    from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
 
     logs.configure(settings.log_format, settings.log_level)
     status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(daemon)

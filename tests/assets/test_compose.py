@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.assets.compose import FOLDER, PROFILES, SERVICES, by_default, lay_out, mounts, reachable_names, started
-from vllm_headroom.config import Settings
-from vllm_headroom.demo import SCENARIOS
+from vllm_headroom.commands.demo import SCENARIOS
+from vllm_headroom.config.settings import Settings
 
 OURS: Final = ("processes", "headroom", "demo")
 PROMETHEUS: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from tests.assets.kubernetes.rendering import (
     rendered,
 )
 from tests.conftest import Golden
-from vllm_headroom.config import Settings
+from vllm_headroom.config.settings import Settings
 
 EXAMPLE: Final = DEPLOY / "example"
 

@@ -11,10 +11,10 @@ import generate
 import pytest
 import score
 
+from vllm_headroom.commands.replay.answer import found
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse.trace import snapshots
-from vllm_headroom.past.watch import Watch
-from vllm_headroom.replay.answer import found
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.replay import Watch
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0

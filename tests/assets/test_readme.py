@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.conftest import Golden
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.config_text import settings_table
+from vllm_headroom.config.text import settings_table
 
 README = Path(__file__).parents[2] / "README.md"
 

@@ -17,13 +17,13 @@ from prometheus_client.exposition import generate_latest
 
 from tests.bench.busy_engine import ONE_ENGINE, pages
 from tests.bench.processes import resident_bytes
-from vllm_headroom import logs
+from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.sampler import Sampler, Sources
 from vllm_headroom.vocabulary import Reason, Role, Source
 
 SETTLED_TICKS: Final = 10_000

@@ -14,15 +14,15 @@ import generate
 import pytest
 
 from tests.bench.results import Results
+from vllm_headroom.daemon.state.content import Kept, Memory
+from vllm_headroom.daemon.state.file import encode
+from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.gpus import Tracks
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.keeper.file import encode
-from vllm_headroom.keeper.identity import Identity, identity
-from vllm_headroom.keeper.kept import Kept, Memory
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse.trace import snapshots
+from vllm_headroom.trace.parse import snapshots
 
 pytestmark = pytest.mark.bench
 

@@ -16,16 +16,16 @@ from typing import Final
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_headroom import logs
-from vllm_headroom.app import GPU_TIMEOUT_SECONDS
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.sampler import Sampler, Sources
-from vllm_headroom.scrape.http import PageReader
-from vllm_headroom.scrape.nvml import Nvml
-from vllm_headroom.scrape.processes import Processes
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
 
 WARM_UP: Final = 40
 ROUNDS: Final = 400

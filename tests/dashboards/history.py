@@ -12,18 +12,18 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
-from vllm_headroom.app import build
-from vllm_headroom.demo.page import VllmCollector
-from vllm_headroom.demo.present import present
-from vllm_headroom.demo.readers import SimulatedGpus, SimulatedProcesses
-from vllm_headroom.demo.scenario import TABLE, Scenario
-from vllm_headroom.demo.world import World
+from vllm_headroom.commands.demo.page import VllmCollector
+from vllm_headroom.commands.demo.present import present
+from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.scenario import TABLE, Scenario
+from vllm_headroom.commands.demo.world import World
+from vllm_headroom.daemon.app import build
+from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.model import Failure
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.sampler import Sampler, Sources
 from vllm_headroom.vocabulary import Reason, Source
 
 SAMPLE_SECONDS: Final = 15

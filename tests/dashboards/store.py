@@ -15,7 +15,7 @@ import httpx
 
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
-from vllm_headroom.demo.scenario import TABLE, Scenario
+from vllm_headroom.commands.demo.scenario import TABLE, Scenario
 
 END: Final = 1_767_225_600
 """The present, the same in every run: the first second of 2026."""

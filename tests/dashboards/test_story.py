@@ -11,7 +11,7 @@ import pytest
 from tests.dashboards.asking import answer, values
 from tests.dashboards.grafana import Query, every_query, load, panels
 from tests.dashboards.store import BARE, TARGETS, Prometheus
-from vllm_headroom.demo.world import TOTAL_BYTES
+from vllm_headroom.commands.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
 LEDGER: Final = "Who holds the memory"

@@ -18,7 +18,7 @@ import pytest
 from tests.fakes.engine_server import EngineServer, hang
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.process import daemon
-from tests.unit.doctor.looking import Vllm
+from tests.unit.commands.doctor.looking import Vllm
 
 DEADLINE_SECONDS = 60
 """Far beyond the ten seconds that are promised, for a machine that is busy."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.process import daemon
-from tests.unit.parse.models import FOLDER as MODELS
+from tests.unit.sizing.models import FOLDER as MODELS
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 """Of a server that was given 1 GiB for the KV cache of the tiny model."""

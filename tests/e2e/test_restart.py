@@ -13,8 +13,8 @@ import pytest
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.process import Page, daemon
-from tests.unit.keeper.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
-from vllm_headroom.keeper.file import NAME, read, write
+from tests.unit.daemon.state.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
+from vllm_headroom.daemon.state.file import NAME, read, write
 
 FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
 SET_ASIDE = "saved state set aside"

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.engine_server import page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
-from tests.unit.smoke.serving import Vllm, error
+from tests.unit.commands.smoke.serving import Vllm, error
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 

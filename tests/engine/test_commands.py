@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.serving import Engine
 from tests.process import daemon
-from vllm_headroom.scrape.proc_files import command, pids
+from vllm_headroom.scrape.proc.files import command, pids
 
 pytestmark = pytest.mark.engine
 

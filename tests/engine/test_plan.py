@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests.engine.serving import FOLDER, HERE
-from tests.unit.parse.models import NAMES, model
-from vllm_headroom.derive.kv_layout import kv_layout
+from tests.unit.sizing.models import NAMES, model
+from vllm_headroom.sizing.kv_layout import kv_layout
 
 pytestmark = pytest.mark.engine
 

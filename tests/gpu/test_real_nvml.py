@@ -8,7 +8,7 @@ import pytest
 from tests.fakes.nvml.library import MIB
 from tests.fakes.nvml.reader import devices, run
 from vllm_headroom.model import GpuReading
-from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.scrape.nvml.reader import Nvml
 
 pytestmark = pytest.mark.gpu
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_headroom.config import Settings
-from vllm_headroom.config_sources import key, option
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.sources import key, option
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 
@@ -114,8 +114,8 @@ def test_help_imports_nothing_of_the_daemon() -> None:
 LIVE = """
 import asyncio, sys
 from vllm_headroom.__main__ import _live
-from vllm_headroom.config import Settings
-from vllm_headroom.config_sources import key, option
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.sources import key, option
 async def daemon():
     print(type(asyncio.get_running_loop()).__module__)
     {end}

@@ -9,26 +9,25 @@ from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
-from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
-from vllm_headroom.shape import ModelShape
 
 
 def derivations(
     *,
     reported_bytes: float | None = None,
     kv_bytes_per_token: float | None = None,
-    model: ModelShape | None = None,
+    model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
     """Return every derivation, in the order of the line: what a newcomer adds to.
 
     `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
-    token in the KV cache of one engine, `model` the model that it can be told from, `baseline_bytes_per_request` what a
+    token in the KV cache of one engine, `model` what tells it from a dtype, `baseline_bytes_per_request` what a
     running request should cost on a GPU; None where the operator does not say.
     """
     return (

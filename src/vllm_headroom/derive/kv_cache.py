@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import floor, isfinite
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.footprint import engine_bytes_per_token
 from vllm_headroom.derive.readings import engine_labels, named
 from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
-from vllm_headroom.shape import ModelShape
+
+TokenBytes = Callable[[str, int | None], int | None]
+"""What a token takes in the cache of one engine, by the cache's dtype and the number of its GPUs, None if unknown."""
 
 
 def kv_cache(
-    snapshot: Snapshot, *, bytes_per_token: float | None, model: ModelShape | None = None
+    snapshot: Snapshot, *, bytes_per_token: float | None, model: TokenBytes | None = None
 ) -> tuple[Sample, ...]:
     """Return KV figures per engine; `bytes_per_token` counts one token on all GPUs of one engine together.
 
-    vLLM tells no bytes per token: without it they are told from `model` and the cache's dtype on the page, and where
+    vLLM tells no bytes per token: without it `model` tells them from the cache's dtype on the page, and where
     that cannot be, there are tokens and no bytes. What is per running request is absent while nothing runs or nothing
     is held.
     """
@@ -39,10 +40,10 @@ def _gpus(snapshot: Snapshot) -> int | None:
     return -(-sum(gpu.attribution is not None for gpu in snapshot.gpus) // max(1, len(engines))) or None
 
 
-def _known(engine: EngineReading, model: ModelShape | None, gpus: int | None) -> int | None:
+def _known(engine: EngineReading, model: TokenBytes | None, gpus: int | None) -> int | None:
     if model is None or engine.kv_cache_dtype is None:
         return None
-    return engine_bytes_per_token(model, kv_dtype=engine.kv_cache_dtype, gpus=gpus)
+    return model(engine.kv_cache_dtype, gpus)
 
 
 def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
-from vllm_headroom.scrape.nvml import Nvml
+from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""The commands: rooms built on the daemon."""

@@ -1,0 +1,65 @@
+"""What a rule says: a cause, what shows it, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from vllm_headroom.commands.advise.flags import Flag
+
+
+class Cause(StrEnum):
+    """The known causes; a closed set, for scripts."""
+
+    GPU_LEAK = "gpu_leak"
+    HOST_LEAK = "host_leak"
+    ANOTHER_TENANT = "another_tenant"
+    START_UP = "start_up"
+    MODEL_DOES_NOT_FIT = "model_does_not_fit"
+    CONFIGURATION_OVERSHOOT = "configuration_overshoot"
+    CHRONIC = "chronic"
+    BURST = "burst"
+    KV_CACHE_BLOW_OUT = "kv_cache_blow_out"
+    CONCURRENCY_MISJUDGED = "concurrency_misjudged"
+    PREFIX_CACHE = "prefix_cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One figure that shows a cause; `name` ends in its unit, `text` says it to people."""
+
+    name: str
+    value: float | str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing to do, and what it costs.
+
+    With a `flag`, `value` is what to set it to (None for one that takes none). Where what is set now is not known and
+    the value depends on it, `difference` is by how much to change it. `now` is what is set, None where not known.
+    """
+
+    text: str
+    cost: str
+    flag: Flag | None = None
+    value: float | None = None
+    difference: float | None = None
+    now: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A cause that fits; `changes` come in the order of least cost, `remark` is what is easily mixed up."""
+
+    cause: Cause
+    summary: str
+    evidence: tuple[Evidence, ...]
+    changes: tuple[Change, ...]
+    remark: str | None = None
+
+
+def several(*changes: Change | None) -> tuple[Change, ...]:
+    """Return those there are."""
+    return tuple(change for change in changes if change is not None)

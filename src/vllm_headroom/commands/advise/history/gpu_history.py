@@ -1,0 +1,157 @@
+"""What one GPU had left over a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vllm_headroom.commands.advise.facts import GpuFacts, Leak, Shortage, Spell
+from vllm_headroom.commands.advise.limits import APART_SECONDS, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
+from vllm_headroom.model import Gpu
+from vllm_headroom.vocabulary import LeakState
+
+GONE_SHARE = 0.5
+"""An engine that holds less than half of what it did has ended, or sleeps (as the leak detector's REST_SHARE)."""
+
+TAKEN_SHARE = 1.1
+"""Ours: one step of so much is weights or the KV cache; high-water marks come in steps of less."""
+
+MOSTLY = 0.5
+"""Ours: a spell with more room in it than that is made of peaks."""
+
+
+def others_bytes(gpu: Gpu) -> float | None:
+    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
+    memory = gpu.reading.memory
+    if memory is None or gpu.engine_bytes is None:
+        return None
+    rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
+    return rest if rest > SOMEBODY_BYTES else 0.0
+
+
+_UNKNOWN = Leak(state=LeakState.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What the engine does at a sample: requests running in all ranks together, None where not known."""
+
+    running: float | None
+    asleep: bool
+
+
+class GpuHistory:
+    """Follows one GPU; what others take is not counted as the engine's shortage."""
+
+    def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
+        self._facts = GpuFacts(index=index, uuid=uuid, leak=_UNKNOWN)
+        self._held_since = began_seconds
+        self._top_bytes = 0.0
+        self._open: _Open | None = None
+        self._spells: list[Spell] = []
+
+    def step(self, gpu: Gpu, now: float, seconds: float, serving: Serving | None) -> None:
+        """Go on to the next sample, `seconds` after the one before; `serving` is None until the engine has served.
+
+        What a start takes for a moment is no shortage of an engine that serves.
+        """
+        memory = gpu.reading.memory
+        if memory is None:
+            return
+        usable = float(memory.total_bytes - (memory.reserved_bytes or 0))
+        room, others = usable - memory.used_bytes, others_bytes(gpu)
+        self._facts = _widened(self._facts, usable, room, others)
+        if gpu.held_bytes is not None:
+            self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
+        if serving is not None:
+            self._shortage(room + (others or 0.0), now, seconds, serving.running)
+
+    def facts(self, leak: Leak) -> GpuFacts:
+        """Return what is known, with the spell that goes on."""
+        closed = None if self._open is None else self._open.spell(self._held_since, ended_engine=False)
+        spells = (*self._spells, *(() if closed is None else (closed,)))
+        return replace(self._facts, leak=leak, spells=spells)
+
+    def _lives(self, held: float, now: float, *, asleep: bool) -> None:
+        """Close a spell that ends with the engine's memory, and note when an engine takes hold of a GPU."""
+        if held < GONE_SHARE * self._top_bytes:
+            self._close(ended_engine=not asleep)
+            self._top_bytes = held
+        elif held > TAKEN_SHARE * self._top_bytes:
+            self._held_since = now if self._top_bytes else self._held_since
+            self._top_bytes = held
+        else:
+            self._top_bytes = max(self._top_bytes, held)
+
+    def _shortage(self, room: float, now: float, seconds: float, running: float | None) -> None:
+        if room >= LOW_BYTES:
+            if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
+                self._close(ended_engine=False)
+            if running and self._open is None:
+                most = max(self._facts.roomy_running or 0.0, running)
+                self._facts = replace(self._facts, roomy_running=most)
+            return
+        if self._open is None:
+            self._open = _Open(now)
+        self._open.step(room, now, seconds, running)
+
+    def _close(self, *, ended_engine: bool) -> None:
+        if self._open is not None:
+            spell = self._open.spell(self._held_since, ended_engine=ended_engine)
+            self._spells += () if spell is None else (spell,)
+        self._open = None
+
+
+class _Open:
+    """A spell that goes on."""
+
+    def __init__(self, began_seconds: float) -> None:
+        self.last_seconds = began_seconds
+        self._began_seconds = began_seconds
+        self._low_seconds = 0.0
+        self._least_bytes = float(LOW_BYTES)
+        self._running: float | None = None
+
+    def step(self, room: float, now: float, seconds: float, running: float | None) -> None:
+        """Take a sample with little room."""
+        self._low_seconds += seconds
+        self.last_seconds = now
+        if room < self._least_bytes:
+            self._least_bytes, self._running = max(0.0, room), running
+
+    def spell(self, held_since: float, *, ended_engine: bool) -> Spell | None:
+        """Return what it was; None where it was short and not near the end of the card."""
+        lasted = self.last_seconds - self._began_seconds
+        if self._low_seconds >= LASTING_SECONDS and self._low_seconds >= MOSTLY * lasted:
+            from_the_start = self._began_seconds - held_since <= LASTING_SECONDS
+            kind = Shortage.LEVEL if from_the_start else Shortage.RISEN
+        elif ended_engine or self._least_bytes < PEAK_BYTES:
+            kind = Shortage.PEAK
+        else:
+            return None
+        return Spell(
+            kind=kind,
+            least_bytes=self._least_bytes,
+            began_seconds=self._began_seconds,
+            seconds=self._low_seconds,
+            running=self._running,
+            ended_engine=ended_engine,
+        )
+
+
+def _widened(facts: GpuFacts, usable: float, room: float, others: float | None) -> GpuFacts:
+    """Return the facts with one more reading among the least and the most."""
+    room = max(0.0, room)
+    facts = replace(
+        facts,
+        usable_bytes=usable,
+        room_bytes=room,
+        least_room_bytes=room if facts.least_room_bytes is None else min(room, facts.least_room_bytes),
+    )
+    if others is None:
+        return facts
+    return replace(
+        facts,
+        others_bytes=others,
+        least_others_bytes=others if facts.least_others_bytes is None else min(others, facts.least_others_bytes),
+        most_others_bytes=max(others, facts.most_others_bytes or 0.0),
+    )

@@ -1,0 +1,130 @@
+"""A recorded past to facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
+from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Version
+from vllm_headroom.commands.advise.history.engine_history import EngineHistory
+from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
+from vllm_headroom.commands.advise.history.starts import Starts
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.derive.derivation import answer, stateless
+from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.leak.gpus import awake
+from vllm_headroom.derive.readings import engine_labels, named, running_requests
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.trace.course import Course
+from vllm_headroom.trace.replay import Watch
+
+LONGEST_INTERVAL_SECONDS: Final = 300.0
+"""The longest that the daemon may be told to sample at; what lies between two samples further apart was not seen."""
+
+_KV_CACHE: Final = stateless("kv_cache", lambda snapshot: kv_cache(snapshot, bytes_per_token=None))
+
+
+class History:
+    """Gathers what the rules want to know of a past, sample by sample."""
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+        self._starts = Starts()
+        self._at_least: Version = OLDEST
+        self._since: float | None = None
+        self._now = 0.0
+        self._engines: dict[tuple[str, str], EngineHistory] = {}
+        self._gpus: dict[str, GpuHistory] = {}
+        self._host_bytes: dict[str, float] = {}
+
+    def step(self, snapshot: Snapshot) -> None:
+        """Go on to the next sample."""
+        seconds = snapshot.time_seconds - self._now if self._watch.samples else 0.0
+        seconds = min(max(0.0, seconds), LONGEST_INTERVAL_SECONDS)
+        self._now = snapshot.time_seconds
+        self._watch.step(snapshot)
+        self._starts.step(snapshot)
+        page = snapshot.engines if isinstance(snapshot.engines, EnginePage) else None
+        engines = () if page is None else named(page)
+        if any(
+            self._engines[engine_labels(one)].other_settings(one)
+            for one in engines
+            if engine_labels(one) in self._engines
+        ):
+            self._since, self._engines, self._gpus = self._now, {}, {}
+        self._step_engines(snapshot, engines, seconds)
+        running = None if page is None else running_requests(page)
+        asleep = page is not None and awake(page) is False
+        serving = Serving(running=running, asleep=asleep) if self._starts.serving else None
+        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+            self._gpu(gpu).step(gpu, self._now, seconds, serving)
+        self._step_host(snapshot)
+
+    def facts(self, settings: Settings) -> Facts:
+        """Return the facts, of an engine started with these settings."""
+        begin, end = self._watch.span
+        gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
+        engines = (history.facts() for history in self._engines.values())
+        return Facts(
+            origin=Origin.TRACE,
+            settings=replace(settings, at_least=max(self._at_least, settings.at_least)),
+            samples=self._watch.samples,
+            begin_seconds=begin,
+            end_seconds=end,
+            since_seconds=self._since,
+            gpus=tuple(self._gpus[uuid].facts(_leak(course)) for uuid, course in gpus),
+            engines=tuple(facts for facts in engines if facts is not None),
+            hosts=tuple(
+                HostFacts(process=str(role), leak=_leak(course), held_bytes=self._host_bytes.get(role))
+                for role, course in self._watch.host
+            ),
+            failed_starts=tuple(self._starts.failed),
+        )
+
+    def _step_engines(self, snapshot: Snapshot, engines: Iterable[EngineReading], seconds: float) -> None:
+        _, samples = answer(_KV_CACHE, None, snapshot)
+        metric = catalog.ENGINE_KV_TOKENS_PER_REQUEST
+        tokens = {sample.labels: sample.value for sample in samples if sample.metric is metric}
+        for engine in engines:
+            key = engine_labels(engine)
+            self._engines.setdefault(key, EngineHistory()).step(engine, tokens.get(key), seconds)
+            self._at_least = max(self._at_least, _shown_by(engine))
+
+    def _gpu(self, gpu: Gpu) -> GpuHistory:
+        reading = gpu.reading
+        if reading.uuid not in self._gpus:
+            self._gpus[reading.uuid] = GpuHistory(reading.index, reading.uuid, self._now)
+        return self._gpus[reading.uuid]
+
+    def _step_host(self, snapshot: Snapshot) -> None:
+        if isinstance(snapshot.processes, Failure):
+            return
+        self._host_bytes = {}
+        for process in snapshot.processes:
+            self._host_bytes[process.role] = self._host_bytes.get(process.role, 0.0) + process.rss_bytes
+
+
+def _shown_by(engine: EngineReading) -> Version:
+    """Return the version that an engine has at least, by what it says at all."""
+    if engine.awake is not None:
+        return TELLS_SLEEP
+    return OLDEST if engine.prefix_queries_total is None else COUNTS_PREFIXES
+
+
+def _leak(course: Course) -> Leak:
+    last, intervals = course.last, course.leaking
+    if last is None:
+        return Leak(state=course.state)
+    return Leak(
+        state=course.state,
+        leaked=True,
+        ended_seconds=intervals[-1][1] if intervals else None,
+        bytes_per_second=last.bytes_per_second,
+        bytes_per_request=last.bytes_per_request,
+        leaked_bytes=last.leaked_bytes,
+        time_to_oom_seconds=last.time_to_oom_seconds,
+        time_to_oom_seconds_lower=last.time_to_oom_seconds_lower,
+    )

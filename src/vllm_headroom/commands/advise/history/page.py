@@ -1,0 +1,185 @@
+"""The page of a sidecar to facts: the present, and what counters say of the time since the engine's start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from vllm_headroom import catalog
+from vllm_headroom.commands.advise.facts import (
+    EngineFacts,
+    Facts,
+    FullFacts,
+    GpuFacts,
+    HostFacts,
+    Leak,
+    Origin,
+    PrefixFacts,
+    Shortage,
+    Spell,
+)
+from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP
+from vllm_headroom.commands.advise.history.scraped import Labels, Page
+from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.model import Metric
+from vllm_headroom.vocabulary import LeakState
+
+
+def facts_of(text: str, settings: Settings) -> Facts | str:
+    """Return the facts of a page, of an engine started with these settings; or why it cannot be used, in one line."""
+    try:
+        page = Page(text)
+    except (ValueError, IndexError):
+        return (
+            "the page is not in Prometheus's format: --url takes the address of vllm-headroom, not of what it watches"
+        )
+    if page.value(catalog.BUILD_INFO) is None:
+        return "the page is not vllm-headroom's: --url takes its address, port 9839 unless it is set otherwise"
+    if {labels.get("profile") for labels, _ in page.each(catalog.ENGINE_INFO)} - {"vllm"}:
+        return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
+    return Facts(
+        origin=Origin.PAGE,
+        settings=_settings(page, settings),
+        age_seconds=page.value(catalog.SAMPLE_AGE),
+        gpus=tuple(_gpus(page)),
+        engines=tuple(_engine(page, labels) for labels, _ in page.each(catalog.ENGINE_INFO)),
+        hosts=tuple(_hosts(page)),
+    )
+
+
+def _settings(page: Page, told: Settings) -> Settings:
+    """Return the settings with what the page shows; what the operator told is believed."""
+    shown = OLDEST
+    for name, version in (
+        ("prefix_cache_queries", COUNTS_PREFIXES),
+        ("kv_cache_memory_bytes", SIZES_CACHE_IN_BYTES),
+        ("sleep_state", TELLS_SLEEP),
+    ):
+        shown = max(shown, version) if page.value(catalog.INPUT_AVAILABLE, input=name) else shown
+    sized = bool(page.value(catalog.INPUT_AVAILABLE, input="kv_cache_memory_bytes"))
+    return replace(
+        told,
+        at_least=max(shown, told.at_least),
+        sizes_cache_in_bytes=told.sizes_cache_in_bytes or sized,
+        gpu_memory_utilization=told.gpu_memory_utilization or _utilization(page),
+    )
+
+
+def _utilization(page: Page) -> float | None:
+    """Return what the budget is of the GPU's total (derive/discrepancy.py); None where there is none."""
+    ratios = set()
+    for labels, budget in page.each(catalog.MEMORY_REPORTED, basis="budget"):
+        total = page.value(catalog.GPU_MEMORY_TOTAL, uuid=labels["uuid"])
+        if total:
+            ratios.add(round(budget / total, 4))
+    return ratios.pop() if len(ratios) == 1 else None
+
+
+def _gpus(page: Page) -> Iterator[GpuFacts]:
+    running = [value for _, value in page.each(catalog.ENGINE_RUNNING)]
+    for labels, _ in page.each(catalog.GPU_INFO):
+        if labels.get("attribution"):
+            yield _gpu(page, int(labels["gpu"]), labels["uuid"], sum(running) if running else None)
+
+
+def _gpu(page: Page, index: int, uuid: str, running: float | None) -> GpuFacts:
+    total, used = page.value(catalog.GPU_MEMORY_TOTAL, uuid=uuid), page.value(catalog.GPU_MEMORY_USED, uuid=uuid)
+    leak = _leak(page, uuid)
+    if total is None or used is None:
+        return GpuFacts(index=index, uuid=uuid, leak=leak)
+    usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, uuid=uuid) or 0.0)
+    peak = max(used, page.value(catalog.GPU_MEMORY_USED_PEAK, uuid=uuid) or 0.0)
+    others = _others(page, uuid, used)
+    return GpuFacts(
+        index=index,
+        uuid=uuid,
+        leak=leak,
+        usable_bytes=usable,
+        room_bytes=usable - used,
+        least_room_bytes=max(0.0, usable - peak),
+        others_bytes=others,
+        least_others_bytes=others,
+        most_others_bytes=others,
+        spells=tuple(_spells(usable - used + (others or 0.0), usable - peak + (others or 0.0), running)),
+    )
+
+
+def _others(page: Page, uuid: str, used: float) -> float | None:
+    engine = page.value(catalog.GPU_MEMORY_HELD, uuid=uuid, holder="engine")
+    if engine is None:
+        return None
+    return used - engine if used - engine > SOMEBODY_BYTES else 0.0
+
+
+def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator[Spell]:
+    if room < LOW_BYTES:
+        yield Spell(kind=Shortage.LEVEL, least_bytes=max(0.0, room_at_peak), running=running)
+    elif room_at_peak < PEAK_BYTES:
+        yield Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak))
+
+
+def _leak(page: Page, uuid: str) -> Leak:
+    state = _state(page, catalog.LEAK_STATE, uuid=uuid)
+    return Leak(
+        state=state,
+        leaked=state is LeakState.LEAKING,
+        bytes_per_second=page.value(catalog.LEAK_RATE, uuid=uuid),
+        bytes_per_request=page.value(catalog.LEAK_PER_REQUEST, uuid=uuid),
+        leaked_bytes=page.value(catalog.LEAKED, uuid=uuid),
+        time_to_oom_seconds=page.value(catalog.TIME_TO_OOM, uuid=uuid),
+        time_to_oom_seconds_lower=page.value(catalog.TIME_TO_OOM_LOWER, uuid=uuid),
+    )
+
+
+def _state(page: Page, metric: Metric, **labels: str) -> LeakState:
+    names = {has.get("state") for has, value in page.each(metric, **labels) if value}
+    states = [state for state in LeakState if state in names]
+    return states[0] if len(states) == 1 else LeakState.UNKNOWN
+
+
+def _hosts(page: Page) -> Iterator[HostFacts]:
+    for labels, held in page.each(catalog.HOST_MEMORY):
+        process = labels["process"]
+        state = _state(page, catalog.HOST_LEAK_STATE, process=process)
+        rate = page.value(catalog.HOST_LEAK_RATE, process=process)
+        leak = Leak(state=state, leaked=state is LeakState.LEAKING, bytes_per_second=rate)
+        yield HostFacts(process=process, leak=leak, held_bytes=held)
+
+
+def _engine(page: Page, info: Labels) -> EngineFacts:
+    names = {"model_name": info["model_name"], "engine": info["engine"]}
+    awake, used = page.value(catalog.ENGINE_AWAKE, **names), page.value(catalog.ENGINE_KV_USED, **names)
+    running = page.value(catalog.ENGINE_RUNNING, **names)
+    return EngineFacts(
+        model_name=info["model_name"],
+        engine=info["engine"],
+        awake=None if awake is None else awake > 0,
+        capacity_tokens=page.value(catalog.ENGINE_KV_CAPACITY_TOKENS, **names),
+        capacity_bytes=page.value(catalog.ENGINE_KV_CAPACITY_BYTES, **names),
+        kv_known=used is not None,
+        preemptions_known=page.value(catalog.ENGINE_PREEMPTIONS, **names) is not None,
+        most_running=running,
+        finished=page.value(catalog.ENGINE_FINISHED, **names),
+        full=_full(page, names) if used is not None and used > FULL_RATIO and running else None,
+        prefix=_prefix(page, names),
+    )
+
+
+def _full(page: Page, names: Labels) -> FullFacts:
+    return FullFacts(
+        seconds=None,
+        finished=page.value(catalog.ENGINE_FINISHED, **names) or 0.0,
+        preemptions=page.value(catalog.ENGINE_PREEMPTIONS, **names) or 0.0,
+        running=page.value(catalog.ENGINE_RUNNING, **names) or 0.0,
+        tokens=page.value(catalog.ENGINE_KV_TOKENS_PER_REQUEST, **names),
+    )
+
+
+def _prefix(page: Page, names: Labels) -> PrefixFacts | None:
+    queries, hits = page.value(catalog.ENGINE_PREFIX_QUERIES, **names), page.value(catalog.ENGINE_PREFIX_HITS, **names)
+    recent = page.value(catalog.ENGINE_PREFIX_HIT_RATIO, **names)
+    if queries is None or hits is None:
+        return None
+    blocked = bool(page.value(catalog.ENGINE_WAITING, **names) or page.value(catalog.ENGINE_PREEMPTIONS, **names))
+    return PrefixFacts(queries=queries, hits=hits, seconds=None, blocked_ratio=float(blocked), recent_ratio=recent)

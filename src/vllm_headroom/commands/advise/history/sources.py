@@ -1,0 +1,77 @@
+"""The page of a sidecar and the engine's own word, read once over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Final
+from urllib.parse import urljoin
+
+from vllm_headroom.commands.advise.flags import SIZES_CACHE_IN_BYTES, version_of
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.config.values import redacted
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.version import server_version
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.trace.errors import BadInput
+
+TIMEOUT_SECONDS: Final = 20.0
+"""Longer than the daemon waits: it is asked once, and a busy engine answers late."""
+
+
+def sidecar_page(url: str) -> str:
+    """Return the page of the sidecar at `url`; raises BadInput where none comes."""
+    answer = asyncio.run(_read(url))
+    if isinstance(answer, Failure):
+        problem = answer.reason.replace("_", " ")
+        raise BadInput(f"no page from {redacted(url)} ({problem}): check that vllm-headroom runs there, port 9839")
+    return answer
+
+
+def with_engine(settings: Settings, url: str) -> Settings:
+    """Return the settings with what the engine whose page is at `url` says; what the operator told is believed.
+
+    Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
+    comes, or it is no engine's.
+    """
+    text, about = asyncio.run(_both(_read(url), _read(urljoin(url, "version"))))
+    page = text if isinstance(text, Failure) else parse_engines(text)
+    if isinstance(page, Failure):
+        raise BadInput(
+            f"--engine-url: {page.reason.replace('_', ' ')} at {redacted(url)}: check that vLLM serves there"
+        )
+    if not page.engines:
+        raise BadInput(f"--engine-url: the page at {redacted(url)} is not vLLM's")
+    return _added(settings, page, about)
+
+
+async def _both(
+    first: Awaitable[str | Failure], second: Awaitable[str | Failure]
+) -> tuple[str | Failure, str | Failure]:
+    return await asyncio.gather(first, second)
+
+
+async def _read(url: str) -> str | Failure:
+    reader = PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS)
+    try:
+        return await reader.fetch()
+    finally:
+        await reader.close()
+
+
+def _added(settings: Settings, page: EnginePage, about: str | Failure) -> Settings:
+    ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
+    sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
+    ratio = ratios.pop() if len(ratios) == 1 else None
+    size = sizes.pop() if len(sizes) == 1 else None
+    told = None if isinstance(about, Failure) else server_version(about)
+    return replace(
+        settings,
+        version=settings.version or (version_of(told) if told else None),
+        gpu_memory_utilization=settings.gpu_memory_utilization or ratio,
+        at_least=settings.at_least if size is None else SIZES_CACHE_IN_BYTES,
+        sizes_cache_in_bytes=size is not None,
+        kv_cache_memory_bytes=size,
+    )

@@ -1,0 +1,146 @@
+"""Rules on engines that end before they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import floor
+from statistics import median
+from typing import Final
+
+from vllm_headroom.commands.advise.facts import Facts, Start
+from vllm_headroom.commands.advise.figures import memory
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
+from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.rules.cache import split
+from vllm_headroom.commands.advise.rules.room import ran_short, take_less
+
+LOADED_RATIO: Final = 0.5
+"""Ours: an engine that held half of the GPU before it gave up had loaded its model."""
+
+
+def start_up(facts: Facts) -> Advice | None:
+    """Fit where FAILED_STARTS and more ended with less than LOW_BYTES left, or on a GPU that others held already.
+
+    The changes are those of the runbooks' README, branch A. vLLM's own log says at which step it ended.
+    """
+    starts = facts.failed_starts
+    if len(starts) < FAILED_STARTS:
+        return None
+    taken = median(start.most_others_bytes for start in starts) > TENANT_BYTES
+    if not taken and not any(_ran_out(start) for start in starts):
+        return None
+    return Advice(
+        cause=Cause.START_UP,
+        summary="The engine runs out of GPU memory while it starts."
+        if not taken
+        else "The engine ends while it starts, on a GPU that others hold already.",
+        evidence=tuple(_evidence(starts)),
+        changes=_beside_others(facts) if taken else _smaller(facts),
+        remark='vLLM\'s log says at which step: look for "memory" in it.',
+    )
+
+
+def does_not_start(facts: Facts) -> Advice | None:
+    """Fit where FAILED_STARTS and more loaded the model and ended with room left: vLLM found none for its KV cache.
+
+    That is "No available memory for the cache blocks", or a cache too small for one request of the longest kind.
+    """
+    starts, usable = facts.failed_starts, [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
+    loaded = [start for start in starts if usable and start.most_held_bytes >= LOADED_RATIO * min(usable)]
+    if len(loaded) < FAILED_STARTS or start_up(facts) is not None:
+        return None
+    return Advice(
+        cause=Cause.MODEL_DOES_NOT_FIT,
+        summary="The engine loads its model and ends before it serves, with GPU memory left.",
+        evidence=tuple(_evidence(tuple(loaded))),
+        changes=several(_larger(facts, loaded), split(facts)),
+        remark="vllm-headroom plan says what fits; a shorter longest request is enough where vLLM's log says so.",
+    )
+
+
+def _ran_out(start: Start) -> bool:
+    return start.least_room_bytes is not None and start.least_room_bytes < LOW_BYTES
+
+
+def _beside_others(facts: Facts) -> tuple[Change, ...]:
+    move = Change(
+        text="Find them with nvidia-smi on the node, and have their owner move or stop them; a left-over of this engine"
+        " is ended with kill",
+        cost="none to this engine",
+    )
+    rooms = [start.room_before_bytes for start in facts.failed_starts if start.room_before_bytes is not None]
+    usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
+    now = facts.settings.gpu_memory_utilization
+    if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
+        return (move,)
+    value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
+    if value <= 0 or (now is not None and value >= now):
+        return (move,)
+    return (
+        move,
+        Change(
+            flag=Flag.GPU_MEMORY_UTILIZATION,
+            value=value,
+            now=now,
+            text=f"{memory(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
+            cost="a smaller KV cache, or none at all if the model does not fit; a restart",
+        ),
+    )
+
+
+def _smaller(facts: Facts) -> tuple[Change, ...]:
+    rooms = [start.least_room_bytes for start in facts.failed_starts if start.least_room_bytes is not None]
+    lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
+    now = facts.settings.max_num_seqs
+    fewer = None
+    if now is not None and now > 1:
+        fewer = Change(
+            flag=Flag.MAX_NUM_SEQS,
+            value=now // 2,
+            now=now,
+            text="warming up the sampler and the graphs take less",
+            cost="in a burst requests wait in the queue; a restart",
+        )
+    eager = Change(
+        flag=Flag.ENFORCE_EAGER,
+        text="captures no CUDA graphs, if it ends while it does",
+        cost="every token comes slower; a restart",
+    )
+    wider = split(facts)
+    if wider is not None:
+        wider = replace(wider, text="if it ends while it loads the weights, which do not fit then")
+    return several(lower, fewer, eager, wider)
+
+
+def _larger(facts: Facts, starts: list[Start]) -> Change | None:
+    """Return a larger share where the GPU had more than AIM_BYTES left at all of these starts."""
+    rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
+    now = facts.settings.gpu_memory_utilization
+    if not rooms or min(rooms) <= AIM_BYTES or facts.settings.sizes_cache_in_bytes or now is None or ran_short(facts):
+        return None
+    usable = max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
+    spare = (min(rooms) - AIM_BYTES) / usable
+    value = floor(min(HIGHEST_UTILIZATION, now + spare) * 100) / 100
+    if value <= now:
+        return None
+    return Change(
+        flag=Flag.GPU_MEMORY_UTILIZATION,
+        value=value,
+        now=now,
+        text=f"{memory(min(rooms))} were left when it ended",
+        cost="less room for bursts; a restart",
+    )
+
+
+def _evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
+    yield Evidence(name="failed_starts", value=len(starts), text=f"{len(starts)} starts ended before it served")
+    held = max(start.most_held_bytes for start in starts)
+    yield Evidence(name="most_held_bytes", value=held, text=f"it held {memory(held)} of a GPU at the most")
+    rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
+    if rooms:
+        yield Evidence(name="least_room_bytes", value=min(rooms), text=f"{memory(min(rooms))} were left at the least")
+    others = max(start.most_others_bytes for start in starts)
+    if others > 0:
+        yield Evidence(name="most_others_bytes", value=others, text=f"others held {memory(others)}")

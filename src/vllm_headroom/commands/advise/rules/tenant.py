@@ -1,0 +1,76 @@
+"""A rule on memory that other processes take on the engine's GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
+from vllm_headroom.commands.advise.figures import memory
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
+from vllm_headroom.commands.advise.limits import AIM_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.rules.room import take_less
+
+
+def another_tenant(facts: Facts) -> Advice | None:
+    """Fit where others hold more than TENANT_BYTES and took it meanwhile, or leave less than AIM_BYTES.
+
+    On a page nothing is known of before, so that what they hold now is said. What others have held all the time beside
+    an engine that has room belongs there (runbook HeadroomNeighbourGrowing, "Do nothing when").
+    """
+    found = [gpu for gpu in facts.gpus if _matters(gpu, facts.origin)]
+    if not found:
+        return None
+    gpu = max(found, key=lambda gpu: gpu.most_others_bytes or 0.0)
+    share = _both_stay(facts, gpu)
+    now = " now" if facts.origin is Origin.PAGE else ""
+    return Advice(
+        cause=Cause.ANOTHER_TENANT,
+        summary=f"Another process takes memory of GPU {gpu.index}{now}.",
+        evidence=tuple(_evidence(gpu, facts.origin)),
+        changes=several(
+            Change(
+                text="Find it with nvidia-smi on the node, and have its owner move it to another GPU or stop it",
+                cost="none to this engine",
+            ),
+            share,
+        ),
+        remark=None if share is None else "A smaller share for vLLM is right only where both have to stay on this GPU.",
+    )
+
+
+def _both_stay(facts: Facts, gpu: GpuFacts) -> Change | None:
+    """Return the smaller share with which both have room: AIM_BYTES at peaks, and what vLLM wants free to start.
+
+    vLLM refuses to start with less free than its share of the GPU (vllm/v1/worker/utils.py).
+    """
+    needs = [0.0]
+    if gpu.least_room_bytes is not None:
+        needs.append(AIM_BYTES - gpu.least_room_bytes)
+    utilization = facts.settings.gpu_memory_utilization
+    if utilization is not None and gpu.usable_bytes is not None:
+        needs.append((gpu.most_others_bytes or 0.0) - (1.0 - utilization) * gpu.usable_bytes)
+    return take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
+
+
+def _matters(gpu: GpuFacts, origin: Origin) -> bool:
+    if gpu.most_others_bytes is None or gpu.most_others_bytes <= TENANT_BYTES:
+        return False
+    if origin is Origin.PAGE:
+        return True
+    grown = gpu.most_others_bytes - (gpu.least_others_bytes or 0.0)
+    return grown > TENANT_BYTES or (gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES)
+
+
+def _evidence(gpu: GpuFacts, origin: Origin) -> Iterator[Evidence]:
+    others, most, least = gpu.others_bytes or 0.0, gpu.most_others_bytes or 0.0, gpu.least_others_bytes or 0.0
+    text = f"processes that are not the engine's hold {memory(others)} of GPU {gpu.index}"
+    yield Evidence(name="others_bytes", value=others, text=text)
+    if origin is Origin.TRACE:
+        yield Evidence(
+            name="most_others_bytes", value=most, text=f"{memory(most)} at the most, {memory(least)} at the least"
+        )
+    if gpu.least_room_bytes is not None:
+        left = memory(gpu.least_room_bytes)
+        yield Evidence(
+            name="least_room_bytes", value=gpu.least_room_bytes, text=f"{left} were left at the highest peak"
+        )

@@ -1,0 +1,108 @@
+"""All rules asked of the facts: what fits, what may be advised of it, and what cannot be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.finding import Advice
+from vllm_headroom.commands.advise.flags import FIRST, Flag, spelt
+from vllm_headroom.commands.advise.missing import missing, notes
+from vllm_headroom.commands.advise.rules.cache import kv_cache_blow_out, too_many_requests, too_small_a_cache
+from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
+from vllm_headroom.commands.advise.rules.prefix import prefix_cache
+from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
+from vllm_headroom.commands.advise.rules.starting import does_not_start, start_up
+from vllm_headroom.commands.advise.rules.tenant import another_tenant
+from vllm_headroom.commands.advise.rules.waiting import too_few_requests
+from vllm_headroom.vocabulary import LeakState
+
+Rule = Callable[[Facts], Advice | None]
+
+LEAKS: Final[tuple[Rule, ...]] = (gpu_leak, host_leak)
+BESIDE_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start)
+"""What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
+
+WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
+    configuration_overshoot,
+    chronic,
+    burst,
+    kv_cache_blow_out,
+    too_many_requests,
+    too_small_a_cache,
+    too_few_requests,
+    prefix_cache,
+)
+"""In the order in which they are told: what can end the engine before what makes it slow."""
+
+NOTHING_ELSE: Final = (
+    "No option is advised from what a leaking or growing engine shows: its figures are those of the growth."
+    " Look again at a trace from after the restart."
+)
+
+
+class Verdict(StrEnum):
+    """What comes of it all."""
+
+    ADVICE = "advice"
+    NOTHING_TO_CHANGE = "nothing_to_change"
+    CANNOT_TELL = "cannot_tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is said; `missing` is what would have to be known to call it healthy, `notes` what else to know."""
+
+    verdict: Verdict
+    facts: Facts
+    advice: tuple[Advice, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def judge(facts: Facts) -> Answer:
+    """Ask every rule; nothing to change is said only where nothing that matters is unknown."""
+    leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
+    growing = any(leak.leaked or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
+    found = _ask(LEAKS, facts)
+    beside = _ask(BESIDE_A_LEAK, facts)
+    found += [_without_flags(advice) for advice in beside] if growing else beside + _ask(WITHOUT_A_LEAK, facts)
+    advice, left_out = _that_exist(found, facts)
+    unknown = missing(facts)
+    verdict = Verdict.ADVICE if advice else Verdict.CANNOT_TELL if unknown else Verdict.NOTHING_TO_CHANGE
+    told = (*((NOTHING_ELSE,) if growing else ()), *left_out, *notes(facts, advice))
+    return Answer(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)
+
+
+def _ask(rules: tuple[Rule, ...], facts: Facts) -> list[Advice]:
+    return [advice for advice in (rule(facts) for rule in rules) if advice is not None]
+
+
+def _without_flags(advice: Advice) -> Advice:
+    return replace(advice, changes=tuple(change for change in advice.changes if change.flag is None))
+
+
+def _that_exist(found: list[Advice], facts: Facts) -> tuple[tuple[Advice, ...], tuple[str, ...]]:
+    """Leave out the options that this version may not have, and say which and why."""
+    known, advice = facts.settings.known, []
+    absent: dict[Flag, None] = {}
+    for each in found:
+        absent |= {
+            change.flag: None for change in each.changes if change.flag is not None and FIRST[change.flag] > known
+        }
+        changes = tuple(change for change in each.changes if change.flag is None or change.flag not in absent)
+        advice.append(replace(each, changes=changes))
+    return tuple(advice), tuple(_left_out(flag, facts) for flag in absent)
+
+
+def _left_out(flag: Flag, facts: Facts) -> str:
+    """Say what is left out without the dashes: it is not there to be copied."""
+    version, name, first = facts.settings.version, flag.removeprefix("--"), spelt(FIRST[flag])
+    if version is not None:
+        return f"Left out: {name} is no option of vLLM {spelt(version)}; {first} is the first that has it."
+    return (
+        f"Left out: {name}, which vLLM has since {first}, because this may be an older one; --vllm-version says which."
+    )

@@ -1,0 +1,134 @@
+"""The limit on growth over a baseline: the same figures of two traces, where they can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from vllm_headroom.commands.check.costs import Cost
+from vllm_headroom.commands.check.doubts import doubt
+from vllm_headroom.commands.check.judgement import CAPACITY, GROWTH, HOST_GROWTH, Judgement, Unit, compared
+from vllm_headroom.commands.check.record import Record, paired
+from vllm_headroom.commands.check.series import Series
+from vllm_headroom.units import size
+
+SAME_SIZE: Final = 0.01
+"""Within this share two GPUs are of one size: drivers reserve a little more or less."""
+
+
+def growths(record: Record, before: Record, ratio: float) -> Iterator[Judgement]:
+    """Yield the growth of each GPU's memory and each role's at the same load, and what each KV cache lost.
+
+    A role or an engine that only one of the traces has cannot be compared; there is nothing to say of one that neither
+    has.
+    """
+    unlike = _unlike(record, before)
+    for uuid, old in paired(record, before):
+        series, past = record.gpus[uuid], None if old is None else before.gpus[old]
+        missing = unlike or _doubt(record, series, before, past)
+        yield _growth(GROWTH, series.name, series, past, ratio=ratio, missing=missing)
+    for role in sorted(record.host.keys() | before.host.keys()):
+        here, there = record.host.get(role), before.host.get(role)
+        missing = unlike or _doubt(record, here, before, there)
+        yield _growth(HOST_GROWTH, role, here, there, ratio=ratio, missing=missing)
+    for engine in sorted(record.capacity_tokens.keys() | before.capacity_tokens.keys()):
+        yield _capacity(engine, record.capacity_tokens.get(engine), before.capacity_tokens.get(engine), ratio, unlike)
+
+
+def _unlike(record: Record, before: Record) -> str | None:
+    """Return why no figure of the two traces can be compared."""
+    if record.models != before.models:
+        return f"the baseline is of another model: {_names(before)} there, {_names(record)} here"
+    if len(record.gpus) != len(before.gpus):
+        return f"the baseline has {len(before.gpus)} GPUs, this trace {len(record.gpus)}"
+    return None
+
+
+def _names(record: Record) -> str:
+    return ", ".join(sorted(record.models)) or "none"
+
+
+def _doubt(record: Record, series: Series | None, before: Record, past: Series | None) -> str | None:
+    """Return why this figure of the two traces cannot be compared."""
+    if series is None:
+        return "only the baseline has it"
+    if past is None:
+        return "the baseline does not have it"
+    here, there = series.total_bytes, past.total_bytes
+    if here is not None and there is not None and abs(here - there) > SAME_SIZE * there:
+        return f"the baseline is of another kind of GPU: {size(there)} there, {size(here)} here"
+    old = doubt(before, past.coverage, past.name)
+    return doubt(record, series.coverage, series.name) or (old and f"the baseline: {old}")
+
+
+def _growth(
+    limit: str, name: str, series: Series | None, past: Series | None, *, ratio: float, missing: str | None
+) -> Judgement:
+    """Return the greatest growth of a series among the loads that both traces have."""
+    pair = None if missing else _greatest(series, past)
+    if pair is None and missing is None:
+        missing = f"no load in common: {_loads(series)} here, {_loads(past)} in the baseline"
+    now, then = (None, None) if pair is None else (pair[0].held_bytes, pair[1].held_bytes)
+    most = None if then is None else then * (1 + ratio)
+    return Judgement(
+        limit=limit,
+        of=name,
+        outcome=compared(now, most, missing),
+        unit=Unit.BYTES,
+        value=now,
+        most=most,
+        allowed=f"{100 * ratio:.3g}% more",
+        baseline=then,
+        found=_change(now, then, size),
+        before=None if then is None else size(then),
+        why=missing or _at(pair),
+    )
+
+
+def _greatest(series: Series | None, past: Series | None) -> tuple[Cost, Cost] | None:
+    here, there = ({} if each is None else each.costs.at_load for each in (series, past))
+    pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
+    return max(pairs, key=lambda pair: (pair[0].held_bytes / pair[1].held_bytes, pair[0].running), default=None)
+
+
+def _loads(series: Series | None) -> str:
+    running = [] if series is None else [cost.running for cost in series.costs.at_load.values()]
+    if not running:
+        return "none that lasted"
+    return f"{running[0]:.3g} to {running[-1]:.3g} running" if len(running) > 1 else f"{running[0]:.3g} running"
+
+
+def _at(pair: tuple[Cost, Cost] | None) -> str:
+    return "" if pair is None else f"at {pair[0].running:.3g} running, and {pair[1].running:.3g} in the baseline"
+
+
+def _capacity(engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None) -> Judgement:
+    """Return what an engine's KV cache lost: its budget stays, so what else grew was taken from it."""
+    missing = unlike
+    if now is None or then is None:
+        missing = missing or ("only the baseline has it" if now is None else "the baseline does not have it")
+    least = None if missing or then is None else then * (1 - ratio)
+    return Judgement(
+        limit=CAPACITY,
+        of=f"engine {engine}",
+        outcome=compared(None if now is None else -now, None if least is None else -least, missing),
+        unit=Unit.TOKENS,
+        value=now,
+        most=None,
+        least=least,
+        allowed=f"{100 * ratio:.3g}% less",
+        baseline=then,
+        found=_change(now, then, _tokens),
+        before=None if then is None else _tokens(then),
+        why=missing or "",
+    )
+
+
+def _change(now: float | None, then: float | None, shown: Callable[[float], str]) -> str:
+    if now is None:
+        return "unknown"
+    return f"{shown(now)}, {now / then - 1:+.2%}" if then else shown(now)
+
+
+def _tokens(count: float) -> str:
+    return f"{count:,.0f} tokens"

@@ -1,0 +1,70 @@
+"""One life of the simulated engine: it loads, serves and dies."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.commands.demo.chance import chance
+from vllm_headroom.commands.demo.memory import ACTIVATIONS_MIB, MIB, SMALL_SEGMENT_MIB, Allocator, segments
+from vllm_headroom.commands.demo.traffic import KV_BLOCKS, Traffic
+
+WEIGHTS_MIB: Final = 15_316
+"""An 8B model in 16 bits."""
+
+KV_MIB: Final = 2 * KV_BLOCKS
+GRAPHS_MIB: Final = 620
+BUDGET_MIB: Final = WEIGHTS_MIB + KV_MIB + GRAPHS_MIB + ACTIVATIONS_MIB
+"""gpu_memory_utilization 0.92 of 81,559 MiB: vLLM gives the KV cache what the other parts leave."""
+
+CONTEXT_MIB: Final = 560
+NCCL_MIB: Final = 220
+OUTSIDE_MIB: Final = CONTEXT_MIB + NCCL_MIB
+"""What vLLM's budget does not count: taken before it measures the free memory."""
+
+WEIGHTS_LOADED: Final = 0.7
+"""Share of the loading time after which the weights are there; the KV cache and the graphs come at its end."""
+
+PIDS_APART: Final = 37
+
+
+class Engine:
+    """A server of one model on one GPU; times are seconds since the demo began, and `number` counts lives from 0."""
+
+    def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
+        self.number = number
+        self.started_seconds = started_seconds
+        self.serving_seconds = serving_seconds
+        self.traffic = Traffic(chance(seed, f"traffic {number}"))
+        self.leaked_bytes = 0.0
+        self._allocator = Allocator(chance(seed, f"allocator {number}"))
+
+    @property
+    def first_pid(self) -> int:
+        """The pid of the API server; the engine core and the worker follow it."""
+        return 4_100 + PIDS_APART * self.number
+
+    def exists(self, seconds: float) -> bool:
+        """Return whether its processes have been started."""
+        return seconds >= self.started_seconds
+
+    def serves(self, seconds: float) -> bool:
+        """Return whether it answers requests."""
+        return seconds >= self.serving_seconds
+
+    def step(self, arrived: int, leak_bytes_per_request: float) -> None:
+        """Serve for one second."""
+        finished = self.traffic.step(arrived)
+        self._allocator.step(
+            requests=finished, requests_total=self.traffic.finished_total, running=self.traffic.running
+        )
+        self.leaked_bytes += finished * leak_bytes_per_request
+
+    def gpu_bytes(self, seconds: float) -> int:
+        """Return what its worker holds on the GPU."""
+        if self.serves(seconds):
+            fixed_mib = OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB
+            return (fixed_mib + self._allocator.mib + segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
+        if self.exists(seconds):
+            done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
+            return (OUTSIDE_MIB + segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)) * MIB
+        return 0

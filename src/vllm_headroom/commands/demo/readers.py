@@ -1,0 +1,115 @@
+"""The simulated GPU and the engine's processes, as the daemon reads them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from math import exp
+from typing import Final
+
+from vllm_headroom.commands.demo.memory import MIB
+from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
+from vllm_headroom.model import EngineProcess, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import Role
+
+PEAK_SECONDS: Final = 60.0
+NEIGHBOUR_PID: Final = 90_000
+PAGE_BYTES: Final = 4_096
+RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
+    (Role.API_SERVER, 1_090),
+    (Role.ENGINE_CORE, 2_410),
+    (Role.WORKER, 5_560),
+)
+"""The engine's processes, in the order of their pids, with the memory each has when it starts to serve."""
+
+SETTLING_MIB: Final = 45.0
+SETTLING_SECONDS: Final = 900.0
+"""How resident memory grows after the start, and how fast that fades."""
+
+
+class SimulatedGpus:
+    """One GPU of the world that `now` returns, brought to the present."""
+
+    def __init__(self, now: Callable[[], World]) -> None:
+        self._now = now
+        self._seen: deque[tuple[float, int]] = deque()
+
+    async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
+        """Return one reading of the device."""
+        world = self._look()
+        device = GpuReading(
+            index=0,
+            uuid="GPU-00000000-0000-4000-8000-000000000000",
+            name="Simulated H100 80GB",
+            memory=_memory(world),
+            used_peak_bytes=max(used_bytes for _, used_bytes in self._seen),
+            utilization_ratio=world.board.utilization_ratio,
+            temperature_celsius=float(round(world.board.temperature_celsius)),
+            power_watts=round(world.board.power_watts, 1),
+            processes=tuple(_gpu_processes(world)),
+        )
+        return GpuReadings(driver_version="580.00", devices=(device,))
+
+    async def sample_used(self, timeout_seconds: float) -> None:  # noqa: ARG002 - it never takes long
+        """Look at the memory in use, for the peak of the last 60 s."""
+        self._look()
+
+    async def close(self) -> None:
+        """Do nothing: there is no driver."""
+
+    def _look(self) -> World:
+        world = self._now()
+        self._seen.append((world.seconds, world.used_bytes))
+        while self._seen[0][0] < world.seconds - PEAK_SECONDS:
+            self._seen.popleft()
+        return world
+
+
+class SimulatedProcesses:
+    """The engine's processes of the world that `now` returns; `epoch_seconds` is when the demo began."""
+
+    def __init__(self, now: Callable[[], World], epoch_seconds: float) -> None:
+        self._now = now
+        self._epoch_seconds = epoch_seconds
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings:  # noqa: ARG002 - it never takes long
+        """Return the engine's processes, none while it is down, and every pid there is."""
+        world = self._now()
+        engine = world.engine
+        processes = tuple(
+            EngineProcess(
+                pid=engine.first_pid + place,
+                role=role,
+                rss_bytes=_resident_bytes(mib, world.seconds - engine.serving_seconds),
+                started_at_seconds=self._epoch_seconds + engine.started_seconds,
+            )
+            for place, (role, mib) in enumerate(RESIDENT_MIB)
+            if engine.exists(world.seconds)
+        )
+        pids = {process.pid for process in processes} | {process.pid for process in _gpu_processes(world)}
+        return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
+
+
+def _memory(world: World) -> GpuMemory:
+    used_bytes = world.used_bytes
+    return GpuMemory(
+        total_bytes=TOTAL_BYTES,
+        used_bytes=used_bytes,
+        free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
+        reserved_bytes=RESERVED_BYTES,
+    )
+
+
+def _gpu_processes(world: World) -> list[GpuProcess]:
+    processes = []
+    if world.engine.exists(world.seconds):
+        worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
+        processes.append(GpuProcess(pid=world.engine.first_pid + worker, used_bytes=world.engine_bytes))
+    if world.neighbour is not None:
+        processes.append(GpuProcess(pid=NEIGHBOUR_PID + world.neighbour.number, used_bytes=world.neighbour_bytes))
+    return processes
+
+
+def _resident_bytes(mib: int, served_seconds: float) -> int:
+    grown_mib = SETTLING_MIB * (1.0 - exp(-max(0.0, served_seconds) / SETTLING_SECONDS))
+    return int((mib + grown_mib) * MIB) // PAGE_BYTES * PAGE_BYTES

@@ -1,0 +1,39 @@
+"""The demo's composition root: the daemon over a simulated world."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import structlog
+
+from vllm_headroom.commands.demo.clock import ScaledClock
+from vllm_headroom.commands.demo.present import present
+from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.scenario import Scenario
+from vllm_headroom.commands.demo.server import engine_application, serving
+from vllm_headroom.commands.demo.world import World
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon import app
+from vllm_headroom.scrape.http.reader import PageReader
+
+log = structlog.get_logger()
+
+TIMEOUT_SECONDS: Final = 10.0
+"""Generous: the simulated engine answers in milliseconds, on the loop that asks."""
+
+
+async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
+    """Run the daemon over the simulated `scenario`; return the exit status."""
+    log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
+    clock = ScaledClock(speed)
+    epoch_seconds = clock.time()
+    now = present(World(scenario), clock)
+    async with serving(engine_application(now, epoch_seconds)) as url:
+        parts = app.Parts(
+            engine=PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS),
+            gpus=SimulatedGpus(now),
+            processes=SimulatedProcesses(now, epoch_seconds),
+            clock=clock,
+            notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
+        )
+        return await app.run(parts, settings)

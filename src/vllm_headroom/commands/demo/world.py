@@ -1,0 +1,123 @@
+"""The simulated world: one GPU, the engine on it and what befalls them."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Final
+
+from vllm_headroom.commands.demo.chance import Recurring, Visit, chance
+from vllm_headroom.commands.demo.engine import Engine
+from vllm_headroom.commands.demo.memory import MIB, SMALL_SEGMENT_MIB, segments
+from vllm_headroom.commands.demo.scenario import Scenario, Span
+from vllm_headroom.commands.demo.traffic import MOST_RUNNING, Demand
+
+TOTAL_BYTES: Final = 81_559 * MIB
+RESERVED_BYTES: Final = 600 * MIB
+UNATTRIBUTED_BYTES: Final = 20 * MIB
+"""Used on a data-centre GPU by no process."""
+
+OUT_OF_MEMORY_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
+"""Beyond this much in use the next allocation fails: it is larger than what is left."""
+
+WARM_SECONDS: Final = 3_600
+"""The engine has served this long when the demo begins."""
+
+DOWN_SECONDS: Final[Span] = (20.0, 50.0)
+LOADING_SECONDS: Final[Span] = (40.0, 70.0)
+"""With DOWN_SECONDS, a restart takes one to two minutes."""
+
+NEIGHBOUR_CONTEXT_MIB: Final = 450
+NEIGHBOUR_RAMP: Final = 0.2
+"""Share of its stay in which the neighbour's memory grows."""
+
+
+class World:
+    """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds."""
+
+    def __init__(self, scenario: Scenario, seed: int = 0) -> None:
+        self.seconds = -WARM_SECONDS
+        self.engine = Engine(seed, 0, started_seconds=-WARM_SECONDS - LOADING_SECONDS[1], serving_seconds=-WARM_SECONDS)
+        self.board = Board()
+        self.neighbour: Visit | None = None
+        self._scenario = scenario
+        self._seed = seed
+        self._demand = Demand(chance(seed, "demand"))
+        self._bursts = Recurring(chance(seed, "bursts"), scenario.bursts)
+        self._neighbours = Recurring(chance(seed, "neighbours"), scenario.neighbours)
+        self._fate = chance(seed, "fate")
+        self._ends_seconds = self._next_end(0.0)
+        self.advance(0.0)
+
+    def advance(self, seconds: float) -> None:
+        """Let the world go on to that time; a time that has passed changes nothing."""
+        while self.seconds + 1 <= seconds:
+            self._step()
+
+    @property
+    def serves(self) -> bool:
+        """Whether the engine answers."""
+        return self.engine.serves(self.seconds)
+
+    @property
+    def engine_bytes(self) -> int:
+        """GPU memory of the engine's worker."""
+        return self.engine.gpu_bytes(self.seconds)
+
+    @property
+    def neighbour_bytes(self) -> int:
+        """GPU memory of the other process; 0 while there is none."""
+        if self.neighbour is None:
+            return 0
+        visit = self.neighbour
+        stay_seconds = visit.leaves_seconds - visit.came_seconds
+        grown = min(1.0, (self.seconds - visit.came_seconds) / (NEIGHBOUR_RAMP * stay_seconds))
+        growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
+        return (NEIGHBOUR_CONTEXT_MIB + segments(grown * growth_mib, SMALL_SEGMENT_MIB)) * MIB
+
+    @property
+    def used_bytes(self) -> int:
+        """GPU memory in use, without what the driver reserves."""
+        return UNATTRIBUTED_BYTES + self.engine_bytes + self.neighbour_bytes
+
+    def _step(self) -> None:
+        self.seconds += 1
+        burst = self._bursts.at(self.seconds)
+        arrived = self._demand.step(self.seconds, 1.0 if burst is None else burst.size)
+        self.neighbour = self._neighbours.at(self.seconds)
+        if self.serves:
+            leaking = self.seconds > 0
+            self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
+        self.board.step(self.engine.traffic.running)
+        if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
+            self._restart()
+
+    def _restart(self) -> None:
+        started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
+        serving = started + self._fate.uniform(*LOADING_SECONDS)
+        self.engine = Engine(self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving)
+        self._ends_seconds = self._next_end(serving)
+
+    def _next_end(self, serving_seconds: float) -> float:
+        span = self._scenario.restart_after_seconds
+        return inf if span is None else serving_seconds + self._fate.uniform(*span)
+
+
+class Board:
+    """The GPU's own sensors, which follow the load."""
+
+    IDLE_WATTS: Final = 70.0
+    IDLE_CELSIUS: Final = 31.0
+    CELSIUS_PER_WATT: Final = 0.06
+    SETTLING_SECONDS: Final = 60.0
+
+    def __init__(self) -> None:
+        self.utilization_ratio = 0.0
+        self.power_watts = self.IDLE_WATTS
+        self.temperature_celsius = self.IDLE_CELSIUS
+
+    def step(self, running: int) -> None:
+        """Follow so many running requests for a second; warmth lags behind power."""
+        self.utilization_ratio = running / (running + 8.0)
+        self.power_watts = self.IDLE_WATTS + (230.0 + 380.0 * min(1.0, running / MOST_RUNNING) if running else 0.0)
+        settled = self.IDLE_CELSIUS + self.CELSIUS_PER_WATT * (self.power_watts - self.IDLE_WATTS)
+        self.temperature_celsius += (settled - self.temperature_celsius) / self.SETTLING_SECONDS

@@ -1,0 +1,110 @@
+"""The lines that mend what is missing, and where they belong."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.commands.doctor.finding import Fix
+from vllm_headroom.vocabulary import Reason
+
+POD: Final = "in the pod's spec"
+COMPOSE: Final = "in the sidecar's compose service"
+NODE: Final = "on the node"
+VLLM: Final = "in vLLM's arguments"
+
+
+def setting(*lines: str) -> Fix:
+    """Return the fix that is a setting of ours."""
+    return Fix(where="in the sidecar's environment", lines=lines)
+
+
+SEE_THE_GPUS: Final = (
+    Fix(
+        where=POD,
+        lines=(
+            "runtimeClassName: nvidia",
+            "containers:  # initContainers, where the sidecar is a native one",
+            "- name: headroom",
+            "  env:",
+            "  - {name: NVIDIA_VISIBLE_DEVICES, value: all}",
+            "  - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}",
+        ),
+    ),
+    Fix(
+        where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu",
+        lines=("resources: {claims: [{name: gpu}]}",),
+    ),
+    Fix(
+        where="in the pod's metadata, where the GPU Operator runs its NRI plugin",
+        lines=("annotations: {nvidia.cdi.k8s.io/container.headroom: nvidia.com/gpu=all}",),
+    ),
+    Fix(
+        where=COMPOSE,
+        lines=(
+            "runtime: nvidia",
+            "environment: {NVIDIA_VISIBLE_DEVICES: all, NVIDIA_DRIVER_CAPABILITIES: utility}",
+        ),
+    ),
+    Fix(
+        where="on a machine without containers, once NVIDIA's driver is installed, this works", lines=("nvidia-smi -L",)
+    ),
+)
+SEE_THE_PROCESSES: Final = (
+    Fix(where=POD, lines=("shareProcessNamespace: true",)),
+    Fix(
+        where=f"{COMPOSE} and in vLLM's, beside a service that only sleeps (deploy/compose)",
+        lines=('pid: "service:processes"',),
+    ),
+)
+SEE_HOST_PIDS: Final = Fix(where=POD, lines=("hostPID: true",))
+NEWER_DRIVER: Final = Fix(where=NODE, lines=("# NVIDIA driver 565.57.01 or newer",))
+KERNEL_LOG: Final = Fix(where=NODE, lines=("dmesg --ctime | grep -e NVRM -e Xid",))
+NEW_CONTAINER: Final = (
+    Fix(
+        where="in Kubernetes nothing: after this time the daemon ends, and the kubelet makes its container anew",
+        lines=("HEADROOM_GPU_FATAL_GRACE_SECONDS=60",),
+    ),
+    Fix(where="with compose", lines=("docker compose up --detach --force-recreate headroom",)),
+)
+SAY_WHICH_PORT: Final = (
+    Fix(where=VLLM, lines=("--port 8001  # another for each server",)),
+    setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
+)
+
+_NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
+    Reason.LIBRARY_MISSING: SEE_THE_GPUS,
+    Reason.NO_DEVICES: SEE_THE_GPUS,
+    Reason.NO_PERMISSION: SEE_THE_GPUS,
+    Reason.DRIVER_MISSING: (
+        Fix(where=POD, lines=('nodeSelector: {nvidia.com/gpu.present: "true"}',)),
+        Fix(where=NODE, lines=("modprobe nvidia",)),
+    ),
+    Reason.VERSION_MISMATCH: NEW_CONTAINER,
+    Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),
+}
+
+
+def nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
+    """Return what mends NVML as a whole."""
+    return _NVML.get(reason, (KERNEL_LOG,))
+
+
+def gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
+    """Return what mends one GPU."""
+    return SEE_THE_GPUS if reason is Reason.NO_PERMISSION else (KERNEL_LOG,)
+
+
+def engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
+    """Return what makes the engine's page come; `elsewhere` names another address for it."""
+    match reason:
+        case Reason.TIMEOUT:
+            slower = ("HEADROOM_ENGINE_TIMEOUT_SECONDS=10", "HEADROOM_SAMPLE_INTERVAL_SECONDS=10")
+            return setting(*slower), elsewhere
+        case Reason.TLS:
+            return setting("HEADROOM_ENGINE_CA_FILE=/path/to/ca.pem"), elsewhere
+        case Reason.UNAUTHORIZED | Reason.CREDENTIALS:
+            return (setting("HEADROOM_ENGINE_BEARER_TOKEN_FILE=/path/to/token"),)
+        case Reason.TOO_LARGE:
+            return setting("HEADROOM_ENGINE_MAX_PAGE_BYTES=32MiB"), elsewhere
+        case _:
+            return (elsewhere,)

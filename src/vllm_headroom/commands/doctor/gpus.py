@@ -1,0 +1,62 @@
+"""Which GPUs can be seen?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.model import Failure, GpuReading
+
+OF_OWNED_GPUS: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
+"""What there is of the engine's GPUs only."""
+
+WITHOUT_NVML: Final = ("headroom_gpu_*", *OF_OWNED_GPUS, "headroom_sample_skew_seconds")
+NO_NVML: Final = "needs NVML, see nvml"
+
+
+def nvml(sight: Sight) -> Finding:
+    """Tell whether NVML answers, and of which driver it is."""
+    if isinstance(sight.readings, Failure):
+        return Finding(
+            name=Name.NVML,
+            state=State.MISSING,
+            text=sight.readings.message,
+            absent=WITHOUT_NVML,
+            fixes=nvml_fixes(sight.readings.reason),
+        )
+    version = sight.readings.driver_version
+    text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
+    return Finding(name=Name.NVML, state=State.OK, text=text)
+
+
+def gpus(sight: Sight) -> Finding:
+    """Tell which GPUs are visible, and whether each can be read."""
+    if isinstance(sight.readings, Failure):
+        return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
+    devices = sight.readings.devices
+    details = tuple(f"{called(device)} {device.name}{_trouble(device)}" for device in devices)
+    unread = [device for device in devices if _trouble(device)]
+    if not unread:
+        return Finding(name=Name.GPUS, state=State.OK, text=f"{len(devices)} visible", details=details)
+    failures = [device.failure.reason for device in unread if device.failure]
+    return Finding(
+        name=Name.GPUS,
+        state=State.MISSING,
+        text=f"{len(devices)} visible, of which {len(unread)} cannot be read",
+        details=details,
+        absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),
+        fixes=gpu_fixes(failures[0]) if failures else (),
+    )
+
+
+def called(device: GpuReading) -> str:
+    """Return how a GPU is called; one that never opened has no UUID."""
+    return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
+
+
+def _trouble(device: GpuReading) -> str:
+    if device.failure is not None:
+        return f": {device.failure.message}"
+    return ": NVML tells no memory of it, as of all unified memory" if device.memory is None else ""

@@ -1,0 +1,96 @@
+"""What does the engine's page offer, and what has to be set beside it?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.fixes import VLLM, setting
+from vllm_headroom.commands.doctor.inputs import lost, needed
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.model import EnginePage, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.vocabulary import Attribution
+
+NO_PAGE: Final = "needs the engine's page, see engine"
+WITHOUT_A_REPORT: Final = tuple(
+    metric.name for metric in (catalog.MEMORY_REPORTED, catalog.MEMORY_DISCREPANCY, catalog.MEMORY_DISCREPANCY_RATIO)
+)
+GIB: Final = 2**30
+A_GPU: Final = Gpu(
+    reading=GpuReading(
+        index=0,
+        uuid="",
+        name="",
+        memory=GpuMemory(total_bytes=GIB, used_bytes=0, free_bytes=GIB, reserved_bytes=0),
+    ),
+    attribution=Attribution.ASSUMED,
+)
+NEWER: Final = Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
+TAKE_OUT: Final = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
+
+
+def engine_inputs(sight: Sight) -> Finding:
+    """Tell which inputs the page does not offer, and which series are absent for it."""
+    page = sight.page
+    if isinstance(page, Failure) or not page.engines:
+        return Finding(name=Name.ENGINE_INPUTS, state=State.UNKNOWN, text=NO_PAGE)
+    offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
+    wanted = needed(page)
+    spare = ", ".join(name for name, found in page.inputs if not found and name not in wanted)
+    details = (f"not offered, and no series is absent for it: {spare}",) if spare else ()
+    if not wanted:
+        return Finding(name=Name.ENGINE_INPUTS, state=State.OK, text=offered, details=details)
+    has_served = any(engine.prompt_tokens_total for engine in page.engines)
+    later = "" if has_served else "; no request has been served yet, and some come with the first"
+    return Finding(
+        name=Name.ENGINE_INPUTS,
+        state=State.MISSING if has_served else State.UNKNOWN,
+        text=f"{offered}, not {', '.join(wanted)}{later}",
+        details=details,
+        absent=lost(wanted, page),
+        fixes=(NEWER if has_served else _first_request(sight, page),),
+    )
+
+
+def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
+    """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
+    name, page = Name.REPORTED_MEMORY, sight.page
+    if isinstance(page, Failure) or not page.engines:
+        return Finding(name=name, state=State.UNKNOWN, text=NO_PAGE)
+    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
+    for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
+        return Finding(name=name, state=State.OK, text=_report(sample.labels[-1], sample.value))
+    is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
+    given, untold = "vLLM was given --kv-cache-memory-bytes", "vLLM does not tell one gpu_memory_utilization"
+    return Finding(
+        name=name,
+        state=State.MISSING,
+        text=f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
+        absent=WITHOUT_A_REPORT,
+        fixes=(
+            setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
+            *((TAKE_OUT,) if is_given else ()),
+        ),
+    )
+
+
+def _first_request(sight: Sight, page: EnginePage) -> Fix:
+    body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
+    url = shlex.quote(str(sight.url.join("v1/completions")))
+    return Fix(
+        where="with a first request",
+        lines=(f"curl {url} -H 'Content-Type: application/json' -d {shlex.quote(body)}",),
+    )
+
+
+def _report(basis: str, value: float) -> str:
+    told = {
+        "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
+        "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
+        "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
+    }
+    return told[basis]

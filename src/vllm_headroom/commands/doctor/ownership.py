@@ -1,0 +1,105 @@
+"""Which of the GPUs are the engine's, and how is that known?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.fixes import (
+    NEWER_DRIVER,
+    SAY_WHICH_PORT,
+    SEE_HOST_PIDS,
+    SEE_THE_GPUS,
+    SEE_THE_PROCESSES,
+    setting,
+)
+from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
+from vllm_headroom.derive.attribution import Selection, pids_are_true
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Attribution
+
+HOW: Final = {
+    Attribution.PROCESS: "the engine's (process: one of its processes is on it)",
+    Attribution.UUID: "the engine's (uuid: HEADROOM_GPUS names it)",
+    Attribution.SINGLE: "taken for the engine's (single: no other is visible)",
+    Attribution.ASSUMED: "taken for the engine's (assumed: HEADROOM_GPUS is all)",
+    None: "not taken for the engine's",
+}
+ALONE: Final = "the only visible GPU is taken for the engine's, but none of the engine's processes is on it"
+NOT_ON_ANY: Final = (
+    "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
+    " not see"
+)
+NOT_LISTED: Final = (
+    "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
+)
+DOWN: Final = "needs the engine to run, see engine"
+Why = tuple[State, str, tuple[Fix, ...]]
+
+
+def gpu_attribution(sight: Sight, selection: Selection) -> Finding:
+    """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
+    if isinstance(sight.readings, Failure):
+        return Finding(name=Name.GPU_ATTRIBUTION, state=State.UNKNOWN, text=NO_NVML)
+    state, text, fixes = _judged(sight, selection)
+    owned = any(gpu.attribution for gpu in sight.gpus)
+    return Finding(
+        name=Name.GPU_ATTRIBUTION,
+        state=state,
+        text=text,
+        details=tuple(f"{called(gpu.reading)} {HOW[gpu.attribution]}" for gpu in sight.gpus),
+        absent=() if owned else OF_OWNED_GPUS,
+        fixes=fixes,
+    )
+
+
+def _judged(sight: Sight, selection: Selection) -> Why:
+    owned = [gpu for gpu in sight.gpus if gpu.attribution]
+    names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
+    unseen = [name for name in selection.listed if name.casefold() not in names]
+    if unseen:
+        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(unseen)}"
+        return State.MISSING, text, (_named(sight), *SEE_THE_GPUS)
+    if not owned:
+        return _none(sight)
+    if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
+        return State.UNKNOWN, ALONE, (_named(sight), *SEE_THE_GPUS)
+    return State.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's", ()
+
+
+def _is_elsewhere(sight: Sight) -> bool:
+    """Tell whether the engine is up and its processes are known not to be on any visible GPU."""
+    return not isinstance(sight.page, Failure) and _could_be_told(sight)
+
+
+def _could_be_told(sight: Sight) -> bool:
+    """Tell whether a process of the engine on a visible GPU would have been found on it."""
+    if isinstance(sight.readings, Failure) or isinstance(sight.processes, Failure) or not sight.processes.engine:
+        return False
+    listed = all(device.processes is not None for device in sight.readings.devices)
+    return listed and pids_are_true(sight.readings, sight.processes)
+
+
+def _none(sight: Sight) -> Why:
+    """Return why automatic attribution took none of several GPUs."""
+    processes, name_them = sight.processes, _named(sight)
+    if isinstance(processes, Failure):
+        return State.MISSING, NOT_ATTRIBUTED, (name_them,)
+    if processes.ambiguous_roots:
+        return State.MISSING, AMBIGUOUS, (*SAY_WHICH_PORT, name_them)
+    if isinstance(sight.page, Failure):
+        return State.UNKNOWN, DOWN, (name_them,)
+    if not processes.engine:
+        share = () if processes.sees_host_pids else SEE_THE_PROCESSES
+        return State.MISSING, NOT_ATTRIBUTED, (*share, name_them)
+    if _could_be_told(sight):
+        return State.MISSING, NOT_ON_ANY, (*SEE_THE_GPUS, name_them)
+    return State.MISSING, NOT_LISTED, (NEWER_DRIVER, SEE_HOST_PIDS, name_them)
+
+
+def _named(sight: Sight) -> Fix:
+    devices = [gpu.reading for gpu in sight.gpus]
+    names = [device.uuid if device.uuid.startswith("MIG-") else str(device.index) for device in devices]
+    return setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")

@@ -1,0 +1,95 @@
+"""Can the engine's processes be seen, and is their GPU memory told truly?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.fixes import NEWER_DRIVER, NODE, SAY_WHICH_PORT, SEE_HOST_PIDS, SEE_THE_PROCESSES
+from vllm_headroom.commands.doctor.gpus import NO_NVML, called
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.daemon.transitions import AMBIGUOUS
+from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import Reason
+
+WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
+WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
+NO_PROC: Final = "needs the processes, see processes"
+SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
+STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
+BESIDE_IT: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
+ASK_THE_NODE: Final = Fix(
+    where=f"{NODE}, whether it tells", lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",)
+)
+
+
+def processes(sight: Sight) -> Finding:
+    """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
+    seen = sight.processes
+    if isinstance(seen, Failure):
+        return _without(State.MISSING, seen.message, STUCK if seen.reason is Reason.TIMEOUT else SHOW_PROC)
+    if seen.engine:
+        roles = Counter(str(process.role) for process in seen.engine)
+        counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
+        text = f"vLLM's are seen ({counted}), in {_namespace(seen)}"
+        return Finding(name=Name.PROCESSES, state=State.OK, text=text)
+    if seen.ambiguous_roots:
+        return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
+    place = f"among the {len(seen.visible_pids)} seen in {_namespace(seen)}"
+    if isinstance(sight.page, Failure):
+        text = f"vLLM's are not {place}; it does not answer, so it may not be running"
+        return _without(State.UNKNOWN, text, *(() if seen.sees_host_pids else SEE_THE_PROCESSES))
+    text = f"vLLM answers, but its processes are not {place}"
+    if seen.sees_host_pids:
+        other = "it runs on another machine, or other users' processes are hidden from this one"
+        return _without(State.MISSING, f"{text}: {other}", BESIDE_IT, SHOW_PROC)
+    return _without(State.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+
+
+def process_memory(sight: Sight) -> Finding:
+    """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
+    name, readings, seen = Name.PROCESS_MEMORY, sight.readings, sight.processes
+    if isinstance(readings, Failure):
+        return Finding(name=name, state=State.UNKNOWN, text=NO_NVML)
+    if isinstance(seen, Failure):
+        return Finding(name=name, state=State.UNKNOWN, text=NO_PROC)
+    driver = readings.driver_version
+    if driver is None and not seen.sees_host_pids:
+        return Finding(name=name, state=State.UNKNOWN, text="the driver does not tell its version")
+    if not process_memory_is_true(readings, seen):
+        is_its_pid = pids_are_true(readings, seen)
+        what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
+        return Finding(
+            name=name,
+            state=State.MISSING,
+            text=f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
+            " and takes all that is in use on the engine's GPUs for the engine's",
+            absent=WITHOUT_HOLDERS,
+            fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
+        )
+    untold = _untold(readings, seen)
+    if untold:
+        text = f"NVML does not tell the memory of each process on {', '.join(untold)}"
+        return Finding(name=name, state=State.MISSING, text=text, absent=WITHOUT_HOLDERS, fixes=(ASK_THE_NODE,))
+    text = f"driver {driver or 'of a version not told'} tells each process's own memory, seen from {_namespace(seen)}"
+    return Finding(name=name, state=State.OK, text=text)
+
+
+def _without(state: State, text: str, *fixes: Fix) -> Finding:
+    return Finding(name=Name.PROCESSES, state=state, text=text, absent=WITHOUT_PROCESSES, fixes=fixes)
+
+
+def _namespace(seen: ProcessReadings) -> str:
+    return "the machine's first PID namespace" if seen.sees_host_pids else "a container's PID namespace"
+
+
+def _untold(readings: GpuReadings, seen: ProcessReadings) -> list[str]:
+    engine = {process.pid for process in seen.engine}
+    return [
+        called(device)
+        for device in readings.devices
+        if device.failure is None
+        and (device.processes is None or any(p.used_bytes is None for p in device.processes if p.pid in engine))
+    ]

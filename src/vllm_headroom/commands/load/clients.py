@@ -1,0 +1,51 @@
+"""So many clients at once for so long, each asking again as soon as it has its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+from vllm_headroom.commands.load.answer import Outcome
+from vllm_headroom.commands.load.ask import Asker
+from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.tally import Tally
+
+PAUSE_SECONDS: Final = 1.0
+"""How long a client waits after a request that did not succeed: a server that refuses is not flooded."""
+
+
+class Clients:
+    """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once when told to stop."""
+
+    def __init__(self, *, asker: Asker, pace: Pace, grace_seconds: float, now: Callable[[], float]) -> None:
+        self.stopped = False
+        self._asker = asker
+        self._pace = pace
+        self._grace_seconds = grace_seconds
+        self._now = now
+        self._deadline: asyncio.Timeout | None = None
+
+    async def run(self, count: int, seconds: float, tally: Tally) -> None:
+        """Run one step; returns when all its requests have ended."""
+        ends = self._now() + seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds + self._grace_seconds) as self._deadline, asyncio.TaskGroup() as group:
+                for _ in range(count):
+                    group.create_task(self._client(ends, tally))
+        self._deadline = None
+
+    def stop(self) -> None:
+        """Give up what is open, and begin nothing more."""
+        self.stopped = True
+        if self._deadline is not None:
+            with contextlib.suppress(RuntimeError):  # it is over already
+                self._deadline.reschedule(0.0)
+
+    async def _client(self, ends: float, tally: Tally) -> None:
+        while not self.stopped and await self._pace.turn(ends):
+            if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
+                if self._now() + PAUSE_SECONDS >= ends:
+                    return
+                await asyncio.sleep(PAUSE_SECONDS)

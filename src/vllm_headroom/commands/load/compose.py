@@ -1,0 +1,148 @@
+"""Joins the parts of a load, runs it and takes them down."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random, SystemRandom
+from typing import Final
+
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.commands.load.ask import Asker
+from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.limits import limits, raise_descriptors, too_many
+from vllm_headroom.commands.load.order import Order
+from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.progress import screen, tell
+from vllm_headroom.commands.load.prompts import Prompts, request_body
+from vllm_headroom.commands.load.report import Report
+from vllm_headroom.commands.load.run import Run, streams_at_most
+from vllm_headroom.commands.load.sampling import Beside, GpusElsewhere, ProcessesElsewhere, new_trace
+from vllm_headroom.commands.load.status import conclude
+from vllm_headroom.commands.load.target import Target, find, first_model, is_local, token, trust
+from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.trace.errors import BadInput
+
+SAMPLE_SECONDS: Final = 1.0
+PAGE_SECONDS: Final = 10.0
+"""How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
+
+
+async def load(order: Order) -> Report:
+    """Put the load on the server; raises BadInput before the first request where that cannot be done."""
+    tls, bearer = trust(order.url, order.ca_file), token(order.bearer_token_file)
+    _check_limits(order, tls=tls is not None)
+    target = await find(order.url, order.api, tls, bearer)
+    model = await _model(order, tls, bearer)
+    new_trace(order.trace)
+    clock = SystemClock()
+    beside = Beside(
+        parts=_parts(order, target, clock),
+        selection=order.gpus or Selection(),
+        interval_seconds=SAMPLE_SECONDS,
+        trace=order.trace,
+    )
+    asker = Asker(
+        target=target,
+        make_body=_bodies(order, model),
+        timeout_seconds=order.timeout_seconds,
+        now=clock.monotonic,
+    )
+    pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
+    clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
+    try:
+        with _stoppable(clients), screen(sys.stderr) as shown:
+            run = Run(
+                concurrency=order.concurrency,
+                seconds=order.seconds,
+                clients=clients,
+                pace=pace,
+                beside=beside,
+                screen=shown,
+                now=clock.monotonic,
+            )
+            steps = await run.steps()
+    finally:
+        await asker.close()
+        await beside.close()
+    return conclude(order, model, steps, beside, stopped=clients.stopped)
+
+
+def _check_limits(order: Order, *, tls: bool) -> None:
+    found, needed = limits(raise_descriptors(), tls=tls), streams_at_most(order.concurrency)
+    if problem := too_many(needed, found):
+        raise BadInput(f"--concurrency {order.concurrency} {problem}")
+    tell(f"{needed} streams at most; this process can hold {found[0].streams}, {found[0].name} ends first", sys.stderr)
+
+
+async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:
+    if order.model is not None:
+        return order.model
+    model = await first_model(order.url, tls, bearer)
+    longest = order.prompt_tokens.most + order.output_tokens.most
+    if model.most_tokens is not None and longest > model.most_tokens:
+        raise BadInput(
+            f"--prompt-tokens {order.prompt_tokens} and --output-tokens {order.output_tokens} make up to {longest}"
+            f" tokens: {model.name} takes {model.most_tokens} (max_model_len)"
+        )
+    return model.name
+
+
+def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
+    here = is_local(target.address)
+    return Parts(
+        engine=PageReader(
+            url=str(order.page),
+            timeout_seconds=PAGE_SECONDS,
+            bearer_token_file=None if order.metrics_url else order.bearer_token_file,
+            ca_file=order.ca_file,
+        ),
+        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
+        if here or order.gpus
+        else GpusElsewhere(),
+        processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
+        if here
+        else ProcessesElsewhere(),
+        clock=clock,
+    )
+
+
+def _bodies(order: Order, model: str) -> Callable[[], bytes]:
+    random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
+    prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
+
+    def body() -> bytes:
+        prompt = prompts.of(order.prompt_tokens.drawn(random.random()))
+        return request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
+
+    return body
+
+
+@contextmanager
+def _stoppable(clients: Clients) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM stop the clients while the block runs, and the next one end the process."""
+    loop, wanted = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        clients.stop()
+        let_go()
+
+    def let_go() -> None:
+        for number in wanted:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in wanted:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        let_go()

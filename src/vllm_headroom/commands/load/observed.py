@@ -1,0 +1,87 @@
+"""What the samples of a stretch of time showed of memory and of the engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from operator import add
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.commands.load.quantiles import Quantiles
+from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.model import Failure, Metric, Sample, Snapshot
+
+Labels = tuple[str, ...]
+"""Index and UUID of a GPU, or the role of processes."""
+
+MEDIAN: Final = 0.5
+COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
+    catalog.ENGINE_RUNNING: add,
+    catalog.ENGINE_WAITING: add,
+    catalog.ENGINE_PREEMPTIONS: add,
+    catalog.ENGINE_FINISHED: add,
+    catalog.ENGINE_KV_USED: max,
+}
+"""How the figures of several engines are one: of KV caches the fullest counts."""
+
+
+@dataclass(slots=True)
+class Span:
+    """A figure over time: its first, newest and highest value, and whether it ever fell."""
+
+    first: float
+    last: float
+    most: float
+    fell: bool = False
+
+    @property
+    def grown(self) -> float | None:
+        """What a counter counted; None where it began anew meanwhile."""
+        return None if self.fell else self.last - self.first
+
+
+class Spans(dict[Labels, Span]):
+    """The span of each series of one figure."""
+
+    def take(self, labels: Labels, value: float) -> None:
+        """Take the next value of a series."""
+        span = self.setdefault(labels, Span(value, value, value))
+        span.fell = span.fell or value < span.last
+        span.last, span.most = value, max(span.most, value)
+
+
+class Seen:
+    """Takes the samples of a stretch; what none of them told is absent."""
+
+    def __init__(self) -> None:
+        self.held = Spans()
+        self.host = Spans()
+        self._engine = Spans()
+        self._per_request: defaultdict[Labels, Quantiles] = defaultdict(Quantiles)
+
+    def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
+        """Take one tick: what was read, and what the daemon derives of it."""
+        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+            if gpu.held_bytes is not None:
+                self.held.take(gpu_labels(gpu), gpu.held_bytes)
+        engine: defaultdict[str, float] = defaultdict(float)
+        for sample in samples:
+            name = sample.metric.name
+            if sample.metric is catalog.MEMORY_PER_RUNNING_REQUEST:
+                self._per_request[sample.labels].add(sample.value)
+            elif sample.metric is catalog.HOST_MEMORY:
+                self.host.take(sample.labels, sample.value)
+            elif sample.metric in COMBINED:
+                engine[name] = COMBINED[sample.metric](engine[name], sample.value)
+        for name, value in engine.items():
+            self._engine.take((name,), value)
+
+    def engine(self, metric: Metric) -> Span | None:
+        """Return the span of one of the engine's figures; None where the engine did not tell it."""
+        return self._engine.get((metric.name,))
+
+    def bytes_per_request(self, labels: Labels) -> float | None:
+        """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
+        return self._per_request[labels].at(MEDIAN) if labels in self._per_request else None

@@ -1,0 +1,115 @@
+"""The steps of a load one after another, with what runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Final, Protocol
+
+from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.sampling import Beside
+from vllm_headroom.commands.load.tally import Tally
+
+SHARES: Final = (0.5, 0.75, 1.0, 1.2)
+"""Below, near, at and beyond what was asked for: what breaks breaks in the last."""
+
+LOOK_SECONDS: Final = 0.1
+"""How often it is measured how late this process comes to what it has to do."""
+
+SHOW_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
+
+    share: float
+    clients: int
+    seconds: float
+    tally: Tally
+    seen: Seen
+
+
+class Screen(Protocol):
+    """Where the progress is shown."""
+
+    def begin(self, number: int, share: float, clients: int, seconds: float) -> None:
+        """Show that a step begins."""
+
+    def show(self, tally: Tally, elapsed_seconds: float) -> None:
+        """Show how far it has come."""
+
+    def end(self, tally: Tally, elapsed_seconds: float) -> None:
+        """Show what it came to."""
+
+
+def streams_at_most(concurrency: int) -> int:
+    """Return how many streams the largest step opens."""
+    return _clients(concurrency, max(SHARES))
+
+
+def _clients(concurrency: int, share: float) -> int:
+    return ceil(round(concurrency * share, 6))
+
+
+class Run:
+    """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
+
+    def __init__(
+        self,
+        *,
+        concurrency: int,
+        seconds: float,
+        clients: Clients,
+        pace: Pace,
+        beside: Beside,
+        screen: Screen,
+        now: Callable[[], float],
+    ) -> None:
+        self._concurrency = concurrency
+        self._seconds = seconds
+        self._clients = clients
+        self._pace = pace
+        self._beside = beside
+        self._screen = screen
+        self._now = now
+        self._tally = Tally(now())
+
+    async def steps(self) -> tuple[Step, ...]:
+        """Return the steps that began, the last of them cut short where it was stopped."""
+        done: list[Step] = []
+        async with asyncio.TaskGroup() as group:
+            aside = [group.create_task(each) for each in (self._beside.run(), self._delays(), self._shown())]
+            for number, share in enumerate(SHARES, start=1):
+                if not self._clients.stopped and not self._pace.used_up:
+                    done.append(await self._step(number, share))
+            for task in aside:
+                task.cancel()
+        return tuple(done)
+
+    async def _step(self, number: int, share: float) -> Step:
+        count, seen = _clients(self._concurrency, share), Seen()
+        await self._beside.look(seen)
+        tally = self._tally = Tally(self._now())
+        self._screen.begin(number, share, count, self._seconds)
+        await self._clients.run(count, self._seconds, tally)
+        seconds = self._now() - tally.began_seconds
+        await self._beside.tick()
+        self._screen.end(tally, seconds)
+        return Step(share=share, clients=count, seconds=seconds, tally=tally, seen=seen)
+
+    async def _delays(self) -> None:
+        """Measure how late the loop is: what comes late here looks late of the server."""
+        while True:
+            due = self._now() + LOOK_SECONDS
+            await asyncio.sleep(LOOK_SECONDS)
+            self._tally.delays.add(max(0.0, self._now() - due))
+
+    async def _shown(self) -> None:
+        while True:
+            await asyncio.sleep(SHOW_SECONDS)
+            self._screen.show(self._tally, self._now() - self._tally.began_seconds)

@@ -1,0 +1,147 @@
+"""Where the load goes: the address that the user named, found and asked for its models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from vllm_headroom.commands.load.answer import shown
+from vllm_headroom.commands.load.prompts import Api
+from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.trace.errors import BadInput
+
+PATIENCE_SECONDS: Final = 15.0
+"""For the first connection and for the list of models: a busy server's web side answers late."""
+
+TOKEN: Final = re.compile(r"[\x21-\x7e]+")
+PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
+SCHEMES: Final = ("http", "https")
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where each request goes: one address of the host, the path and the headers, less Content-Length."""
+
+    address: Address
+    host: str
+    path: str
+    headers: tuple[tuple[str, str], ...]
+    tls: ssl.SSLContext | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model that the server offers; `most_tokens` is None where it does not say how long a request may be."""
+
+    name: str
+    most_tokens: int | None
+
+
+def base_url(text: str) -> httpx.URL:
+    """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ValueError from error
+    if url.scheme not in SCHEMES or not url.host or url.query or url.userinfo or re.search(r"\s", text):
+        raise ValueError
+    return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
+
+
+def within(url: httpx.URL, path: str) -> httpx.URL:
+    """Return the URL of a path of the server."""
+    return url.copy_with(path=url.path.rstrip("/") + path)
+
+
+def trust(url: httpx.URL, ca_file: Path | None) -> ssl.SSLContext | None:
+    """Return how an https server is checked; None for http. Raises BadInput."""
+    if url.scheme == "http":
+        return None
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise BadInput(f"--ca-file {ca_file}: cannot be used: {error.strerror or error}") from error
+
+
+def token(file: Path | None) -> str | None:
+    """Return the token in a file; raises BadInput."""
+    if file is None:
+        return None
+    try:
+        text = file.read_bytes().decode("ascii", "replace").strip()
+    except OSError as error:
+        raise BadInput(f"--bearer-token-file {file}: cannot be read: {error.strerror}") from error
+    if not TOKEN.fullmatch(text):
+        raise BadInput(f"--bearer-token-file {file}: is empty or holds more than a token")
+    return text
+
+
+async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
+    """Return the first address of the host that takes a connection; raises BadInput where none does."""
+    loop, port = asyncio.get_running_loop(), port_of(url)
+    try:
+        found = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise BadInput(f"{url}: the host cannot be resolved: {error.strerror or error}") from error
+    problem: Exception = TimeoutError(f"no answer within {PATIENCE_SECONDS:g} s")
+    for host in [str(place[0]) for *_, place in found]:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                transport, _ = await loop.create_connection(
+                    asyncio.Protocol, host, port, ssl=tls, server_hostname=url.host if tls else None
+                )
+        except TimeoutError:
+            continue
+        except OSError as error:
+            problem = error
+            continue
+        transport.abort()
+        headers = [("Host", url.netloc.decode()), ("User-Agent", "vllm-headroom"), ("Content-Type", "application/json")]
+        headers += [("Authorization", f"Bearer {bearer}")] if bearer else []
+        path = within(url, PATHS[api]).raw_path.decode()
+        return Target(address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls)
+    raise BadInput(f"{url}: no connection: {shown(str(problem))}")
+
+
+def is_local(address: Address) -> bool:
+    """Tell whether an address is one of this machine's, whose GPUs and processes are then the server's."""
+    with contextlib.suppress(OSError):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address[0], 0))
+            return True
+    return False
+
+
+async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
+    """Return the first model that the server lists; raises BadInput where it lists none."""
+    where = within(url, "/v1/models")
+    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+    try:
+        async with httpx.AsyncClient(verify=tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client:
+            answer = await client.get(where, headers=headers)
+    except httpx.HTTPError as error:
+        raise BadInput(f"{where}: no answer: {shown(str(error) or type(error).__name__)}; name a --model") from error
+    if answer.status_code != httpx.codes.OK:
+        raise BadInput(
+            f"{where} answers {answer.status_code}: name a --model, or a --bearer-token-file if it asks for one"
+        )
+    try:
+        return _first(answer.json())
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise BadInput(f"{where}: lists no model: name a --model") from error
+
+
+def _first(listed: Any) -> Model:  # noqa: ANN401 - what JSON holds
+    first = listed["data"][0]
+    most = first.get("max_model_len")
+    return Model(name=str(first["id"]), most_tokens=most if isinstance(most, int) else None)

@@ -1,0 +1,75 @@
+"""The answer for scripts: one JSON object."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vllm_headroom.commands.plan.changes import Change, changes
+from vllm_headroom.commands.plan.estimate import Estimate, fits
+from vllm_headroom.commands.plan.notes import notes
+from vllm_headroom.commands.plan.overhead import LIBRARIES, Range
+from vllm_headroom.commands.plan.tables import longest, most
+from vllm_headroom.commands.plan.verdict import unknown, verdict
+
+SETTINGS: Final = (
+    "gpus",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "gpu_memory_bytes",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "typical_len",
+)
+
+
+def document(found: Estimate) -> dict[str, Any]:
+    """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
+    question, answer = found.question, fits(found)
+    return {
+        "fits": answer,
+        "verdict": verdict(found),
+        "unknown": unknown(found),
+        "notes": notes(found),
+        "changes": [] if answer is True else [_plain(change) for change in changes(found)],
+        **{name: getattr(question, name) for name in SETTINGS},
+        "block_size": found.layout.block_tokens,
+        "bytes_per_token": found.bytes_per_token,
+        "bytes_per_token_is_upper_bound": question.shape.windowed_layers > 0,
+        "bytes_per_token_all_gpus": found.engine_bytes_per_token,
+        "bytes_per_block": found.layout.block_bytes,
+        "weights_bytes": found.weights,
+        "budget_bytes": None if found.budget is None else int(found.budget),
+        "activation_bytes": _bounds(found.activations),
+        "cuda_graph_bytes": _bounds(found.graphs),
+        "library_bytes": _bounds(LIBRARIES),
+        "outside_budget_bytes": _bounds(found.outside),
+        **_kv_cache(found),
+    }
+
+
+def _kv_cache(found: Estimate) -> dict[str, Any]:
+    question = found.question
+    length, sequences = question.max_model_len, question.max_num_seqs
+    return {
+        "kv_cache_bytes": _bounds(found.kv_cache),
+        "kv_capacity_tokens": found.capacity_tokens,
+        "kv_capacity_blocks": found.blocks,
+        "sequence_bytes": None if length is None else found.sequence_bytes(length),
+        "sequences_at_max_model_len": None if length is None else found.sequences(length),
+        "sequences_at_typical_len": found.sequences(question.typical_len),
+        "all_at_once_bytes": None if length is None else sequences * found.sequence_bytes(length),
+        "all_at_once_blocks": None if length is None else sequences * found.layout.blocks(length),
+        "largest_max_model_len": [{"max_num_seqs": count, "max_model_len": size} for count, size in longest(found)],
+        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in most(found)],
+    }
+
+
+def _plain(change: Change) -> dict[str, Any]:
+    return {"settings": dict(change.settings), "price": change.price}
+
+
+def _bounds(amount: Range | None) -> dict[str, int] | None:
+    return None if amount is None else {"low": int(amount.low), "high": int(amount.high)}

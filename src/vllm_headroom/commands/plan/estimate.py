@@ -1,0 +1,151 @@
+"""The answer in numbers: bytes per GPU, tokens and sequences that fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vllm_headroom.commands.plan.overhead import LIBRARIES, Range, activations, graphs, outside
+from vllm_headroom.commands.plan.question import Question
+from vllm_headroom.sizing.footprint import bytes_per_token, layer_bytes, weights_bytes
+from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
+
+LONGEST: Final = 2**24
+"""Tokens of a sequence, where the model does not say; none takes more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What one GPU needs and has, all in bytes; None where it is not known.
+
+    `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.
+    `engine_bytes_per_token` is one token on all GPUs of an engine together.
+    """
+
+    question: Question
+    layout: KvLayout
+    bytes_per_token: int
+    engine_bytes_per_token: int
+    weights: int | None
+    budget: float | None
+    activations: Range | None
+    graphs: Range
+    outside: Range
+    kv_cache: Range | None
+
+    @property
+    def overhead(self) -> Range | None:
+        """What the budget has to hold besides weights and KV cache."""
+        return None if self.activations is None else self.activations + self.graphs + LIBRARIES
+
+    @property
+    def blocks(self) -> int | None:
+        """The blocks that the KV cache has at least: vLLM's `num_gpu_blocks`."""
+        return None if self.kv_cache is None else int(max(0.0, self.kv_cache.low) // self.layout.block_bytes)
+
+    @property
+    def capacity_tokens(self) -> int | None:
+        """The tokens that the KV cache holds at least, counted as vLLM counts them (`get_kv_cache_capacity`).
+
+        Where layers keep a window or a state, that is how many sequences of `max_model_len` fit, times this length.
+        """
+        if self.blocks is None or self.question.shape.keeps_every_token:
+            return None if self.blocks is None else self.blocks * self.layout.block_tokens
+        length = self.question.max_model_len
+        return None if length is None else self.blocks * length // self.layout.blocks(length)
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Return what a sequence of this many tokens takes."""
+        return self.layout.blocks(tokens) * self.layout.block_bytes
+
+    def sequences(self, tokens: int) -> float | None:
+        """Return how many sequences of this many tokens fit at once, at least."""
+        return None if self.blocks is None else self.blocks / self.layout.blocks(tokens)
+
+    def longest(self, sequences: int) -> int | None:
+        """Return the most tokens, up to the model's own limit, that so many sequences can have at once; 0 for none."""
+        limits = [limit for limit in (self.question.shape.max_model_len, self.question.max_model_len) if limit]
+        ceiling = max(limits, default=LONGEST)
+        return None if self.blocks is None else self.layout.longest(self.blocks // sequences, ceiling)
+
+
+def estimate(question: Question) -> Estimate | None:
+    """Return the estimate; None when the KV cache's dtype is not known here."""
+    shape, ranks, stages = question.shape, question.tensor_parallel_size, question.pipeline_parallel_size
+    dtype = question.kv_cache_dtype
+    layout = kv_layout(
+        shape,
+        block_tokens=question.block_size,
+        in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,  # vLLM's `max_concurrent_batches`
+        kv_dtype=dtype,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages,
+    )
+    token = bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages)
+    layer = layer_bytes(shape, kv_dtype=dtype, tensor_parallel=ranks)
+    if layout is None or token is None or layer is None:
+        return None
+    weights = weights_bytes(shape, total_bytes=question.total_bytes, tensor_parallel=ranks, pipeline_parallel=stages)
+    found = Estimate(
+        question=question,
+        layout=layout,
+        bytes_per_token=token,
+        engine_bytes_per_token=shape.kv_layers * layer * ranks,
+        weights=weights,
+        budget=_budget(question),
+        activations=activations(question),
+        graphs=graphs(question),
+        outside=outside(question),
+        kv_cache=None,
+    )
+    return replace(found, kv_cache=_kv_cache(found))
+
+
+def _budget(question: Question) -> float | None:
+    if question.gpu_memory_bytes is None or question.kv_cache_memory_bytes is not None:
+        return None
+    return question.gpu_memory_bytes * question.gpu_memory_utilization
+
+
+def _kv_cache(found: Estimate) -> Range | None:
+    told, overhead = found.question.kv_cache_memory_bytes, found.overhead
+    if told is not None:
+        return Range(low=told, high=told)
+    if found.budget is None or found.weights is None or overhead is None:
+        return None
+    left = found.budget - found.weights
+    return Range(low=left - overhead.high, high=left - overhead.low)
+
+
+def fits(found: Estimate) -> bool | None:
+    """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
+
+    None where it starts with the low end of the estimates and not with the high one, or something is not known.
+    """
+    surely, possibly = _starts(found, worst=True), _starts(found, worst=False)
+    if possibly is False:
+        return False
+    return True if surely else None
+
+
+def _starts(found: Estimate, *, worst: bool) -> bool | None:
+    length, room = found.question.max_model_len, found.kv_cache
+    needed = found.sequence_bytes(length or 1)
+    held = None if room is None else (room.low if worst else room.high) >= needed
+    checks = (held, _within_card(found, worst=worst))
+    if False in checks:
+        return False
+    return None if None in checks or length is None else True
+
+
+def _within_card(found: Estimate, *, worst: bool) -> bool | None:
+    """Tell whether budget and what lies outside of it are no more than the card has; vLLM refuses less free memory."""
+    card, overhead, told = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
+    if card is None:
+        return None
+    if found.budget is not None:
+        return card - found.budget >= found.outside.low
+    if found.weights is None or overhead is None or told is None:
+        return None
+    rest = overhead + found.outside
+    return found.weights + told + (rest.high if worst else rest.low) <= card

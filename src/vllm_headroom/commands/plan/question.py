@@ -1,0 +1,83 @@
+"""What is asked: a model, and what vLLM is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.sizing.footprint import model_bytes
+from vllm_headroom.sizing.shape import ModelShape
+
+GIB: Final = 2**30
+UTILIZATION: Final = 0.92
+"""vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
+
+TYPICAL_TOKENS: Final = 2048
+BLOCK_TOKENS: Final = 16
+"""vLLM's `DEFAULT_BLOCK_SIZE` on NVIDIA GPUs (config/cache.py)."""
+
+BATCHES: Final = ((160 * GIB, 1024, 16384), (70 * GIB, 1024, 8192), (0, 256, 2048))
+"""From so much memory on, vLLM's server takes so many sequences and batched tokens unless it is told otherwise.
+
+Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB counts there as a small card.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A model and vLLM's settings by vLLM's names; None where they are not known.
+
+    `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these
+    are known better than by counting. `gpu_memory_bytes` is one card's total. `kv_cache_memory_bytes` is the KV cache's
+    size when vLLM is told it, and then counts instead of the utilization.
+    """
+
+    shape: ModelShape
+    checkpoint_bytes: int | None = None
+    parameters: int | None = None
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    gpu_memory_bytes: int | None = None
+    gpu_memory_utilization: float = UTILIZATION
+    max_model_len: int | None = None
+    max_num_seqs: int = BATCHES[-1][1]
+    max_num_batched_tokens: int = BATCHES[-1][2]
+    block_size: int = BLOCK_TOKENS
+    typical_len: int = TYPICAL_TOKENS
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = False
+
+    @property
+    def total_bytes(self) -> float | None:
+        """The weights of the whole model; None where they are not known."""
+        return model_bytes(self.shape, self.parameters) if self.checkpoint_bytes is None else self.checkpoint_bytes
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
+    """Return `max_num_seqs` and `max_num_batched_tokens` as vLLM's server chooses them for a card of this size."""
+    size = BATCHES[1][0] if gpu_memory_bytes is None else gpu_memory_bytes
+    return next((seqs, tokens) for floor, seqs, tokens in BATCHES if size >= floor)
+
+
+def unusable(question: Question) -> str | None:
+    """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
+    shape, ranks, stages = question.shape, question.tensor_parallel_size, question.pipeline_parallel_size
+    heads, kv_heads = shape.attention_heads, shape.kv_heads
+    if heads is not None and heads % ranks:
+        return f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads"
+    if shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads):
+        return f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other"
+    if stages > shape.layers:
+        return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"
+    if question.max_num_batched_tokens < question.max_num_seqs:
+        return (
+            f"--max-num-batched-tokens {question.max_num_batched_tokens} is less than --max-num-seqs"
+            f" {question.max_num_seqs}"
+        )
+    return None

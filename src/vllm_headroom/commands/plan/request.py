@@ -1,0 +1,95 @@
+"""What was asked for on the command line: options to a question."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.commands.plan.checkpoint import checkpoint_bytes
+from vllm_headroom.commands.plan.options import SIZES
+from vllm_headroom.commands.plan.question import Question, defaults, unusable
+from vllm_headroom.sizing.model_config import parse_model_config
+from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
+from vllm_headroom.sizing.shape import ModelShape
+
+ALONE: Final = ("layers", "kv_heads", "head_size")
+"""What the KV cache's size cannot be told without."""
+
+
+def question(given: argparse.Namespace) -> Question | str:
+    """Return what is asked, or what is wrong with it, in a sentence."""
+    shape = _shape(given)
+    if isinstance(shape, str):
+        return shape
+    checkpoint, parameters = _weights(given, shape)
+    sequences, tokens = defaults(given.gpu_memory)
+    sequences = given.max_num_seqs or sequences
+    asked = Question(
+        shape=_served(shape, given.dtype, given.quantization),
+        checkpoint_bytes=checkpoint,
+        parameters=parameters,
+        kv_cache_dtype=given.kv_cache_dtype,
+        tensor_parallel_size=given.tensor_parallel_size,
+        pipeline_parallel_size=given.pipeline_parallel_size,
+        gpu_memory_bytes=given.gpu_memory,
+        gpu_memory_utilization=given.gpu_memory_utilization,
+        max_model_len=given.max_model_len or shape.max_model_len,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=given.max_num_batched_tokens or max(tokens, sequences),
+        block_size=given.block_size,
+        typical_len=given.typical_len,
+        kv_cache_memory_bytes=given.kv_cache_memory_bytes,
+        enforce_eager=given.enforce_eager,
+    )
+    return unusable(asked) or asked
+
+
+def _shape(given: argparse.Namespace) -> ModelShape | str:
+    overrides = {field: getattr(given, name) for name, field, _ in SIZES if getattr(given, name) is not None}
+    if given.kv_heads is not None:
+        overrides["multi_query"] = False
+    if given.model_config is not None:
+        shape = read_model(given.model_config, overrides)
+        return f"{given.model_config}: {shape}" if isinstance(shape, str) else shape
+    missing = [_flag(name) for name in ALONE if getattr(given, name) is None]
+    if missing:
+        return f"without --model-config it needs {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
+    return parse_model_config("{}", overrides)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
+    """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
+
+    Weights that are quantised in the file are served as they lie there; others in the dtype that is asked for.
+    """
+    if given.parameters is not None or given.model_config is None:
+        return None, given.parameters
+    path: Path = given.model_config
+    found = checkpoint_bytes(path if path.is_dir() else path.parent)
+    if found is None:
+        return None, None
+    if shape.quantisation is None:
+        return None, int(found / shape.stored_bytes)
+    return (found, None) if given.quantization is None else (None, None)
+
+
+def _served(shape: ModelShape, dtype: str, quantization: str | None) -> ModelShape:
+    """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
+    changed: dict[str, Any] = {}
+    if dtype != "auto":
+        size = DTYPE_BYTES[dtype]
+        changed["dtype_bytes"] = size
+        if shape.kv_dtype_bytes == shape.dtype_bytes:
+            changed["kv_dtype_bytes"] = size
+        if shape.quantisation is None:
+            changed["weight_bytes_per_parameter"] = size
+    if quantization is not None:
+        changed |= {"weight_bytes_per_parameter": QUANTISED_BYTES[quantization], "quantisation": quantization}
+    return replace(shape, **changed)

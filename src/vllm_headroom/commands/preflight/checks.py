@@ -1,0 +1,143 @@
+"""What speaks against starting vLLM on one GPU, or with this /dev/shm?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.commands.preflight.budget import (
+    LEAST_OWN_BYTES,
+    Ask,
+    asked_bytes,
+    gib,
+    highest_utilization,
+    usable_bytes,
+)
+from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
+from vllm_headroom.commands.preflight.look import Shm
+from vllm_headroom.model import Failure, GpuMemory, GpuReading
+from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.vocabulary import Reason
+
+CERTAIN: Final = frozenset(
+    {Reason.DRIVER_MISSING, Reason.VERSION_MISMATCH, Reason.NO_DEVICES, Reason.DEVICE_LOST},
+)
+"""Failures that CUDA meets as well."""
+
+LEAST_SHM_BYTES: Final = 256 * 2**20
+"""vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
+(vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
+"""
+
+ENOUGH_SHM_BYTES: Final = 2**30
+"""What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
+
+LARGER_SHM: Final = (
+    "docker run --ipc=host or --shm-size=1g; in Kubernetes an emptyDir with medium: Memory at /dev/shm, both in vLLM's"
+    " container and in this one"
+)
+
+
+def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
+    """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
+    verdict = Verdict.NO_GO if failure.reason in CERTAIN else Verdict.CANNOT_TELL
+    silent = failure.reason is Reason.TIMEOUT
+    return Finding(kind=Kind.DRIVER, verdict=verdict, text=failure.message, gpu=gpu, may_pass=silent)
+
+
+def memory(device: GpuReading, ask: Ask, held_by: str) -> tuple[Finding, ...]:
+    """Compare what is free with what vLLM asks for and takes besides; `held_by` says who has the rest."""
+    if device.failure is not None:
+        return (failure_of(device.failure, device.index),)
+    if device.memory is None:
+        text = "NVML tells no memory of this GPU, as of all unified memory"
+        return (_of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available"),)
+    spare_bytes = device.memory.free_bytes - asked_bytes(ask, device.memory)
+    if spare_bytes < LEAST_OWN_BYTES:
+        return (_too_little(device, device.memory, ask, held_by),)
+    return _close(device, ask, spare_bytes)
+
+
+def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
+    asked, usable = asked_bytes(ask, memory), usable_bytes(memory)
+    if asked + LEAST_OWN_BYTES > usable:
+        text = (
+            f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"
+            f" this GPU has {gib(usable)} in all"
+        )
+        return _of(device, Verdict.NO_GO, text, "ask for less")
+    text = (
+        f"{gib(memory.free_bytes)} are free, and vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more"
+        f" that it takes before it looks: {gib(asked + LEAST_OWN_BYTES - memory.free_bytes)} are missing{held_by}"
+    )
+    return _of(device, Verdict.NO_GO, text, _less(ask, memory), may_pass=True)
+
+
+def _less(ask: Ask, memory: GpuMemory) -> str:
+    wait = "wait for what a process that has ended gives back (--wait 120s), or end those that are listed"
+    highest = highest_utilization(ask, memory)
+    if highest is None or ask.utilization_ratio is None:
+        return wait
+    return f"{wait}; or start with --gpu-memory-utilization {highest:.2f}"
+
+
+def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> tuple[Finding, ...]:
+    if spare_bytes >= ask.most_own_bytes:
+        return ()
+    text = (
+        f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)} to"
+        f" {gib(ask.most_own_bytes)} before it looks"
+    )
+    return (_of(device, Verdict.GO, text, "should it refuse, ask for a little less"),)
+
+
+def _of(device: GpuReading, verdict: Verdict, text: str, fix: str, *, may_pass: bool = False) -> Finding:
+    return Finding(kind=Kind.MEMORY, verdict=verdict, text=text, fix=fix, gpu=device.index, may_pass=may_pass)
+
+
+def faults(faults: GpuFaults) -> tuple[Finding, ...]:
+    """Tell what waits for a reset, or for a new GPU: NVIDIA's GPU memory error management guide."""
+    reset = (
+        f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
+    )
+    found = []
+    if faults.ecc is not None and faults.ecc[0] != faults.ecc[1]:
+        is_on, will_be = ("on" if ecc else "off" for ecc in faults.ecc)
+        found.append((f"ECC is {is_on} and will be {will_be} after the next reset, which changes its memory", reset))
+    if faults.row_remap_pending:
+        found.append(("a faulty row of its memory waits to be remapped", reset))
+    if faults.page_retirement_pending:
+        found.append(("a faulty page of its memory waits to be retired", reset))
+    if faults.row_remap_failed:
+        found.append(
+            ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
+        )
+    return tuple(
+        Finding(kind=Kind.ECC, verdict=Verdict.NO_GO, text=text, fix=f"{fix}; or --ignore ecc", gpu=faults.index)
+        for text, fix in found
+    )
+
+
+def unanswered(device: GpuReading) -> Finding:
+    """Tell that a GPU which was read did not answer about its faults."""
+    text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
+    return Finding(kind=Kind.ECC, verdict=Verdict.CANNOT_TELL, text=text, gpu=device.index, may_pass=True)
+
+
+def shared_memory(shm: Shm | None) -> tuple[Finding, ...]:
+    """Compare /dev/shm with what several processes of vLLM need."""
+    if shm is None:
+        return (Finding(kind=Kind.SHM, verdict=Verdict.NO_GO, text="there is no /dev/shm", fix=LARGER_SHM),)
+    if shm.free_bytes >= ENOUGH_SHM_BYTES:
+        return ()
+    told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
+    if shm.free_bytes >= LEAST_SHM_BYTES:
+        text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
+        return (Finding(kind=Kind.SHM, verdict=Verdict.GO, text=text, fix=LARGER_SHM),)
+    text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
+    left = shm.total_bytes >= ENOUGH_SHM_BYTES
+    fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
+    return (Finding(kind=Kind.SHM, verdict=Verdict.NO_GO, text=text, fix=f"{fix}; or --ignore shm"),)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes // 2**20} MiB"

@@ -1,0 +1,119 @@
+"""One look at the GPUs, their processes and /dev/shm, through the daemon's own readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
+from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.scrape.worker import Worker
+
+PROCESSES_SECONDS: Final = 2.0
+UNNAMED: Final = frozenset({"-c", "-"})
+"""What follows these is a program's text, which is no name and may hold a secret."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
+
+    pid: int
+    name: str | None
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shm:
+    """The size of /dev/shm and what is free in it."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
+
+    `shm` is None where there is no /dev/shm.
+    """
+
+    readings: GpuReadings | Failure
+    faults: tuple[GpuFaults, ...]
+    holders: Mapping[str, tuple[Holder, ...]]
+    shm: Shm | None
+
+
+async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
+    """Look once; takes no longer than `timeout_seconds` for each of NVML's readings, and does not raise."""
+    readings = await nvml.read(timeout_seconds)
+    if isinstance(readings, Failure):
+        return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
+    faults = await nvml.faults(timeout_seconds)
+    seen = await processes.read(PROCESSES_SECONDS)
+    return Sight(readings=readings, faults=faults, holders=await _holders(readings, seen, proc), shm=shm_of(shm))
+
+
+def shm_of(path: Path) -> Shm | None:
+    """Return the size of the file system at `path`."""
+    try:
+        told = os.statvfs(path)
+    except OSError:
+        return None
+    return Shm(total_bytes=told.f_blocks * told.f_frsize, free_bytes=told.f_bavail * told.f_frsize)
+
+
+async def _holders(readings: GpuReadings, seen: ProcessReadings | Failure, proc: Path) -> dict[str, tuple[Holder, ...]]:
+    names: dict[int, str] = {}
+    if not isinstance(seen, Failure) and pids_are_true(readings, seen):
+        pids = {process.pid for device in readings.devices for process in device.processes or ()}
+        names = await _names(proc, pids & seen.visible_pids)
+    memory_is_true = not isinstance(seen, Failure) and process_memory_is_true(readings, seen)
+    return {
+        device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
+        for device in readings.devices
+        if device.processes is not None
+    }
+
+
+def _holders_of(device: GpuReading, names: Mapping[int, str], *, memory_is_true: bool) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(
+            pid=process.pid,
+            name=names.get(process.pid),
+            used_bytes=process.used_bytes if memory_is_true else None,
+        )
+        for process in device.processes or ()
+    )
+
+
+async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
+    """Return what each process calls itself; none where a process stuck in the driver does not let its name be read."""
+
+    def read() -> dict[int, str]:
+        found = ((pid, proc_files.entry(proc, pid)) for pid in pids)
+        return {pid: process_name(entry.command) for pid, entry in found if entry is not None}
+
+    worker = Worker[dict[int, str]]("names")
+    try:
+        return await worker.call(read, PROCESSES_SECONDS)
+    except TimeoutError:
+        return {}
+    finally:
+        worker.stop()
+
+
+def process_name(command: tuple[str, ...]) -> str:
+    """Return a process's program and, of an interpreter, the script or module; never its arguments."""
+    program = command[0].rpartition("/")[2] or command[0]
+    if not program.startswith("python") or len(command) == 1:
+        return program
+    script = command[2] if command[1] == "-m" and len(command) > 2 else command[1]  # noqa: PLR2004 - `python -m NAME`
+    return program if script.startswith("-") or command[1] in UNNAMED else f"{program} {script.rpartition('/')[2]}"

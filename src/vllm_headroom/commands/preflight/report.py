@@ -1,0 +1,125 @@
+"""Would vLLM start now? All that was found, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vllm_headroom.commands.preflight import checks
+from vllm_headroom.commands.preflight.budget import GIB, Ask, asked_bytes, gib, highest_utilization
+from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
+from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict, overall
+from vllm_headroom.commands.preflight.look import Holder, Shm, Sight
+from vllm_headroom.model import Failure, GpuMemory, GpuReading
+
+WORTH_A_WORD_BYTES: Final = GIB // 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """One GPU that vLLM will use; None where it is not known.
+
+    `holders` are its processes; `unlisted_bytes` are in use by none of them: by processes that cannot be seen from
+    here, or by one that has ended and whose memory the driver has not taken back yet.
+    """
+
+    reading: GpuReading
+    asked_bytes: int | None
+    highest_utilization_ratio: float | None
+    holders: tuple[Holder, ...] | None
+    unlisted_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was found; the findings with GO are remarks."""
+
+    driver_version: str | None
+    gpus: tuple[GpuReport, ...]
+    shm: Shm | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether vLLM would start."""
+        return overall(self.findings)
+
+    @property
+    def hindrances(self) -> tuple[Finding, ...]:
+        """What is in the way of a go."""
+        return tuple(finding for finding in self.findings if finding.verdict is not Verdict.GO)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether waiting may turn this into a go."""
+        return bool(self.hindrances) and all(finding.may_pass for finding in self.hindrances)
+
+    @property
+    def highest_utilization_ratio(self) -> float | None:
+        """The highest gpu_memory_utilization that would surely work now on all of the GPUs; None where none would."""
+        ratios = [gpu.highest_utilization_ratio for gpu in self.gpus]
+        return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
+
+
+def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Report:
+    """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
+    if isinstance(sight.readings, Failure):
+        return Report(driver_version=None, gpus=(), shm=sight.shm, findings=(checks.failure_of(sight.readings),))
+    devices, found = choose(sight.readings.devices, wanted)
+    gpus = tuple(_gpu(device, sight, ask) for device in devices)
+    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
+    if ask.tensor_parallel_size > 1:
+        findings += (*identical(devices), *checks.shared_memory(sight.shm))
+    return Report(
+        driver_version=sight.readings.driver_version,
+        gpus=gpus,
+        shm=sight.shm,
+        findings=tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings)),
+    )
+
+
+def held_by(gpu: GpuReport) -> str:
+    """Return who has the memory of a GPU, as the end of a sentence; nothing where that is not known."""
+    told = [
+        f"{'an unknown share' if holder.used_bytes is None else gib(holder.used_bytes)} by {called(holder)}"
+        for holder in gpu.holders or ()
+    ]
+    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
+        told.append(f"{gib(gpu.unlisted_bytes)} by no process listed here")
+    return f"; held: {', '.join(told)}" if told else ""
+
+
+def called(holder: Holder) -> str:
+    """Return how a process is called."""
+    return f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
+
+
+def _gpu(device: GpuReading, sight: Sight, ask: Ask) -> GpuReport:
+    memory, holders = device.memory, sight.holders.get(device.uuid)
+    return GpuReport(
+        reading=device,
+        asked_bytes=None if memory is None else asked_bytes(ask, memory),
+        highest_utilization_ratio=None if memory is None else highest_utilization(ask, memory),
+        holders=holders,
+        unlisted_bytes=None if memory is None else _unlisted(memory, holders),
+    )
+
+
+def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | None:
+    known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
+    if holders is None or len(known) < len(holders) or memory.reserved_bytes is None:
+        return None
+    return max(0, memory.used_bytes - sum(known))
+
+
+def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> tuple[Finding, ...]:
+    memory = checks.memory(gpu.reading, ask, held_by(gpu))
+    if gpu.reading.failure is not None:
+        return memory
+    told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
+    return (*memory, *(checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)))
+
+
+def _remark(finding: Finding) -> Finding:
+    return replace(finding, verdict=Verdict.GO, text=f"{finding.text} (ignored)")

@@ -1,0 +1,87 @@
+"""A report, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Final
+
+from vllm_headroom.commands.preflight.budget import gib, usable_bytes
+from vllm_headroom.commands.preflight.finding import Finding, Verdict
+from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
+
+SPOKEN: Final = {Verdict.GO: "GO", Verdict.NO_GO: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
+
+
+def text(report: Report, waited_seconds: float) -> str:
+    """Return what a person reads."""
+    return "\n".join(_lines(report, waited_seconds))
+
+
+def _lines(report: Report, waited_seconds: float) -> Iterator[str]:
+    for gpu in report.gpus:
+        yield from _gpu(gpu)
+    waited = f" after {waited_seconds:.0f} s" if waited_seconds >= 1 else ""
+    yield f"{SPOKEN[report.verdict]}{waited}"
+    for finding in report.findings:
+        yield from _finding(finding)
+    highest = report.highest_utilization_ratio
+    if highest is not None:
+        yield f"The highest --gpu-memory-utilization that would work now is {highest:.2f}."
+
+
+def _gpu(gpu: GpuReport) -> Iterator[str]:
+    reading, memory = gpu.reading, gpu.reading.memory
+    name = f"GPU {reading.index} ({reading.uuid or 'UUID not known'}) {reading.name}".rstrip()
+    if memory is None or gpu.asked_bytes is None:
+        yield f"{name}: memory not known"
+        return
+    free, usable = gib(memory.free_bytes), gib(usable_bytes(memory))
+    yield f"{name}: {free} free of {usable}, vLLM asks for {gib(gpu.asked_bytes)}"
+    for holder in gpu.holders or ():
+        held = "?" if holder.used_bytes is None else gib(holder.used_bytes)
+        yield f"  {held:>10}  {called(holder)}"
+    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
+        yield f"  {gib(gpu.unlisted_bytes):>10}  no process listed here"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    unsure = "cannot tell: " if finding.verdict is Verdict.CANNOT_TELL else ""
+    note = "note: " if finding.verdict is Verdict.GO else ""
+    of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
+    yield f"  {note}{unsure}{of}{finding.text}"
+    if finding.fix is not None:
+        yield f"    {finding.fix}"
+
+
+def document(report: Report, waited_seconds: float) -> dict[str, Any]:
+    """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
+    return {
+        "verdict": report.verdict,
+        "highest_gpu_memory_utilization": report.highest_utilization_ratio,
+        "waited_seconds": round(waited_seconds, 1),
+        "driver_version": report.driver_version,
+        "gpus": [_gpu_document(gpu) for gpu in report.gpus],
+        "shm": report.shm and asdict(report.shm),
+        "findings": [
+            {name: value for name, value in asdict(finding).items() if name != "may_pass"}
+            for finding in report.findings
+        ],
+    }
+
+
+def _gpu_document(gpu: GpuReport) -> dict[str, Any]:
+    reading, memory = gpu.reading, gpu.reading.memory
+    return {
+        "gpu": reading.index,
+        "uuid": reading.uuid,
+        "name": reading.name,
+        "total_bytes": memory and memory.total_bytes,
+        "reserved_bytes": memory and memory.reserved_bytes,
+        "used_bytes": memory and memory.used_bytes,
+        "free_bytes": memory and memory.free_bytes,
+        "asked_bytes": gpu.asked_bytes,
+        "highest_gpu_memory_utilization": gpu.highest_utilization_ratio,
+        "processes": None if gpu.holders is None else [asdict(holder) for holder in gpu.holders],
+        "unlisted_bytes": gpu.unlisted_bytes,
+    }

@@ -1,0 +1,1 @@
+"""A recorded past out of a Prometheus server."""

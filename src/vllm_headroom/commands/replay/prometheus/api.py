@@ -1,0 +1,160 @@
+"""Range queries to a Prometheus server, and what it means when they fail."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import httpx
+
+from vllm_headroom.commands.replay.prometheus.text import Span
+from vllm_headroom.trace.errors import BadInput
+
+_TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
+"""Prometheus gives up a query after two minutes (--query.timeout): wait for it to say so."""
+
+_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
+_MOST_OF_A_TEXT: Final = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """One series of an answer; `values` are by milliseconds since the epoch, and only where there is a finite one."""
+
+    name: str
+    labels: dict[str, str]
+    values: dict[int, float]
+
+
+class Api:
+    """The HTTP API of the Prometheus at `url`, or of what speaks like one; `close` or `with` ends its connection.
+
+    The token in `bearer_token_file` stands in for the user and password of the URL; `ca_file` replaces the authorities
+    trusted by default. Raises BadInput when one of the three cannot be used.
+    """
+
+    def __init__(self, url: str, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
+        base = _base(url)
+        self.shown = str(base.copy_with(userinfo=b""))
+        self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
+        headers = {"User-Agent": "vllm-headroom"}
+        if bearer_token_file is not None:
+            headers["Authorization"] = f"Bearer {_token(bearer_token_file)}"
+            self._address = self._address.copy_with(userinfo=b"")
+        self._client = httpx.Client(verify=_trust(ca_file), timeout=_TIMEOUT, headers=headers)
+
+    def query_range(self, expression: str, span: Span) -> list[Series]:
+        """Return the series that the PromQL `expression` gives over the span, or raise BadInput."""
+        form = {
+            "query": expression,
+            "start": f"{span.start_ms / 1000:.3f}",
+            "end": f"{span.end_ms / 1000:.3f}",
+            "step": f"{span.step_ms / 1000:.3f}",
+        }
+        try:
+            response = self._client.post(self._address, data=form)
+        except (httpx.HTTPError, ssl.SSLError) as error:
+            raise BadInput(self._no_answer(error)) from error
+        return self._series(response)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def _series(self, response: httpx.Response) -> list[Series]:
+        answer = _object(response)
+        if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
+            raise BadInput(self._refusal(response, answer))
+        if warnings := answer.get("warnings"):
+            raise BadInput(f"{self.shown} has only a part of this history: {_line(json.dumps(warnings))}")
+        try:
+            return [_one_series(row) for row in answer["data"]["result"]]
+        except (KeyError, TypeError, ValueError, AttributeError):  # JSON of another shape
+            raise BadInput(f"{self.shown} answers a range query with no range: check that it is Prometheus") from None
+
+    def _no_answer(self, error: Exception) -> str:
+        match error:
+            case httpx.ConnectTimeout():
+                return f"{self.shown} cannot be reached within {_TIMEOUT.connect:g} s: check host, port and firewall"
+            case httpx.TimeoutException():
+                advice = "ask for less, by a larger --step or a narrower --match"
+                return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {advice}"
+            case httpx.ConnectError() if "CERTIFICATE" in str(error).upper() or "SSL" in str(error).upper():
+                return f"TLS with {self.shown} failed ({_line(error)}): name its authority with --ca-file, or use http"
+            case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():
+                return f"{self.shown} hung up or does not speak HTTP: check the port, and https if it serves that"
+        return f"no connection to {self.shown} ({_line(error) or type(error).__name__}): check that it runs there"
+
+    def _refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
+        said = f"{self.shown} answers {response.status_code} {response.reason_phrase}".strip()
+        if answer.get("status") == "error":
+            return f"{said} to a query: {_line(answer.get('error'))}"
+        match response.status_code:
+            case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
+                return f"{said}: give a token that may query with --bearer-token-file"
+            case HTTPStatus.TOO_MANY_REQUESTS | HTTPStatus.BAD_GATEWAY | HTTPStatus.SERVICE_UNAVAILABLE:
+                return f"{said}: it is overloaded or starting, try again later"
+        if response.has_redirect_location:
+            return f"{said}, a redirect to a login or another address: give the address of Prometheus itself"
+        return f"{said} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
+
+
+def _base(url: str) -> httpx.URL:
+    try:
+        base = httpx.URL(url)
+    except httpx.InvalidURL:
+        base = httpx.URL("")
+    if base.scheme not in ("http", "https") or not base.host:
+        raise BadInput("--from-prometheus: not an http or https URL such as http://prometheus:9090")
+    return base.copy_with(query=None, fragment=None)
+
+
+def _token(file: Path) -> str:
+    try:
+        token = file.read_bytes().decode("ascii", "replace").strip()
+    except OSError as error:
+        raise BadInput(f"the token file {file} cannot be read ({error.strerror})") from None
+    if not _TOKEN.fullmatch(token):
+        raise BadInput(f"the token file {file} is empty or holds more than a token: write one token to it")
+    return token
+
+
+def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
+    if ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        problem = f"the CA file {ca_file} cannot be used ({error.strerror or error})"
+        raise BadInput(f"{problem}: make it a readable file of PEM certificates") from None
+
+
+def _object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _one_series(row: dict[str, Any]) -> Series:
+    labels = dict(row["metric"])
+    pairs = ((round(float(at) * 1000), float(text)) for at, text in row["values"])
+    values = {at_ms: value for at_ms, value in pairs if math.isfinite(value)}
+    return Series(name=labels.pop("__name__", ""), labels=labels, values=values)
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())[:_MOST_OF_A_TEXT]

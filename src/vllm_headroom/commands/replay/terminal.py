@@ -1,0 +1,74 @@
+"""Memory and load as a picture in the terminal."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Final
+
+import plotext
+
+from vllm_headroom.commands.replay.curves import Curves, Point, Stretch, limits, thinned
+from vllm_headroom.trace.replay import Watch
+
+DOTS: Final = 2
+"""Of a braille character, side by side."""
+
+GB: Final = 1e9
+MEMORY_LINES: Final = 13
+LOAD_LINES: Final = 8
+TICKS: Final = 5
+DAY_SECONDS: Final = 86400.0
+FRAME: Final = 12
+"""Columns beside the drawing: the labels of its axis and the frame."""
+
+
+def drawing(watch: Watch, curves: Curves, *, columns: int, colour: bool) -> list[str]:
+    """Return a chart for each GPU and one of the load, where anything could be read; with escape codes if `colour`."""
+    charts: list[str] = []
+    for index, uuid, course in watch.gpus:
+        title = f"GPU {index}: memory held by the engine, GB"
+        alarms = () if course.first is None else (course.first.seconds,)
+        if alarms:
+            title += "; the upright line is the first alarm"
+        charts += _chart(title, curves.gpus[uuid], alarms, unit=GB, columns=columns, lines=MEMORY_LINES)
+    charts += _chart("running requests", curves.running, (), unit=1.0, columns=columns, lines=LOAD_LINES)
+    return charts if colour else [_plain(chart) for chart in charts]
+
+
+def _plain(text: str) -> str:
+    return "\n".join(line.rstrip() for line in str(plotext.uncolorize(text)).splitlines())
+
+
+def _chart(
+    title: str, points: list[Point], marks: tuple[float, ...], *, unit: float, columns: int, lines: int
+) -> list[str]:
+    """Return one chart; none where nothing could be read."""
+    stretches = thinned(points, DOTS * (columns - FRAME))
+    if not stretches:
+        return []
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plotsize(columns, lines)
+    for stretch in stretches:
+        times, values = zip(*stretch, strict=True)
+        plotext.plot(times, [value / unit for value in values], marker="braille", color="cyan")
+    for seconds in marks:
+        plotext.vline(seconds, "red")
+    _axes(stretches, points, unit, lines)
+    return [f"{title}\n{plotext.build()}"]
+
+
+def _axes(stretches: list[Stretch], points: list[Point], unit: float, lines: int) -> None:
+    low, high = (end / unit for end in limits(stretches))
+    plotext.ylim(low, high)
+    levels = [low + (high - low) * step / (lines // 3) for step in range(lines // 3 + 1)]
+    plotext.yticks(levels, [f"{level:9.{_decimals(high - low)}f}" for level in levels])
+    begin, end = min(seconds for seconds, _ in points), max(seconds for seconds, _ in points)
+    times = [begin + (end - begin) * step / (TICKS - 1) for step in range(TICKS)]
+    form = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
+    plotext.xticks(times, [datetime.fromtimestamp(time, UTC).strftime(form) for time in times])
+
+
+def _decimals(span: float) -> int:
+    """Return how many digits after the point tell the levels of an axis apart."""
+    return next((digits for digits, least in ((0, 20.0), (1, 2.0), (2, 0.2)) if span >= least), 3)

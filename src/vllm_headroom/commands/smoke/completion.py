@@ -1,0 +1,125 @@
+"""Lets the engine complete one short prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from vllm_headroom.commands.smoke.reach import Reach
+from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.reader import Answer
+from vllm_headroom.vocabulary import CONTROLS, Reason
+
+MODELS: Final = "v1/models"
+MODELS_SECONDS: Final = 10.0
+TOKENS: Final = 8
+FORMS: Final[tuple[tuple[str, Mapping[str, object]], ...]] = (
+    ("v1/completions", {"prompt": "Hello"}),
+    ("v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+)
+"""The second for a model that has only chat."""
+
+NOT_SERVED: Final = frozenset(
+    {HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
+)
+"""What servers answer to a form of request that the model does not serve."""
+
+SAID_CHARACTERS: Final = 200
+OUT_OF_MEMORY: Final = (
+    "lower --gpu-memory-utilization: what runs out of memory now lies outside that budget, and needs more left over"
+)
+BEARER: Final = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use the API"
+LOG: Final = "look for the cause in the engine's log"
+
+
+async def completed(reach: Reach, deadline_seconds: float) -> Step:
+    """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
+    now = asyncio.get_running_loop().time
+    ends = now() + deadline_seconds
+    listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
+    if isinstance(listed, Failure):
+        return _failed(listed.message)
+    model = _first_model(listed)
+    if model is None:
+        return _failed(f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port")
+    troubles: list[str] = []
+    for path, prompt in FORMS:
+        began = now()
+        body = {"model": model, "max_tokens": TOKENS, "temperature": 0, **prompt}
+        answer = await reach.post(path, body, max(0.1, ends - began))
+        trouble = _trouble(answer, reach.address(path))
+        if trouble is None:
+            return _completed(model, answer, now() - began)
+        if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
+            return _failed(trouble)
+        troubles.append(trouble)
+    return _failed(troubles[0])
+
+
+def _completed(model: str, answer: Answer | Failure, seconds: float) -> Step:
+    tokens = 0 if isinstance(answer, Failure) else _tokens(_document(answer.text))
+    text = f"{_plain(model)} gave {tokens} tokens in {seconds:.2f} s"
+    return Step(name=Name.COMPLETION, state=State.OK, text=text)
+
+
+def _trouble(answer: Answer | Failure, address: str) -> str | None:
+    """Return why this is no completion, None for one."""
+    if isinstance(answer, Failure):
+        if answer.reason is Reason.INCOMPLETE:
+            return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
+        return answer.message
+    if answer.status != HTTPStatus.OK:
+        said = _said(answer.text)
+        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advice(answer.status, said)}"
+    if not _tokens(_document(answer.text)):
+        said = _plain(answer.text[:SAID_CHARACTERS])
+        return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
+    return None
+
+
+def _advice(status: int, said: str) -> str:
+    if "out of memory" in said.lower():
+        return OUT_OF_MEMORY
+    return BEARER if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN} else LOG
+
+
+def _first_model(text: str) -> str | None:
+    data = _document(text).get("data")
+    first = data[0] if isinstance(data, list) and data else None
+    model = first.get("id") if isinstance(first, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _tokens(document: Mapping[str, Any]) -> int:
+    """Return how many tokens were generated; 0 for what is no completion."""
+    usage, choices = document.get("usage"), document.get("choices")
+    tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return tokens if isinstance(tokens, int) and isinstance(choices, list) and choices else 0
+
+
+def _said(text: str) -> str:
+    """Return the message of an error as vLLM words it, or the text itself."""
+    document = _document(text)
+    error = document.get("error")
+    message = error.get("message") if isinstance(error, dict) else document.get("message")
+    return _plain((message if isinstance(message, str) else text).strip()[:SAID_CHARACTERS])
+
+
+def _document(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _plain(text: str) -> str:
+    return text.translate(CONTROLS)
+
+
+def _failed(text: str) -> Step:
+    return Step(name=Name.COMPLETION, state=State.FAILED, text=text)

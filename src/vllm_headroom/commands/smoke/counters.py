@@ -1,0 +1,87 @@
+"""Is the completion in the engine's metrics?"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from vllm_headroom.commands.smoke.reach import Reach
+from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.daemon.transitions import NOTHING_OFFERED
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse import parse_engines
+
+POLL_SECONDS: Final = 0.5
+COUNTED_SECONDS: Final = 15.0
+"""vLLM counts a request as it finishes; its web server may be busy, and gauges of several of them lag."""
+
+NEEDED: Final = ("requests_running", "requests_waiting", "requests_finished")
+
+
+async def read_page(reach: Reach) -> EnginePage | Failure:
+    """Return the engine's page, understood."""
+    text = await reach.page()
+    return text if isinstance(text, Failure) else parse_engines(text)
+
+
+async def counted(
+    reach: Reach, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
+) -> tuple[Step, EnginePage | Failure]:
+    """Return whether one more request has finished than in `before`, and the page that says so."""
+    finished_before = 0.0 if isinstance(before, Failure) else finished(before)
+    now = asyncio.get_running_loop().time
+    ends = now() + patience_seconds
+    while True:
+        page = await read_page(reach)
+        if not isinstance(page, Failure) and finished(page) >= finished_before + 1:
+            return _found(page, finished(page) - finished_before), page
+        if now() >= ends:
+            return _missed(page, finished_before), page
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def offered(page: EnginePage | Failure) -> Step:
+    """Return what the page offers when there is no completion to count."""
+    if isinstance(page, Failure) or _missing(page):
+        return _missed(page, 0.0)
+    text = f"{_inputs(page)}; there is no completion to look for in them"
+    return Step(name=Name.METRICS, state=State.SKIPPED, text=text)
+
+
+def finished(page: EnginePage) -> float:
+    """Return how many requests have finished, on all engines of the page; a counter not there yet is at 0."""
+    return sum(engine.finished_total or 0.0 for engine in page.engines)
+
+
+def _found(page: EnginePage, more: float) -> Step:
+    missing = _missing(page)
+    if missing:
+        return _missed(page, 0.0)
+    return Step(name=Name.METRICS, state=State.OK, text=f"{_inputs(page)}; finished requests rose by {more:.0f}")
+
+
+def _missed(page: EnginePage | Failure, finished_before: float) -> Step:
+    return Step(name=Name.METRICS, state=State.FAILED, text=_why(page, finished_before))
+
+
+def _why(page: EnginePage | Failure, finished_before: float) -> str:
+    if isinstance(page, Failure):
+        return page.message
+    if not page.engines:
+        return NOTHING_OFFERED
+    missing = _missing(page)
+    if missing:
+        return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
+    return (
+        f"finished requests stay at {finished_before:.0f} after a completion: check that HEADROOM_ENGINE_URL is the"
+        " page of the server that answers beside it"
+    )
+
+
+def _inputs(page: EnginePage) -> str:
+    there = sum(is_there for _, is_there in page.inputs)
+    return f"{there} of {len(page.inputs)} inputs are on the page"
+
+
+def _missing(page: EnginePage) -> list[str]:
+    return [name for name, is_there in page.inputs if name in NEEDED and not is_there]

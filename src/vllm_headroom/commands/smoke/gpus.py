@@ -1,0 +1,81 @@
+"""Does the engine hold more GPU memory than it reports?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import httpx
+
+from vllm_headroom import catalog
+from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.derive.attribution import AttributionState, attribute
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Sample, Snapshot
+from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+
+GPUS_SECONDS: Final = 6.0
+PROCESSES_SECONDS: Final = 6.0
+NOT_ITS_OWN: Final = -0.5
+"""A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
+
+NO_GPU: Final = "none of the visible GPUs can be told to be the engine's: HEADROOM_GPUS names them"
+NO_REPORT: Final = (
+    "vLLM does not say what it should hold (--kv-cache-memory-bytes replaces its budget): HEADROOM_REPORTED_BYTES does"
+)
+UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
+
+
+async def within(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
+    """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
+    if isinstance(page, Failure):
+        return _skipped(f"the engine's page, which has its budget, cannot be read: {page.message}")
+    readings, processes = await asyncio.gather(_gpu_readings(), _processes(settings))
+    if isinstance(readings, Failure):
+        return _skipped(f"the GPUs cannot be read: {readings.message}")
+    _, gpus = attribute(AttributionState(), readings, processes, settings.selection)
+    if not any(gpu.attribution for gpu in gpus):
+        return _skipped(NO_GPU)
+    snapshot = Snapshot(
+        time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=gpus, processes=()
+    )
+    return judged(discrepancy(snapshot, configured_bytes=settings.reported_bytes), limit_ratio)
+
+
+def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
+    """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
+    ratios = [
+        (sample.labels[0], sample.value) for sample in samples if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
+    ]
+    if not ratios:
+        return _skipped(UNKNOWN_HOLDERS if samples else NO_REPORT)
+    told = ", ".join(f"GPU {gpu} {ratio:+.1%}" for gpu, ratio in ratios)
+    strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
+    if any(ratio > limit_ratio for _, ratio in ratios):
+        text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
+        text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
+        return Step(name=Name.DISCREPANCY, state=State.FAILED, text=text)
+    if strangers:
+        return _skipped(f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
+    return Step(name=Name.DISCREPANCY, state=State.OK, text=f"{told}, {limit_ratio:.1%} is allowed")
+
+
+async def _gpu_readings() -> GpuReadings | Failure:
+    nvml = Nvml(monotonic=time.monotonic)
+    try:
+        return await nvml.read(GPUS_SECONDS)
+    finally:
+        await nvml.close()
+
+
+async def _processes(settings: Settings) -> ProcessReadings | Failure:
+    port = port_of(httpx.URL(settings.engine_url))
+    return await Processes(engine_port=port, monotonic=time.monotonic).read(PROCESSES_SECONDS)
+
+
+def _skipped(text: str) -> Step:
+    return Step(name=Name.DISCREPANCY, state=State.SKIPPED, text=text)

@@ -1,0 +1,197 @@
+"""Everything an operator can set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from vllm_headroom.config.fields import NONE, seconds, setting
+from vllm_headroom.config.values import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.sizing.shape import ModelShape
+
+
+class Settings(BaseSettings):
+    """What the daemon is told, understood, checked and frozen."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+        str_strip_whitespace=True,
+        protected_namespaces=(),
+    )
+
+    no_options: ClassVar[frozenset[str]] = frozenset()
+    """Settings that the command line does not take."""
+
+    engine_url: Url = setting(
+        "http://127.0.0.1:8000/metrics",
+        "Where the engine serves its metrics; a URL without a path gets /metrics.",
+        accepts="an http or https URL",
+        word="URL",
+        repr=False,
+    )
+    engine_timeout_seconds: float = seconds(
+        4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
+    )
+    engine_max_page_bytes: Size = setting(
+        8 * 1024 * 1024,
+        "The largest page to read from the engine; a larger one is a failure.",
+        accepts="a number of bytes, or a size such as 8MiB",
+        word="SIZE",
+        shown="8MiB",
+    )
+    engine_bearer_token_file: Path | None = setting(
+        None,
+        "A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
+    )
+    engine_ca_file: Path | None = setting(
+        None,
+        "The certificates, in PEM, to trust for an https engine.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
+    )
+    engine_headers: Headers = setting(
+        {},
+        "More headers to send to the engine; their values are never shown.",
+        accepts="a mapping of header names to values, in JSON or YAML",
+        word="JSON",
+        shown=NONE,
+    )
+    sample_interval_seconds: float = seconds(
+        5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
+    )
+    gpu_sample_interval_seconds: float = seconds(
+        1, 0.05, 60, "Time from one look at the GPUs' memory to the next, between samples, for its peak."
+    )
+    gpus: Gpus = setting(
+        "auto",
+        "Which GPUs are the engine's: auto finds those its processes use, else takes the only visible one.",
+        accepts="auto, all, or GPU indices or UUIDs separated by commas",
+        word="GPUS",
+    )
+    gpu_fatal_grace_seconds: float = seconds(
+        60,
+        0,
+        3600,
+        "How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the"
+        " daemon ends with status 3.",
+    )
+    reported_bytes: Size | None = setting(
+        None,
+        "What the engine should use of each GPU, to compare with what it holds; for an engine that does not say.",
+        accepts="a number of bytes, or a size such as 72GiB",
+        word="SIZE",
+        shown=NONE,
+    )
+    kv_bytes_per_token: float | None = setting(
+        None,
+        "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
+        " known in tokens only.",
+        accepts="a number above 0, at most 1000000000",
+        shown=NONE,
+        word="BYTES",
+        gt=0,
+        le=10**9,
+    )
+    model_config_: Model | None = setting(
+        None,
+        "The configuration of the model that the engine serves, to tell the bytes per token from, unless they are set.",
+        accepts="the path of a model's config.json, or of the folder that has one",
+        word="PATH",
+        shown=NONE,
+    )
+    baseline_bytes_per_request: Size | None = setting(
+        None,
+        "What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it is "
+        "learned.",
+        accepts="a number of bytes, or a size such as 9500kB",
+        word="SIZE",
+        shown="learned",
+    )
+    listen_host: str = setting(
+        "",
+        "The address to serve /metrics on.",
+        accepts="an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6",
+        word="HOST",
+        pattern=r"^[0-9A-Za-z.:_%-]*$",
+        shown="all interfaces, IPv4 and IPv6",
+    )
+    listen_port: int = setting(
+        9839,
+        "The port to serve /metrics on; 0 takes any free one.",
+        accepts="a port number from 0 to 65535",
+        word="PORT",
+        ge=0,
+        le=65535,
+    )
+    state_dir: Path | None = setting(
+        None,
+        "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
+        accepts="the path of a directory",
+        word="DIRECTORY",
+        shown=NONE,
+    )
+    trace_file: Path | None = setting(
+        None,
+        "A file to record every sample in, as a trace for vllm-headroom replay.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
+    )
+    trace_max_bytes: Size = setting(
+        64 * 1024 * 1024,
+        "At this size the trace becomes FILE.1, in place of an older one, and a new one begins.",
+        accepts="a number of bytes, or a size such as 64MiB",
+        word="SIZE",
+        shown="64MiB",
+    )
+    log_format: LogFormat = setting(
+        "logfmt", "How log lines are written, to stderr.", accepts="logfmt or json", word="FORMAT"
+    )
+    log_level: LogLevel = setting(
+        "info", "The least serious lines to log.", accepts="debug, info, warning or error", word="LEVEL"
+    )
+
+    @property
+    def selection(self) -> Selection:
+        """Return `gpus` as the attribution understands it."""
+        if isinstance(self.gpus, tuple):
+            return Selection(listed=self.gpus)
+        return Selection(everything=self.gpus == "all")
+
+    @property
+    def model_shape(self) -> ModelShape | None:
+        """Return what `model_config_` says, None without one."""
+        return None if self.model_config_ is None else self.model_config_.shape
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _text(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse what a type would bend: a truth value to 1, an empty text to the file `.`, NUL to another name."""
+        text = value.strip() if isinstance(value, str) else value
+        if isinstance(text, bool) or (text == "" and info.field_name != "listen_host"):
+            raise ValueError
+        if isinstance(text, str) and "\0" in text:
+            raise ValueError
+        return text
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 - the signature is pydantic-settings'
+        init_settings: PydanticBaseSettingsSource,
+        *_: PydanticBaseSettingsSource,
+        **__: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Take values from `load` alone: the built-in sources forget where a value was written, and stop at one."""
+        return (init_settings,)

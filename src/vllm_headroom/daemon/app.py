@@ -1,0 +1,203 @@
+"""The composition root: builds the parts, joins them and takes them down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import socket
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import structlog
+
+from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.life import BEYOND_REPAIR, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.daemon.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
+from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive import derivations
+from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.sizing.footprint import token_bytes
+from vllm_headroom.trace.recorder import Recorder
+
+log = structlog.get_logger()
+
+CANNOT_LISTEN: Final = 2
+GPU_TIMEOUT_SECONDS: Final = 2.0
+"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
+
+GOODBYE_SECONDS: Final = 0.3
+
+KEEP_SECONDS: Final = 60.0
+LAST_SAVE_SECONDS: Final = 0.5
+"""Beside the farewell to scrapes in progress, which may take as long."""
+
+RECORD_SECONDS: Final = 1.0
+"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
+
+
+NO_BYTES: Final = (
+    "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
+    " with can be given in HEADROOM_KV_BYTES_PER_TOKEN"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What differs between the real daemon and the demo; `notice` is shown to people on `/`."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource
+    clock: Clock
+    notice: str = ""
+
+
+async def serve(settings: Settings) -> int:
+    """Run the real daemon until it is told to stop; return the exit status."""
+    clock = SystemClock()
+    parts = Parts(
+        engine=page_reader(
+            settings,
+            settings.engine_url,
+            timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
+        ),
+        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
+        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
+        clock=clock,
+    )
+    return await run(parts, settings)
+
+
+def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
+    return PageReader(
+        url=url,
+        timeout_seconds=timeout_seconds,
+        max_bytes=settings.engine_max_page_bytes,
+        bearer_token_file=settings.engine_bearer_token_file,
+        ca_file=settings.engine_ca_file,
+        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+    )
+
+
+async def run(parts: Parts, settings: Settings) -> int:
+    """Run the daemon over `parts`, which it closes at the end; return the exit status."""
+    try:
+        listener = listen(settings.listen_host, settings.listen_port)
+    except OSError as error:
+        log.error(  # noqa: TRY400 - the operator needs the address, not a traceback
+            "cannot listen; set HEADROOM_LISTEN_HOST and HEADROOM_LISTEN_PORT to a free address of this machine",
+            host=settings.listen_host or "all interfaces",
+            port=settings.listen_port,
+            problem=error.strerror,
+        )
+        return CANNOT_LISTEN
+    ending = Ending()
+    shape = settings.model_shape
+    if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
+        log.warning("KV cache known in tokens only", problem=NO_BYTES)
+    with signals(ending):
+        try:
+            log.info("listening", port=listener.getsockname()[1], version=version())
+            return await _run(parts, settings, listener, ending)
+        finally:
+            await _close(parts)
+
+
+async def _close(parts: Parts) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await parts.engine.close()
+            await parts.gpus.close()
+
+
+async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
+    interval, clock = settings.sample_interval_seconds, parts.clock
+    keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
+    sampler = Sampler(
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        parse=parse_engines,
+        selection=settings.selection,
+        derivations=derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=token_bytes(settings.model_shape),
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
+        recall=None if keeper is None else keeper.recall,
+    )
+    heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
+    grace = GraceTime(settings.gpu_fatal_grace_seconds)
+    recorder = None if settings.trace_file is None else _recorder(settings.trace_file, settings.trace_max_bytes)
+    port = listener.getsockname()[1]
+
+    async def tick() -> None:
+        first = sampler.published is None
+        await sampler.tick()
+        heartbeat.beat()
+        if first:
+            log.info(
+                "first sample published", look_at=f"http://localhost:{port}/", scrape=f"http://localhost:{port}/metrics"
+            )
+        if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
+            log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
+            ending.ask(BEYOND_REPAIR)
+        if recorder is not None and sampler.snapshot is not None:
+            await recorder.record(sampler.snapshot)
+
+    server = Server(
+        application(
+            registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
+            page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
+            illness=heartbeat.illness,
+            ready=lambda: sampler.published is not None,
+        )
+    )
+    fast = settings.gpu_sample_interval_seconds
+    sampling = every(interval, tick, clock)
+    peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
+    keeping = () if keeper is None else (_keep(keeper, sampler, clock),)
+    return await live((sampling, peaks, *keeping), server, listener, ending)
+
+
+def _keeper(folder: Path, clock: Clock) -> Keeper:
+    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
+
+
+async def _keep(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
+    try:
+        await every(KEEP_SECONDS, lambda: keeper.save(sampler.states), clock)
+    finally:
+        await keeper.save(sampler.states, LAST_SAVE_SECONDS)
+
+
+def _recorder(file: Path, max_bytes: int) -> Recorder:
+    """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
+    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call, timeout_seconds=RECORD_SECONDS)
+
+
+def version() -> str:
+    """Return the version of the installed distribution."""
+    return metadata.version("vllm-headroom")
+
+
+def build() -> tuple[str, str, str]:
+    """Return version, source revision (empty where the build wrote none) and the version of Python."""
+    stamp = resources.files("vllm_headroom") / "REVISION"
+    revision = stamp.read_text().strip() if stamp.is_file() else ""
+    return version(), revision, platform.python_version()

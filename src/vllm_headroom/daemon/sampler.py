@@ -1,0 +1,158 @@
+"""The straight line, once per tick: read, attribute, derive, publish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import structlog
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.transitions import Transitions
+from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.model import (
+    EnginePage,
+    Failure,
+    Gpu,
+    GpuReadings,
+    ProcessReadings,
+    Published,
+    ReadingTime,
+    Sample,
+    Snapshot,
+)
+from vllm_headroom.vocabulary import Source
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class EngineSource(Protocol):
+    """Where the engine's page comes from."""
+
+    async def fetch(self) -> str | Failure:
+        """Return the page's text."""
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+
+
+class GpuSource(Protocol):
+    """Where GPU readings come from."""
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every device."""
+
+    async def sample_used(self, timeout_seconds: float) -> None:
+        """Look at the memory in use, for its peak."""
+
+    async def close(self) -> None:
+        """Let go of the driver."""
+
+
+class ProcessSource(Protocol):
+    """Where the engine's processes are found."""
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+        """Return the engine's processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What one tick reads, side by side."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource
+
+
+class Sampler:
+    """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
+
+    `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    """
+
+    def __init__(
+        self,
+        *,
+        sources: Sources,
+        parse: Callable[[str], EnginePage | Failure],
+        selection: Selection,
+        derivations: tuple[Derivation[Any], ...],
+        clock: Clock,
+        gpu_timeout_seconds: float,
+        recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> None:
+        self.published: Published | None = None
+        self.snapshot: Snapshot | None = None
+        self._sources = sources
+        self._parse = parse
+        self._selection = selection
+        self._attribution = AttributionState()
+        self._derivations = derivations
+        self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
+        self._clock = clock
+        self._gpu_timeout_seconds = gpu_timeout_seconds
+        self._transitions = Transitions(selection)
+        self._recall = recall
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The state of every derivation, by its name."""
+        return dict(self._states)
+
+    async def tick(self) -> None:
+        """Read all sources at once, derive and publish; a fault in one part costs that part only."""
+        snapshot = await self._snapshot()
+        self._transitions.report(snapshot)
+        if self._recall is not None:
+            self._states.update(await self._recall(snapshot))
+        samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        self.snapshot = snapshot
+        self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
+
+    async def _snapshot(self) -> Snapshot:
+        timeout = self._gpu_timeout_seconds
+        async with asyncio.TaskGroup() as group:
+            engine = group.create_task(self._timed(Source.ENGINE, self._sources.engine.fetch()))
+            gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(timeout)))
+            process = group.create_task(self._timed(Source.PROCESS, self._sources.processes.read(timeout)))
+        (page, engine_time), (readings, gpu_time), (processes, process_time) = (
+            engine.result(),
+            gpu.result(),
+            process.result(),
+        )
+        if not isinstance(processes, Failure):
+            self._transitions.engines_found(processes.ambiguous_roots)
+        return Snapshot(
+            time_seconds=self._clock.time(),
+            monotonic_seconds=self._clock.monotonic(),
+            engines=page if isinstance(page, Failure) else self._parse(page),
+            gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
+            processes=processes if isinstance(processes, Failure) else processes.engine,
+            reading_times=(engine_time, gpu_time, process_time),
+        )
+
+    async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
+        machine = asyncio.get_running_loop().time
+        began = machine()
+        value = await reading
+        ended = machine()
+        return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
+
+    def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
+        self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
+        return gpus
+
+    def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
+        try:
+            self._states[derivation.name], samples = answer(derivation, self._states[derivation.name], snapshot)
+        except Exception as error:  # noqa: BLE001 - the loop's rim: one derivation's fault never costs the page
+            self._states[derivation.name] = derivation.initial
+            self._transitions.derivation(derivation.name, error)
+            return ()
+        self._transitions.derivation(derivation.name, None)
+        return samples

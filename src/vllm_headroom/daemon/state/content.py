@@ -1,0 +1,72 @@
+"""What is kept, and how it is taken up again in another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from vllm_headroom.daemon.state.identity import Identity
+from vllm_headroom.derive.leak.baseline import Baselines
+from vllm_headroom.derive.leak.gpus import Tracks
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.leak.load import LoadState
+from vllm_headroom.model import Failure, Snapshot
+
+FORMAT: Final = 2
+"""To be raised when the fields of a state, or what they mean, change."""
+
+LOAD_GAP_SECONDS: Final = 60.0
+"""Load that was not seen for longer than one of its minutes cannot be said to have been level."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The states that survive, under the names of their derivations."""
+
+    leak: LeakMemory = field(default_factory=LeakMemory)
+    baseline: Baselines = field(default_factory=Baselines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A memory with the engine it is of, and when it was saved: in seconds since the epoch and on the clock it uses."""
+
+    format: int = FORMAT
+    version: str
+    saved_at_seconds: float
+    monotonic_seconds: float
+    identity: Identity
+    memory: Memory
+
+
+def visible(snapshot: Snapshot) -> set[str]:
+    """Return the UUIDs of the GPUs that NVML shows."""
+    return set() if isinstance(snapshot.gpus, Failure) else {gpu.reading.uuid for gpu in snapshot.gpus}
+
+
+def taken_up(kept: Kept, snapshot: Snapshot) -> Memory:
+    """Return the memory as if this process had slept since it was saved, for the GPUs that are visible.
+
+    The monotonic clock starts anew with each machine, and the downtime is a gap on it.
+    """
+    here = visible(snapshot)
+    gap = max(0.0, snapshot.time_seconds - kept.saved_at_seconds)
+    shift = snapshot.monotonic_seconds - gap - kept.monotonic_seconds
+    leak, baseline = kept.memory.leak, kept.memory.baseline
+    gpus = Tracks(tracks={uuid: track for uuid, track in leak.gpus.tracks.items() if uuid in here})
+    return Memory(
+        leak=LeakMemory(
+            load=_load(leak.load, shift) if gap <= LOAD_GAP_SECONDS else LoadState(),
+            gpus=_moved(gpus, shift),
+            host=_moved(leak.host, shift),
+        ),
+        baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
+    )
+
+
+def _moved(tracks: Tracks, shift: float) -> Tracks:
+    return Tracks(tracks={name: replace(track, clock=track.clock + shift) for name, track in tracks.tracks.items()})
+
+
+def _load(load: LoadState, shift: float) -> LoadState:
+    return load if load.began_seconds is None else replace(load, began_seconds=load.began_seconds + shift)

@@ -1,0 +1,153 @@
+"""When to read, take up, refuse and write the state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.state.content import Kept, Memory, taken_up, visible
+from vllm_headroom.daemon.state.file import NAME, Unusable, read, set_aside, write
+from vllm_headroom.daemon.state.identity import Identity, foreign, identity
+from vllm_headroom.model import Failure, Snapshot
+
+log = structlog.get_logger()
+
+STALE_SECONDS: Final = 86400.0
+"""As long as the detector itself remembers a device that it does not see."""
+
+FUTURE_SECONDS: Final = 300.0
+"""Clocks of machines differ by less; beyond that the age of the file is not known."""
+
+FILE_SECONDS: Final = 2.0
+"""A file operation takes milliseconds; beyond this the volume counts as hung."""
+
+
+class Call(Protocol):
+    """Runs a blocking function elsewhere; raises TimeoutError when it takes too long."""
+
+    def __call__(self, function: Callable[[], Any], timeout_seconds: float) -> Coroutine[Any, Any, Any]:
+        """Return what `function` returns."""
+
+
+class Keeper:
+    """Owns the state's file in `folder`, which is this daemon's alone.
+
+    While a saved state waits for its engine to be seen, nothing is written over it.
+    """
+
+    def __init__(self, *, folder: Path, call: Call, clock: Clock, version: str) -> None:
+        self._folder = folder
+        self._call = call
+        self._clock = clock
+        self._version = version
+        self._is_read = False
+        self._saved: Kept | None = None
+        self._identity: Identity | None = None
+        self._fails = False
+
+    async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
+        """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
+        if not self._is_read:
+            await self._read()
+        self._identity = identity(snapshot.engines) or self._identity
+        if self._saved is None:
+            return {}
+        if reason := _refusal(self._saved, snapshot):
+            await self._refuse(reason)
+        elif _is_known(self._saved, snapshot):
+            return self._take_up(self._saved, snapshot)
+        return {}
+
+    async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
+        """Write the states of this engine; a failure is logged when it begins and when it ends."""
+        if not self._is_read or self._saved is not None or self._identity is None:
+            return
+        kept = Kept(
+            version=self._version,
+            saved_at_seconds=self._clock.time(),
+            monotonic_seconds=self._clock.monotonic(),
+            identity=self._identity,
+            memory=Memory(leak=states["leak"], baseline=states["baseline"]),
+        )
+        await self._try(partial(write, self._folder, kept), timeout_seconds)
+
+    async def _read(self) -> None:
+        try:
+            self._saved = await self._try(partial(read, self._folder))
+        except Unusable as error:
+            await self._refuse(str(error))
+        self._is_read = True
+
+    def _take_up(self, saved: Kept, snapshot: Snapshot) -> Mapping[str, Any]:
+        self._saved = None
+        memory = taken_up(saved, snapshot)
+        log.info(
+            "saved state taken up",
+            saved_by=saved.version,
+            age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
+            gpus=",".join(memory.leak.gpus.tracks),
+        )
+        return {"leak": memory.leak, "baseline": memory.baseline}
+
+    async def _refuse(self, reason: str) -> None:
+        self._saved = None
+        log.warning("saved state set aside, the leak detector starts afresh", problem=reason, file=self._path(".bad"))
+        await self._try(partial(set_aside, self._folder))
+
+    async def _try(self, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
+        """Return what a file operation returns, None when it fails."""
+        try:
+            # shielded: a call cancelled by the end would keep the last one from being made
+            value = await asyncio.shield(self._call(function, timeout_seconds))
+        except TimeoutError:
+            problem = f"the volume does not answer within {timeout_seconds:g} s"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except ValueError:
+            problem = "a value is too large to be written"
+        else:
+            self._report(None)
+            return value
+        self._report(problem)
+        return None
+
+    def _report(self, problem: str | None) -> None:
+        if problem is not None and not self._fails:
+            log.warning(
+                "state is not kept: a restart would forget it; HEADROOM_STATE_DIR must be writable and have space",
+                problem=problem,
+                file=self._path(),
+            )
+        elif problem is None and self._fails:
+            log.info("state is kept again", file=self._path())
+        self._fails = problem is not None
+
+    def _path(self, suffix: str = "") -> str:
+        return f"{self._folder / NAME}{suffix}"
+
+
+def _refusal(saved: Kept, snapshot: Snapshot) -> str | None:
+    """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
+    age = snapshot.time_seconds - saved.saved_at_seconds
+    if age > STALE_SECONDS:
+        return f"it is {age / 3600:.0f} h old"
+    if age < -FUTURE_SECONDS:
+        return f"it is from the future, by {-age:.0f} s: a clock was wrong"
+    now = identity(snapshot.engines)
+    if now is not None and (reason := foreign(saved.identity, now, age)):
+        return reason
+    gpus = saved.memory.leak.gpus.tracks
+    if gpus and not isinstance(snapshot.gpus, Failure) and not visible(snapshot) & set(gpus):
+        return f"it is of other GPUs ({', '.join(gpus)})"
+    return None
+
+
+def _is_known(saved: Kept, snapshot: Snapshot) -> bool:
+    has_gpus = bool(saved.memory.leak.gpus.tracks)
+    return identity(snapshot.engines) is not None and not (has_gpus and isinstance(snapshot.gpus, Failure))

@@ -1,0 +1,1 @@
+"""What the engine serves over HTTP."""

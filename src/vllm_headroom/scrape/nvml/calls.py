@@ -1,0 +1,43 @@
+"""The one place where an NVML call for a single fact may fail."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import pynvml
+
+from vllm_headroom.scrape.nvml.errors import BLOCKED, DRIVER_WIDE, LOST, NEVER_ANSWERED
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """NVML's pointer to a device; valid until NVML is shut down or the device is lost."""
+
+    contents: ctypes.Structure
+
+
+class Calls:
+    """Asks devices for facts, and remembers which they never tell; lives from one init of NVML to the next."""
+
+    def __init__(self) -> None:
+        self._never_answered: set[tuple[str, str]] = set()
+
+    def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
+        """Return what `call` returns, None where the device does not tell it now or at all.
+
+        Raises NVMLError when not the fact but its device or the whole driver fails. NVML's "unknown error" on one call
+        has been seen on healthy devices: it fails the device only where the fact is `essential`.
+        """
+        if (uuid, fact) in self._never_answered:
+            return None
+        try:
+            return call()
+        except pynvml.NVMLError as error:
+            if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
+                raise
+            if error.value in NEVER_ANSWERED:
+                self._never_answered.add((uuid, fact))
+            return None

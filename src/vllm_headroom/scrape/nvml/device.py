@@ -1,0 +1,135 @@
+"""One physical GPU as NVML shows it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pynvml
+
+from vllm_headroom.model import GpuMemory, GpuReading
+from vllm_headroom.scrape.nvml.calls import Calls, Handle
+from vllm_headroom.scrape.nvml.errors import LOST
+from vllm_headroom.scrape.nvml.faults import GpuFaults, faults_of
+from vllm_headroom.scrape.nvml.parts import Part, parts, whole_gpu
+from vllm_headroom.scrape.nvml.peak import Peak
+from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes
+from vllm_headroom.scrape.nvml.xids import Xids
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
+
+    `peaks` and `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
+    """
+
+    monotonic: Callable[[], float]
+    process_interval_seconds: float
+    memory_version: int | None
+    calls: Calls
+    peaks: defaultdict[str, Peak]
+    xids: Xids
+
+
+class Device:
+    """A GPU at one NVML index from init to shutdown, opened when it is first read.
+
+    Its methods make NVML calls and belong on NVML's thread. They raise NVMLError where the whole GPU, or the driver,
+    fails; after an error that means a lost GPU, `lost_code` is set and no method may be called again.
+    """
+
+    def __init__(self, index: int, surroundings: Surroundings) -> None:
+        self.index = index
+        self.gpu: Part | None = None
+        self.parts: tuple[Part, ...] = ()
+        self.lost_code: int | None = None
+        self._around = surroundings
+        self._lists: defaultdict[str, ProcessList] = defaultdict(ProcessList)
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """Return a full reading of the GPU, or of each of its MIG instances."""
+        try:
+            gpu = self.gpu or self._open()
+            self.parts = parts(gpu, self._around.calls)
+            return tuple(self._reading(part) for part in self.parts)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            raise
+
+    def sample_used(self) -> None:
+        """Look at nothing but the memory in use, for its peak."""
+        try:
+            for part in self.parts:
+                self._memory(part)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            raise
+
+    def faults(self) -> GpuFaults:
+        """Return what the whole GPU says of faults in its memory."""
+        try:
+            return faults_of(self.gpu or self._open(), self._around.calls)
+        except pynvml.NVMLError as error:
+            self._note(error.value)
+            raise
+
+    def _note(self, code: int) -> None:
+        if code in LOST:
+            self.lost_code = code
+
+    def _open(self) -> Part:
+        around = self._around
+        gpu = whole_gpu(self.index, around.calls)
+        around.calls.ask(gpu.uuid, "XID events", lambda: around.xids.listen(gpu.handle, gpu.uuid))
+        self.gpu = gpu
+        return gpu
+
+    def _reading(self, part: Part) -> GpuReading:
+        memory = self._memory(part)
+        utilization = self._ask(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
+        temperature = self._ask(part, "temperature", _temperature)
+        power_milliwatts = self._ask(part, "power", pynvml.nvmlDeviceGetPowerUsage)
+        processes = self._processes(part, memory)
+        return GpuReading(
+            index=part.index,
+            uuid=part.uuid,
+            name=part.name,
+            memory=memory,
+            used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
+            utilization_ratio=None if utilization is None else utilization.gpu / 100,
+            temperature_celsius=temperature,
+            power_watts=None if power_milliwatts is None else power_milliwatts / 1000,
+            processes=processes.processes,
+            xid_errors=self._around.xids.counts(part.gpu_uuid, part.gpu_instance),
+        )
+
+    def _memory(self, part: Part) -> GpuMemory | None:
+        version = self._around.memory_version
+        info = self._ask(part, "memory", lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version), essential=True)
+        if info is None:
+            return None
+        self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
+        reserved_bytes = None if version is None else info.reserved
+        return GpuMemory(
+            total_bytes=info.total, used_bytes=info.used, free_bytes=info.free, reserved_bytes=reserved_bytes
+        )
+
+    def _processes(self, part: Part, memory: GpuMemory | None) -> ProcessList:
+        known, now = self._lists[part.uuid], self._around.monotonic()
+        used_bytes = None if memory is None else memory.used_bytes
+        if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
+            listed = self._ask(part, "processes", compute_processes, essential=memory is None)
+            known.renew(now, used_bytes, listed)
+        return known
+
+    def _ask(self, part: Part, fact: str, call: Callable[[Handle], T], *, essential: bool = False) -> T | None:
+        return self._around.calls.ask(part.uuid, fact, lambda: call(part.handle), essential=essential)
+
+
+def _temperature(handle: Handle) -> float:
+    return float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))

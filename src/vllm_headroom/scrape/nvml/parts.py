@@ -1,0 +1,68 @@
+"""What of a GPU has memory of its own: the whole, or its MIG instances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pynvml
+
+from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.scrape.nvml.calls import Calls, Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A whole GPU, or a MIG instance with its id; `handle` is valid until NVML is shut down or the GPU is lost."""
+
+    index: int
+    uuid: str
+    name: str
+    gpu_uuid: str
+    gpu_instance: int | None = None
+    handle: Handle = field(repr=False, compare=False)
+
+    def failed(self, failure: Failure, xid_errors: tuple[tuple[int, int], ...]) -> GpuReading:
+        """Return the reading of this part when it cannot be read; XID errors are counted here, so they stay known."""
+        return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
+
+
+def whole_gpu(index: int, calls: Calls) -> Part:
+    """Open the GPU at an NVML index. Raises NVMLError where it cannot be opened."""
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    uuid = pynvml.nvmlDeviceGetUUID(handle)
+    name = calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or ""
+    return Part(index=index, uuid=uuid, name=name, gpu_uuid=uuid, handle=handle)
+
+
+def parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
+    """Return the MIG instances seen from here, or the GPU itself where there are none; never both.
+
+    Instances can be made and removed at any time, so this is asked anew for every reading.
+    """
+    mode = calls.ask(gpu.uuid, "MIG mode", lambda: pynvml.nvmlDeviceGetMigMode(gpu.handle))
+    if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return (gpu,)
+    count = calls.ask(gpu.uuid, "MIG devices", lambda: pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)) or 0
+    instances = (_instance(gpu, position, calls) for position in range(count))
+    return tuple(instance for instance in instances if instance is not None) or (gpu,)
+
+
+def _instance(gpu: Part, position: int, calls: Calls) -> Part | None:
+    handle = calls.ask(
+        gpu.uuid,
+        f"MIG device {position}",
+        lambda: pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, position),
+    )
+    if handle is None:
+        return None
+    uuid = calls.ask(gpu.uuid, "MIG UUID", lambda: pynvml.nvmlDeviceGetUUID(handle))
+    if uuid is None:
+        return None
+    return Part(
+        index=gpu.index,
+        uuid=uuid,
+        name=calls.ask(uuid, "name", lambda: pynvml.nvmlDeviceGetName(handle)) or gpu.name,
+        gpu_uuid=gpu.uuid,
+        gpu_instance=calls.ask(uuid, "GPU instance", lambda: pynvml.nvmlDeviceGetGpuInstanceId(handle)),
+        handle=handle,
+    )

@@ -1,0 +1,191 @@
+"""GPU readings from NVML, whatever the driver does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
+
+import pynvml
+
+from vllm_headroom.model import Failure, GpuReadings
+from vllm_headroom.scrape.nvml.device import Device
+from vllm_headroom.scrape.nvml.errors import (
+    DRIVER_WIDE,
+    device_failure,
+    device_failure_of,
+    source_failure,
+    source_failure_of,
+    unforeseen,
+)
+from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.lane import Lane
+from vllm_headroom.scrape.nvml.roster import Outcome, Roster
+from vllm_headroom.scrape.nvml.session import Session
+from vllm_headroom.scrape.nvml.transitions import Transitions
+from vllm_headroom.vocabulary import Reason
+
+T = TypeVar("T")
+FIRST_BACKOFF_SECONDS: Final = 1.0
+LEAST_CALL_SECONDS: Final = 0.02
+"""With less time left a GPU is not asked: a healthy one takes a few milliseconds."""
+
+GOODBYE_SECONDS: Final = 0.2
+
+_XIDS: Final = "XID events"
+_SILENT: Final = source_failure(Reason.TIMEOUT)
+_NO_ANSWER: Final = device_failure(Reason.TIMEOUT)
+
+
+class Nvml:
+    """Reads all GPUs; one that is lost or hangs costs only itself, a failed driver is tried again with growing pauses.
+
+    `call_timeout_seconds` is how long one GPU may take before its thread is given up, `retry_seconds` the longest pause
+    between two attempts at a failed driver, and the pause between two looks for a lost GPU: only a shutdown and new
+    init of NVML can bring one back. While a call is stuck there is no shutdown, for a shutdown under it could crash.
+    """
+
+    def __init__(
+        self,
+        *,
+        monotonic: Callable[[], float],
+        call_timeout_seconds: float = 2.0,
+        process_interval_seconds: float = 15.0,
+        retry_seconds: float = 60.0,
+    ) -> None:
+        self._monotonic = monotonic
+        self._call_timeout_seconds = call_timeout_seconds
+        self._retry_seconds = retry_seconds
+        self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds)
+        self._lane = Lane()
+        self._turn = asyncio.Lock()
+        self._roster = Roster(self._session.xids)
+        self._transitions = Transitions()
+        self._failure = _SILENT
+        self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        self._open_at = float("-inf")
+        self._look_again_at = float("inf")
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every GPU; takes no longer than `timeout_seconds` and does not raise.
+
+        When cancelled, a call in progress runs on, and its GPU is not asked before it returns.
+        """
+        deadline = _now() + timeout_seconds
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turn.acquire()
+        except TimeoutError:
+            return _SILENT
+        try:
+            return await self._open(deadline) or await self._read(deadline)
+        except Exception as error:  # noqa: BLE001 - whatever else comes out of foreign code must not end the daemon
+            return unforeseen(error)
+        finally:
+            self._turn.release()
+
+    async def sample_used(self, timeout_seconds: float) -> None:
+        """Look at the memory in use of every GPU and at XID events; do nothing while a reading is under way."""
+        if self._turn.locked():
+            return
+        async with self._turn:
+            deadline = _now() + timeout_seconds
+            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+                await self._sample(deadline)
+
+    async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
+        """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
+        async with self._turn:
+            deadline = _now() + timeout_seconds
+            answers: list[GpuFaults | Failure] = []
+            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+                for device, limit_seconds in self._shares(deadline):
+                    answers.append(await self._ask(device, device.faults, limit_seconds))
+            return tuple(answer for answer in answers if isinstance(answer, GpuFaults))
+
+    async def close(self) -> None:
+        """Shut NVML down if it answers quickly; leave it as it is otherwise."""
+        if not self._lane.stuck:
+            with contextlib.suppress(TimeoutError):
+                await self._lane.call("shutdown", self._session.close, GOODBYE_SECONDS)
+        self._lane.stop()
+
+    async def _open(self, deadline: float) -> Failure | None:
+        now, stuck = self._monotonic(), self._lane.stuck
+        if self._lane.is_blocked:
+            return _SILENT
+        if self._session.devices and (stuck or now < self._look_again_at):
+            return None
+        if stuck or now < self._open_at:
+            return self._failure
+        self._look_again_at = float("inf")
+        try:
+            failure = await self._lane.call("init", self._session.open, deadline - _now())
+        except TimeoutError:
+            self._failure = _SILENT
+            return _SILENT
+        return failure and self._down(failure)
+
+    def _down(self, failure: Failure) -> Failure:
+        self._session.devices = ()
+        self._failure = failure
+        self._open_at = self._monotonic() + self._backoff_seconds
+        self._backoff_seconds = min(2 * self._backoff_seconds, self._retry_seconds)
+        return failure
+
+    async def _read(self, deadline: float) -> GpuReadings | Failure:
+        outcomes: list[tuple[Device, Outcome]] = []
+        try:
+            for device, limit_seconds in self._shares(deadline):
+                outcomes.append((device, await self._ask(device, device.read, limit_seconds)))
+        except pynvml.NVMLError as error:
+            return self._down(source_failure_of(error.value))
+        if self._lane.is_blocked:
+            return _SILENT
+        if all(isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN for _, outcome in outcomes):
+            return self._down(source_failure(Reason.UNKNOWN))
+        self._backoff_seconds = FIRST_BACKOFF_SECONDS
+        readings = self._roster.readings(outcomes)
+        self._transitions.report(readings)
+        if any(reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings):
+            self._look_again_at = min(self._look_again_at, self._monotonic() + self._retry_seconds)
+        return GpuReadings(driver_version=self._session.driver_version, devices=readings)
+
+    async def _sample(self, deadline: float) -> None:
+        for device, limit_seconds in self._shares(deadline):
+            await self._ask(device, device.sample_used, limit_seconds)
+        limit_seconds = min(self._call_timeout_seconds, deadline - _now())
+        if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
+            return
+        await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
+
+    def _shares(self, deadline: float) -> Iterator[tuple[Device, float]]:
+        """Yield each GPU with the seconds it may take: half of what is left, so that a hung one leaves some for others.
+
+        The last one may take all that is left.
+        """
+        devices = self._session.devices
+        for device in devices:
+            left_seconds = deadline - _now()
+            yield device, min(self._call_timeout_seconds, left_seconds if device is devices[-1] else left_seconds / 2)
+
+    async def _ask(self, device: Device, call: Callable[[], T], limit_seconds: float) -> T | Failure:
+        """Return what `call` returns, or why this GPU failed. Raises NVMLError where the driver as a whole fails."""
+        subject = f"GPU {device.index}"
+        if device.lost_code is not None:
+            return device_failure_of(device.lost_code)
+        if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or subject in self._lane.stuck:
+            return _NO_ANSWER
+        try:
+            return await self._lane.call(subject, call, limit_seconds)
+        except TimeoutError:
+            return _NO_ANSWER
+        except pynvml.NVMLError as error:
+            if error.value in DRIVER_WIDE:
+                raise
+            return device_failure_of(error.value)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

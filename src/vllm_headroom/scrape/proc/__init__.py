@@ -1,0 +1,1 @@
+"""What /proc says of the engine and its processes."""

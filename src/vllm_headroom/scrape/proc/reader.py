@@ -1,0 +1,106 @@
+"""The engine's processes and their memory, read from /proc."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+
+from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
+from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.roles import engine_roles
+from vllm_headroom.scrape.proc.roots import Choice, engine_roots
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Reason, Role, Source
+
+
+class Processes:
+    """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
+
+    A process that is new is looked at once; all of them are looked at again every `rescan_seconds` of `monotonic`,
+    because a process gets its title only after it has started, and whenever one of the engine's has gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine_port: int,
+        proc: Path = Path("/proc"),
+        monotonic: Callable[[], float],
+        rescan_seconds: float = 15.0,
+    ) -> None:
+        self._engine_port = engine_port
+        self._proc = proc
+        self._monotonic = monotonic
+        self._rescan_seconds = rescan_seconds
+        self._rescan_at_seconds = monotonic()
+        self._entries: dict[int, ProcEntry] = {}
+        self._choice = Choice()
+        self._roles: dict[int, Role] = {}
+        self._worker = Worker[ProcessReadings]("processes")
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+        """Return the engine's processes that are alive, and every pid that shows.
+
+        Which of several engines it is, `roots.engine_roots` says.
+        Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
+        TIMEOUT until it lets go. UNAVAILABLE where there is no /proc.
+        """
+        try:
+            return await self._worker.call(self._read, timeout_seconds)
+        except TimeoutError:
+            message = (
+                f"{self._proc} did not answer within {timeout_seconds:g} s: "
+                "look for processes in state D, which a hung driver holds"
+            )
+            return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
+        except OSError as error:
+            message = f"{self._proc} cannot be read ({error.strerror or error}): mount it, readable for this user"
+            return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=message)
+
+    def _read(self) -> ProcessReadings:
+        pids = proc_files.pids(self._proc)
+        if self._monotonic() >= self._rescan_at_seconds or not pids >= self._roles.keys():
+            self._forget()
+        engine = self._engine(pids)
+        if len(engine) < len(self._roles):
+            self._forget()
+            engine = self._engine(pids)
+        sees_host_pids = proc_files.sees_host_pids(self._proc)
+        return ProcessReadings(
+            engine=engine,
+            visible_pids=pids,
+            sees_host_pids=sees_host_pids,
+            ambiguous_roots=self._choice.ambiguous,
+        )
+
+    def _forget(self) -> None:
+        self._entries, self._roles = {}, {}
+        self._rescan_at_seconds = self._monotonic() + self._rescan_seconds
+
+    def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
+        known = ((pid, self._entries.get(pid) or proc_files.entry(self._proc, pid)) for pid in pids)
+        entries = {pid: entry for pid, entry in known if entry}
+        if entries != self._entries:
+            self._entries, self._roles = entries, self._chosen(entries)
+        found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
+        return tuple(process for process in found if process)
+
+    def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
+        command_of = partial(proc_files.command, self._proc)
+        own_pid = proc_files.own_pid(self._proc)
+        self._choice = engine_roots(entries, self._engine_port, command_of, by_port=self._choice.by_port)
+        return engine_roles(entries, own_pid, self._choice.roots)
+
+    def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
+        rss_bytes = proc_files.resident_bytes(self._proc, entry)
+        if rss_bytes is None:
+            return None
+        started_at_seconds = self._boot_time_seconds + entry.started_seconds
+        return EngineProcess(pid=entry.pid, role=role, rss_bytes=rss_bytes, started_at_seconds=started_at_seconds)
+
+    @cached_property
+    def _boot_time_seconds(self) -> float:
+        """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
+        return proc_files.boot_time_seconds(self._proc)

@@ -1,0 +1,1 @@
+"""Pure but for one file: what a model takes of a GPU."""

@@ -1,0 +1,63 @@
+"""What each layer of a model keeps of a sequence: every token, a window, a state, or nothing."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.sizing.fields import Config, whole
+
+FULL: Final = frozenset({"full_attention", "attention", "full", "global_attention", "global"})
+WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention", "sliding_window"})
+STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
+NOTHING: Final = frozenset({"mlp", "moe", "dense"})
+KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
+"""Names of kinds of layers in `layer_types` and `layers_block_type`; a "hybrid" layer, of two kinds, is not known."""
+
+PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letters of Nemotron-H's `hybrid_override_pattern`."""
+
+
+def kinds(config: Config, layers: int) -> list[str]:
+    """Return each layer's kind, from the list, the letters, the pattern or the window that the configuration has.
+
+    Raises ValueError at a kind whose cache is not known here.
+    """
+    found = _listed(config) or _patterned(config, layers)
+    unknown = sorted({kind for kind in found if kind not in KINDS})
+    if unknown:
+        raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
+    if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
+        raise ValueError("which of its layers keep a state is not known here")
+    shared = whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
+    return [*found, *["full_attention"] * (layers - len(found))][: layers - shared]
+
+
+def window(config: Config) -> int | None:
+    """Return the window in tokens, where it is in use: some configurations name one and switch it off."""
+    if config.get("use_sliding_window") is False:
+        return None
+    return whole(config, "sliding_window", "attention_chunk_size")
+
+
+def _listed(config: Config) -> list[str]:
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    letters = config.get("hybrid_override_pattern")
+    if isinstance(letters, str):
+        return [PATTERN.get(letter, letter) for letter in letters]
+    flags = config.get("attn_type_list")  # MiniMax
+    if isinstance(flags, list):
+        return ["full_attention" if flag == 1 else "linear_attention" for flag in flags]
+    return [str(kind) for kind in listed] if isinstance(listed, list) else []
+
+
+def _patterned(config: Config, layers: int) -> list[str]:
+    windowed = window(config) is not None
+    every = whole(config, "sliding_window_pattern") if windowed else whole(config, "full_attention_interval")
+    if every is not None:
+        other = "sliding_attention" if windowed else "linear_attention"
+        return ["full_attention" if number % every == 0 else other for number in range(1, layers + 1)]
+    period = whole(config, "attn_layer_period")
+    if period is not None:
+        offset = whole(config, "attn_layer_offset") or 0
+        return ["full_attention" if number % period == offset else "mamba" for number in range(layers)]
+    return ["sliding_attention" if windowed else "full_attention"] * layers

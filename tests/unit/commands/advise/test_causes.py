@@ -1,0 +1,324 @@
+"""One trace for each cause: what is found, and what is advised of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
+
+import pytest
+
+from tests.unit.commands.advise import traces
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change
+from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.verdict import Answer, Verdict, judge
+
+AS_SET = Settings(gpu_memory_utilization=0.92)
+Trace = Callable[[], Iterator[traces.Record]]
+
+
+@cache
+def seen(trace: Trace) -> History:
+    return traces.history(trace())
+
+
+def answer(trace: Trace, settings: Settings = AS_SET) -> Answer:
+    return judge(seen(trace).facts(settings))
+
+
+def only(trace: Trace, settings: Settings = AS_SET) -> Advice:
+    (advice,) = answer(trace, settings).advice
+    return advice
+
+
+def flags(advice: Advice) -> list[tuple[Flag, float | None]]:
+    return [(change.flag, change.value) for change in advice.changes if change.flag is not None]
+
+
+def evidence(advice: Advice) -> dict[str, float | str]:
+    return {each.name: each.value for each in advice.evidence}
+
+
+HEALTHY: tuple[Trace, ...] = (
+    traces.healthy,
+    traces.healthy_with_high_water_marks,
+    traces.healthy_and_full,
+    traces.healthy_beside_a_neighbour,
+    traces.healthy_after_a_restart,
+)
+
+CAUSES: tuple[tuple[Trace, Cause], ...] = (
+    (traces.gpu_leak, Cause.GPU_LEAK),
+    (traces.host_leak, Cause.HOST_LEAK),
+    (traces.another_tenant, Cause.ANOTHER_TENANT),
+    (traces.start_up_runs_out, Cause.START_UP),
+    (traces.start_up_beside_others, Cause.START_UP),
+    (traces.model_does_not_fit, Cause.MODEL_DOES_NOT_FIT),
+    (traces.configuration_overshoot, Cause.CONFIGURATION_OVERSHOOT),
+    (traces.chronic, Cause.CHRONIC),
+    (traces.burst, Cause.BURST),
+    (traces.burst_that_ends_the_engine, Cause.BURST),
+    (traces.kv_cache_blow_out, Cause.KV_CACHE_BLOW_OUT),
+    (traces.too_many_requests, Cause.CONCURRENCY_MISJUDGED),
+    (traces.too_small_a_cache, Cause.MODEL_DOES_NOT_FIT),
+    (traces.too_few_requests, Cause.CONCURRENCY_MISJUDGED),
+    (traces.prefix_cache, Cause.PREFIX_CACHE),
+)
+
+
+@pytest.mark.parametrize("trace", HEALTHY)
+@pytest.mark.parametrize("settings", [AS_SET, Settings()])
+def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: Settings) -> None:
+    told = answer(trace, settings)
+
+    assert (told.verdict, told.advice, told.missing) == (Verdict.NOTHING_TO_CHANGE, (), ())
+
+
+@pytest.mark.parametrize(("trace", "cause"), CAUSES)
+@pytest.mark.parametrize("settings", [AS_SET, Settings()])
+def test_each_cause_is_found_and_no_other(trace: Trace, cause: Cause, settings: Settings) -> None:
+    told = answer(trace, settings)
+
+    assert told.verdict is Verdict.ADVICE
+    assert [advice.cause for advice in told.advice] == [cause]
+    assert told.advice[0].changes
+    assert told.advice[0].evidence
+
+
+def test_every_cause_has_a_trace() -> None:
+    assert {cause for _, cause in CAUSES} == set(Cause)
+
+
+def test_a_leak_is_mended_by_a_restart_and_an_upgrade_and_by_no_option() -> None:
+    for trace in (traces.gpu_leak, traces.host_leak):
+        advice = only(trace)
+
+        assert flags(advice) == []
+        assert advice.changes[0].text.startswith("Restart the engine")
+        assert advice.changes[1].text.startswith("Upgrade vLLM")
+
+
+def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:
+    advice = only(traces.gpu_leak)
+
+    assert evidence(advice)["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
+    assert evidence(advice)["bytes_per_second"] == pytest.approx(128_000, rel=0.1)
+    assert "within 9 h" in advice.changes[0].text
+    assert 10 * 3600 < float(evidence(advice)["time_to_oom_seconds"]) < 12 * 3600
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        ((0, 20, 0), "Upgrade to vLLM 0.26 or newer"),
+        ((0, 26, 0), "Upgrade vLLM"),
+        ((0, 17, 1), "Upgrade vLLM"),
+        (None, "Upgrade vLLM"),
+    ],
+)
+def test_a_host_leak_that_is_known_names_the_version_that_mends_it(
+    version: tuple[int, int, int] | None, text: str
+) -> None:
+    advice = only(traces.host_leak, Settings(version=version))
+
+    assert advice.changes[-1].text.startswith(text)
+
+
+def test_a_leak_that_a_restart_ended_is_still_told_and_asks_for_no_other_restart() -> None:
+    life = traces.BEGAN + 3 * 3600
+
+    def restarted() -> Iterator[traces.Record]:
+        return chain(traces.gpu_leak(), (traces.sample(step, life=life) for step in range(360, 500)))
+
+    advice = only(restarted)
+
+    assert "; it ended at 2025-10-09 11:53:20Z" in advice.summary
+    assert [change.text.split()[0] for change in advice.changes] == ["Upgrade"]
+
+
+def test_a_burst_in_a_leaking_engine_is_the_leak() -> None:
+    def both() -> Iterator[traces.Record]:
+        for step, record in enumerate(traces.gpu_leak()):
+            (gpu,) = record["gpus"]
+            if step == 350:
+                gpu["used"] = gpu["engine"] = (traces.USABLE_MIB - 100) * traces.MIB
+            yield record
+
+    told = answer(both)
+
+    assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK]
+    assert any(note.startswith("No option is advised from what a leaking") for note in told.notes)
+
+
+def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
+    def both() -> Iterator[traces.Record]:
+        for step, record in enumerate(traces.gpu_leak()):
+            (gpu,) = record["gpus"]
+            other = 4_500 * traces.MIB if step > 300 else 0
+            yield {**record, "gpus": [{**gpu, "other": other, "used": gpu["used"] + other}]}
+
+    told = answer(both)
+
+    assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK, Cause.ANOTHER_TENANT]
+    assert [flags(advice) for advice in told.advice] == [[], []]
+
+
+def test_another_tenant_moves_first_and_else_vllm_takes_so_much_less_that_both_have_room() -> None:
+    advice = only(traces.another_tenant)
+
+    assert evidence(advice)["most_others_bytes"] == 5_320 * traces.MIB
+    assert advice.changes[0].flag is None
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.91)]
+
+
+def test_a_tenant_that_leaves_little_is_not_the_engines_overshoot() -> None:
+    def tight() -> Iterator[traces.Record]:
+        return (traces.sample(step, other_mib=5_700 if step >= 400 else 0) for step in traces.steps(8))
+
+    assert only(tight).cause is Cause.ANOTHER_TENANT
+
+
+def test_180_mib_left_is_092_to_090() -> None:
+    advice = only(traces.configuration_overshoot)
+
+    assert evidence(advice)["least_room_bytes"] == 180 * traces.MIB
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.9)]
+
+
+def test_where_what_is_set_is_not_known_the_difference_is_told() -> None:
+    (change,) = only(traces.configuration_overshoot, Settings()).changes
+
+    assert (change.flag, change.value, change.difference) == (Flag.GPU_MEMORY_UTILIZATION, None, -0.02)
+
+
+def test_a_cache_that_is_sized_in_bytes_is_made_smaller_in_bytes() -> None:
+    sized = Settings(sizes_cache_in_bytes=True, kv_cache_memory_bytes=50 * 2**30, gpu_memory_utilization=0.92)
+
+    (change,) = only(traces.configuration_overshoot, sized).changes
+
+    assert (change.flag, change.value) == (Flag.KV_CACHE_MEMORY_BYTES, 50 * 2**30 - 844 * traces.MIB)
+
+
+def test_a_slow_rise_is_chronic_and_needs_room_for_its_high_water_marks() -> None:
+    advice = only(traces.chronic)
+
+    assert evidence(advice)["leak_state"] == "stable"
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.91)]
+
+
+def test_a_burst_is_bounded_before_vllm_takes_less() -> None:
+    told = Settings(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
+
+    advice = only(traces.burst, told)
+
+    assert evidence(advice)["times"] == 4
+    assert flags(advice) == [
+        (Flag.MAX_NUM_BATCHED_TOKENS, 4096),
+        (Flag.MAX_NUM_SEQS, 80),
+        (Flag.GPU_MEMORY_UTILIZATION, 0.9),
+    ]
+
+
+def test_an_engine_that_ends_in_a_burst_is_told_so() -> None:
+    assert evidence(only(traces.burst_that_ends_the_engine))["engine_ended"] == 1
+
+
+def test_requests_that_are_longer_than_usual_are_bounded_above_what_is_usual() -> None:
+    advice = only(traces.kv_cache_blow_out)
+
+    assert evidence(advice)["tokens_per_request"] == 20_000
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95), (Flag.MAX_MODEL_LEN, 7168)]
+
+
+def test_6300_tokens_are_8192() -> None:
+    def longer() -> Iterator[traces.Record]:
+        for record in traces.kv_cache_blow_out():
+            (engine,) = record["engines"]
+            calm = engine["kv_used_ratio"] < 1
+            yield {**record, "engines": [engine | ({"kv_used_ratio": 60 * 6_300 / 400_000} if calm else {})]}
+
+    assert (Flag.MAX_MODEL_LEN, 8192) in flags(only(longer))
+
+
+def test_a_limit_on_length_that_is_set_lower_already_is_not_told_again() -> None:
+    advice = only(traces.kv_cache_blow_out, Settings(max_model_len=4096))
+
+    assert Flag.MAX_MODEL_LEN not in dict(flags(advice))
+
+
+def test_too_many_requests_are_as_many_as_ran_without_preemption() -> None:
+    advice = only(traces.too_many_requests)
+
+    assert evidence(advice)["preemptions"] == 7_200
+    assert flags(advice) == [(Flag.MAX_NUM_SEQS, 150), (Flag.GPU_MEMORY_UTILIZATION, 0.95)]
+
+
+def test_a_full_cache_never_makes_vllm_take_less() -> None:
+    for trace in (traces.kv_cache_blow_out, traces.too_many_requests, traces.too_small_a_cache):
+        for settings in (AS_SET, Settings()):
+            changes = [change for change in only(trace, settings).changes if _takes(change)]
+
+            assert all(change.value == 0.95 or (change.difference or 0) > 0 for change in changes)
+            assert changes
+
+
+def _takes(change: Change) -> bool:
+    return change.flag is Flag.GPU_MEMORY_UTILIZATION
+
+
+def test_vllm_takes_no_more_where_little_was_left_at_a_peak() -> None:
+    def tight() -> Iterator[traces.Record]:
+        for record in traces.too_many_requests():
+            (gpu,) = record["gpus"]
+            full = (traces.USABLE_MIB - 900) * traces.MIB
+            yield {**record, "gpus": [{**gpu, "used": full, "engine": full}]}
+
+    assert dict(flags(only(tight))) == {Flag.MAX_NUM_SEQS: 150}
+
+
+def test_a_cache_of_three_requests_is_a_model_that_does_not_fit() -> None:
+    advice = only(traces.too_small_a_cache)
+
+    assert dict(flags(advice)) == {Flag.GPU_MEMORY_UTILIZATION: 0.95, Flag.TENSOR_PARALLEL_SIZE: 2}
+
+
+def test_requests_that_wait_beside_an_empty_cache_may_be_more_at_once() -> None:
+    assert flags(only(traces.too_few_requests)) == [(Flag.MAX_NUM_SEQS, 64)]
+    assert answer(traces.too_few_requests, Settings(max_num_seqs=128)).advice == ()
+
+
+def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:
+    advice = only(traces.prefix_cache)
+
+    assert evidence(advice)["hit_ratio"] == pytest.approx(0.12)
+    assert advice.changes[0].flag is None
+    assert flags(advice) == [(Flag.NO_ENABLE_PREFIX_CACHING, None)]
+    assert advice.remark is not None
+    assert advice.remark.startswith("It frees no memory")
+
+
+def test_starts_that_run_out_take_less_and_then_go_without_graphs() -> None:
+    advice = only(traces.start_up_runs_out, Settings(gpu_memory_utilization=0.92, max_num_seqs=256))
+
+    assert evidence(advice)["failed_starts"] == 3
+    assert flags(advice) == [
+        (Flag.GPU_MEMORY_UTILIZATION, 0.9),
+        (Flag.MAX_NUM_SEQS, 128),
+        (Flag.ENFORCE_EAGER, None),
+        (Flag.TENSOR_PARALLEL_SIZE, 2),
+    ]
+
+
+def test_starts_beside_others_take_what_was_free_before() -> None:
+    advice = only(traces.start_up_beside_others)
+
+    assert advice.changes[0].flag is None
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.61)]
+
+
+def test_a_model_that_leaves_room_and_does_not_start_takes_more() -> None:
+    advice = only(traces.model_does_not_fit)
+
+    assert flags(advice) == [(Flag.GPU_MEMORY_UTILIZATION, 0.95), (Flag.TENSOR_PARALLEL_SIZE, 2)]

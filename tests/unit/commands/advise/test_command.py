@@ -1,0 +1,234 @@
+"""The command: what it reads, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.engine_server import Answer, EngineServer, page
+from tests.unit.commands.advise import pages, traces
+
+OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+VLLM = (
+    'vllm:num_requests_running{model_name="m",engine="0"} 1\n'
+    'vllm:cache_config_info{engine="0",gpu_memory_utilization="0.92",kv_cache_memory_bytes="None"} 1\n'
+)
+
+
+def advise(*words: str, trace: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "advise", *words],
+        input=trace,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=OWN,
+    )
+
+
+@pytest.fixture(scope="module")
+def overshoot() -> str:
+    return traces.text(traces.configuration_overshoot())
+
+
+TOLD = """\
+960 samples over 7 h 59 min, 2025-10-09 08:53:20Z to 2025-10-09 16:52:50Z; vLLM 0.11.2.
+
+1. vLLM takes more of GPU 0 than it can spare.
+   seen  180 MiB were left on GPU 0 from 2025-10-09 08:53:20Z, for 7 h 59 min
+   seen  the leak detector says stable
+   seen  80 requests ran then
+   seen  vLLM may take 0.92 of the GPU
+   first --gpu-memory-utilization 0.90 (now 0.92): leaves 844 MiB more outside of what vLLM takes at its start
+         costs the KV cache of each GPU shrinks by about as much; a restart
+   mind  The share of the card in use says nothing, vLLM takes most of it at its start; what is left counts.
+"""
+
+
+def test_advice_is_told_with_figures_and_the_value_and_ends_with_status_1(overshoot: str) -> None:
+    process = advise("-", "--gpu-memory-utilization", "0.92", "--vllm-version", "0.11.2", trace=overshoot)
+
+    assert (process.returncode, process.stdout, process.stderr) == (1, TOLD, "")
+
+
+def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(overshoot)
+
+    process = advise("--trace", str(file), "--json")
+    found = json.loads(process.stdout)
+
+    assert (process.returncode, process.stderr) == (1, "")
+    assert list(found) == [
+        "verdict",
+        "origin",
+        "samples",
+        "span_seconds",
+        "vllm_version",
+        "vllm_version_at_least",
+        "advice",
+        "missing",
+        "notes",
+    ]
+    assert (found["verdict"], found["origin"], found["samples"]) == ("advice", "trace", 960)
+    assert (found["vllm_version"], found["vllm_version_at_least"]) == (None, "0.11.1")
+    (advice,) = found["advice"]
+    assert advice["cause"] == "configuration_overshoot"
+    assert advice["evidence"]["least_room_bytes"] == 180 * 2**20
+    assert advice["changes"][0]["flag"] == "--gpu-memory-utilization"
+    assert (advice["changes"][0]["value"], advice["changes"][0]["difference"]) == (None, -0.02)
+
+
+def test_nothing_to_change_ends_with_status_0(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(traces.text(traces.healthy(2)))
+
+    process = advise(str(file))
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.splitlines()[1] == "Nothing to change."
+
+
+def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> None:
+    process = advise("-", trace=traces.text(traces.healthy(0.2)))
+
+    assert (process.returncode, process.stderr) == (2, "")
+    assert "Cannot tell whether anything should be changed. Missing:\n" in process.stdout
+    assert "11 min 30 s of history, an hour at the least" in process.stdout
+
+
+def test_a_sidecars_page_is_read() -> None:
+    with EngineServer(page(pages.text(pages.healthy(engine_mib=80_800)))) as server:
+        process = advise("--url", server.url.removesuffix("/metrics"))
+
+    assert (process.returncode, process.stderr) == (1, "")
+    assert "first --gpu-memory-utilization 0.90 (now 0.92)" in process.stdout
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """Answers as vLLM does: its metrics, and its version beside them."""
+
+    def do_GET(self) -> None:
+        body = {"/metrics": VLLM, "/version": '{"version": "0.11.2"}'}[self.path].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def test_the_engine_itself_tells_its_share_and_its_version(overshoot: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Vllm) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        process = advise("-", "--engine-url", f"http://127.0.0.1:{server.server_port}", trace=overshoot)
+        server.shutdown()
+
+    assert (process.returncode, process.stdout, process.stderr) == (1, TOLD, "")
+
+
+def test_an_engine_that_sizes_its_cache_in_bytes_is_told_bytes(overshoot: str) -> None:
+    sized = VLLM.replace('kv_cache_memory_bytes="None"', f'kv_cache_memory_bytes="{2**36}"')
+    with EngineServer(page(sized)) as server:
+        process = advise("-", "--engine-url", server.url, trace=overshoot)
+
+    assert f"first --kv-cache-memory-bytes {2**36 - 844 * 2**20} (now {2**36})" in process.stdout
+    assert "--gpu-memory-utilization" not in process.stdout
+
+
+BOTH = "needs a TRACE or --url, and not both"
+RATIO = "accepts a ratio above 0, at most 1"
+URL = "accepts an http or https URL such as http://gpu-7:9839"
+VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), BOTH),
+        (("-", "--url", "http://h"), BOTH),
+        (("-", "--trace", "x"), BOTH),
+        (("-", "--vllm-version", "0.1.dev1"), f"argument --vllm-version: got '0.1.dev1', {VERSIONS}"),
+        (("-", "--gpu-memory-utilization", "92"), f"argument --gpu-memory-utilization: got '92', {RATIO}"),
+        (("-", "--max-num-seqs", "0"), "argument --max-num-seqs: got '0', accepts a whole number above 0"),
+        (("--url", "gpu-7:9839"), f"argument --url: got 'gpu-7:9839', {URL}"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], why: str) -> None:
+    process = advise(*words)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"vllm-headroom advise: {why}; see --help\n"
+
+
+def test_a_trace_that_is_not_there_is_one_line() -> None:
+    process = advise("missing.jsonl")
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "missing.jsonl: cannot be read: No such file or directory\n"
+
+
+def test_a_trace_that_is_none_names_the_line() -> None:
+    process = advise("-", trace='{"headroom_trace": 1}\n{"t": 1}\n{"t": "x"}\n')
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "line 3: t: got 'x', accepts seconds since the epoch\n"
+
+
+def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
+    with EngineServer(page("")) as server:
+        url = server.url
+    process = advise("--url", url)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"no page from {url} (unreachable): check that vllm-headroom runs there, port 9839\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (page("<html>"), "--engine-url: not metrics at {url}: check that vLLM serves there\n"),
+        (page("up 1\n"), "--engine-url: the page at {url} is not vLLM's\n"),
+        (page("", status="503 Overloaded"), "--engine-url: http status at {url}: check that vLLM serves there\n"),
+    ],
+)
+def test_an_engine_that_is_none_is_one_line(answer: Answer, why: str) -> None:
+    with EngineServer(answer) as server:
+        process = advise("-", "--engine-url", server.url)
+        expected = why.format(url=server.url)
+
+    assert (process.returncode, process.stdout, process.stderr) == (2, "", expected)
+
+
+def test_help_has_an_example() -> None:
+    process = advise("--help")
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "  vllm-headroom advise --url http://gpu-7:9839 --json\n" in process.stdout
+
+
+def test_a_trace_alone_brings_no_http_client() -> None:
+    code = (
+        "import sys; from vllm_headroom.__main__ import main; sys.argv = ['x', 'advise', '-'];"
+        " main(); print(*sys.modules, file=sys.stderr)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        input='{"headroom_trace": 1}\n',
+        capture_output=True,
+        text=True,
+        check=True,
+        env=OWN,
+    )
+
+    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "rich"} & set(process.stderr.split())

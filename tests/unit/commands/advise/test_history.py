@@ -1,0 +1,191 @@
+"""What is gathered of a trace, and what a gap, a change of settings or a sleep makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.commands.advise import traces
+from vllm_headroom.commands.advise.facts import EngineFacts, Shortage
+from vllm_headroom.commands.advise.finding import Cause
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.verdict import Verdict, judge
+
+
+def engine(records: traces.Records) -> EngineFacts:
+    (found,) = traces.facts(records).engines
+    return found
+
+
+def test_counters_go_on_over_a_restart() -> None:
+    life = traces.BEGAN + 3600
+    records = [
+        traces.sample(step, life=life if step >= 120 else traces.BEGAN, preemptions_total=step % 120)
+        for step in range(240)
+    ]
+
+    found = engine(records)
+
+    assert found.finished == 119 * 300 + 119 * 300
+    assert found.prefix is not None
+    assert found.prefix.queries == 1_500 * found.finished
+
+
+def test_the_usual_and_the_high_size_of_requests() -> None:
+    found = engine(
+        traces.sample(step, running=10, kv_used_ratio=0.5 if step % 100 == 0 else 0.1) for step in range(1000)
+    )
+
+    assert (found.usual_tokens, found.high_tokens) == (4_000, 4_000)
+    assert (
+        engine(
+            traces.sample(step, running=10, kv_used_ratio=0.5 if step % 20 == 0 else 0.1) for step in range(1000)
+        ).high_tokens
+        == 20_000
+    )
+
+
+def test_what_runs_while_or_just_after_the_cache_is_full_is_no_calm() -> None:
+    found = engine(
+        traces.sample(
+            step,
+            running={1: 200, 2: 190, 3: 180}.get(step % 10, 100),
+            kv_used_ratio={1: 0.99, 2: 0.9, 3: 0.9}.get(step % 10, 0.5),
+            preemptions_total=10 * ((step + 8) // 10) + 10 * ((step + 7) // 10),
+        )
+        for step in range(200)
+    )
+
+    assert found.calm_running == 100
+    assert found.full is not None
+    assert (found.full.running, found.full.seconds) == (200, 600)
+
+
+def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
+    """A first half with 180 MiB left, then a smaller KV cache and room."""
+
+    def changed() -> Iterator[traces.Record]:
+        for step in traces.steps(16):
+            if step < 960:
+                yield traces.sample(step, engine_mib=traces.USABLE_MIB - 200)
+            else:
+                yield traces.sample(step, life=traces.BEGAN + 8 * 3600, kv_capacity_tokens=380_000)
+
+    told = judge(traces.facts(changed()))
+
+    assert told.verdict is Verdict.NOTHING_TO_CHANGE
+    assert told.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
+    assert told.notes[0].startswith("Judged since 2025-10-09 16:53:20Z")
+
+
+def test_an_equal_start_is_no_change_of_settings() -> None:
+    records = [traces.sample(step, kv_capacity_tokens=400_000 + (step > 500) * 1_000) for step in range(960)]
+
+    assert traces.facts(records).since_seconds is None
+
+
+def test_a_sleep_ends_no_engine() -> None:
+    """Little is left just before it sleeps, and the memory goes."""
+
+    def asleep() -> Iterator[traces.Record]:
+        for step in traces.steps(4):
+            if step == 200:
+                yield traces.sample(step, engine_mib=traces.USABLE_MIB - 420)
+            elif 200 < step < 300:
+                yield traces.sample(step, engine_mib=2_000, awake=False, running=0)
+            else:
+                yield traces.sample(step)
+
+    assert judge(traces.facts(asleep())).advice == ()
+
+
+def test_what_a_start_takes_for_a_moment_is_no_shortage() -> None:
+    def loading() -> Iterator[traces.Record]:
+        for step in range(10):
+            yield traces.down(step, engine_mib=traces.USABLE_MIB - 100, life=traces.BEGAN)
+        for step in range(10, 960):
+            yield traces.sample(step)
+
+    (gpu,) = traces.facts(loading()).gpus
+
+    assert gpu.spells == ()
+
+
+def test_a_spell_that_comes_and_goes_for_hours_is_made_of_peaks() -> None:
+    records = [
+        traces.sample(step, engine_mib=traces.USABLE_MIB - (140 if step % 8 == 0 else 2_000)) for step in range(960)
+    ]
+
+    (gpu,) = traces.facts(records).gpus
+
+    assert [spell.kind for spell in gpu.spells] == [Shortage.PEAK]
+
+
+def test_one_start_that_failed_may_be_a_person_who_changed_their_mind() -> None:
+    records = [record for step, record in enumerate(traces.start_up_runs_out()) if step < 20]
+
+    told = judge(traces.facts(records))
+
+    assert told.verdict is Verdict.CANNOT_TELL
+    assert len(told.facts.failed_starts) == 1
+
+
+def test_starts_are_seen_by_the_memory_where_processes_are_not() -> None:
+    records = [{**record, "processes": None} for record in traces.start_up_runs_out()]
+
+    assert [advice.cause for advice in judge(traces.facts(records)).advice] == [Cause.START_UP]
+
+
+def test_an_engine_that_dies_and_comes_back_failed_no_start() -> None:
+    assert traces.facts(traces.burst_that_ends_the_engine()).failed_starts == ()
+
+
+def test_samples_without_gpus_or_engines_are_passed_over() -> None:
+    records = [
+        {
+            **record,
+            "gpus": None if step % 50 == 0 else record["gpus"],
+            "engines": None if step % 51 == 0 else record["engines"],
+        }
+        for step, record in enumerate(traces.healthy())
+    ]
+
+    assert judge(traces.facts(records)).verdict is Verdict.NOTHING_TO_CHANGE
+
+
+def test_a_short_trace_is_not_called_healthy() -> None:
+    told = judge(traces.facts(traces.healthy(0.5)))
+
+    assert told.verdict is Verdict.CANNOT_TELL
+    assert "29 min 30 s of history, an hour at the least" in told.missing
+
+
+def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() -> None:
+    records = [{**record, "engines": [record["engines"][0] | {"waiting": 5}]} for record in traces.prefix_cache()]
+    seen = traces.history(records)
+
+    old, new = (judge(seen.facts(Settings(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
+
+    assert old.advice == ()
+    assert any("not to be believed" in note for note in old.notes)
+    assert [advice.cause for advice in new.advice] == [Cause.PREFIX_CACHE]
+
+
+def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
+    records = [record for step, record in enumerate(traces.prefix_cache()) if step < 480]
+
+    told = judge(traces.facts(records))
+
+    assert told.verdict is Verdict.NOTHING_TO_CHANGE
+    assert any(note.startswith("Too little was looked up in the prefix cache") for note in told.notes)
+
+
+def test_a_trace_of_nothing_is_told_what_it_lacks() -> None:
+    told = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
+
+    assert told.verdict is Verdict.CANNOT_TELL
+    assert told.missing == (
+        "memory of the engine's GPUs: none was read that is known to be the engine's",
+        "the engine's own page: it was not read",
+    )

@@ -1,0 +1,267 @@
+"""Traces made by hand, one for each cause: what a sidecar would have recorded, half a minute apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from random import Random
+from typing import Any, Final
+
+from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.trace.parse import snapshots
+
+Record = dict[str, Any]
+Records = Iterable[Record]
+
+UNTOLD: Final = Settings()
+BEGAN: Final = 1_760_000_000.0
+STEP: Final = 30.0
+MIB: Final = 2**20
+TOTAL_MIB: Final = 81_559
+RESERVED_MIB: Final = 559
+USABLE_MIB: Final = TOTAL_MIB - RESERVED_MIB
+HEALTHY_MIB: Final = 75_000
+CAPACITY: Final = 400_000
+PER_SECOND: Final = 10
+ROLES: Final = (("api_server", 1_000), ("engine_core", 2_400), ("worker", 5_500))
+
+
+def text(records: Records) -> str:
+    return "\n".join(('{"headroom_trace": 1}', *map(json.dumps, records))) + "\n"
+
+
+def facts(records: Records, settings: Settings = UNTOLD) -> Facts:
+    return history(records).facts(settings)
+
+
+def history(records: Records) -> History:
+    seen = History()
+    for snapshot in snapshots(text(records).encode().splitlines()):
+        assert not isinstance(snapshot, str), snapshot
+        seen.step(snapshot)
+    return seen
+
+
+def sample(step: int, *, life: float = BEGAN, **known: Any) -> Record:
+    """Return a sample of a healthy engine that finishes ten requests a second, but for what is known to be otherwise.
+
+    Memory in MiB: `engine` of the engine, `other` of others.
+    """
+    t = BEGAN + step * STEP
+    engine_mib, other_mib = known.pop("engine_mib", HEALTHY_MIB), known.pop("other_mib", 0)
+    served = known.pop("served", int((t - life) * PER_SECOND))
+    gpu = {
+        "gpu": 0,
+        "uuid": "GPU-a",
+        "total": TOTAL_MIB * MIB,
+        "reserved": RESERVED_MIB * MIB,
+        "used": (engine_mib + other_mib + 20) * MIB,
+        "engine": engine_mib * MIB,
+        "other": other_mib * MIB,
+        "processes": 1,
+    }
+    engine = {
+        "model_name": "m",
+        "engine": "0",
+        "running": 80,
+        "waiting": 0,
+        "kv_used_ratio": 0.4,
+        "kv_capacity_tokens": CAPACITY,
+        "finished_total": served,
+        "preemptions_total": 0,
+        "prefix_queries_total": 1_500 * served,
+        "prefix_hits_total": 600 * served,
+        "awake": True,
+        "started_at": life,
+    }
+    return {
+        "t": t,
+        "gpus": [gpu],
+        "engines": [{**engine, **known}],
+        "processes": [{"role": role, "rss": mib * MIB, "started_at": life} for role, mib in ROLES],
+    }
+
+
+def down(step: int, *, engine_mib: int = 0, other_mib: int = 0, life: float | None = None) -> Record:
+    """Return a sample in which the engine does not answer; it has processes only where `life` is given."""
+    record = sample(step, life=life or BEGAN, engine_mib=engine_mib, other_mib=other_mib)
+    return {**record, "engines": None, "processes": record["processes"] if life else []}
+
+
+def steps(hours: float) -> range:
+    return range(int(hours * 3600 / STEP))
+
+
+def healthy(hours: float = 8.0) -> Iterator[Record]:
+    random = Random(1)  # noqa: S311 - a trace that is the same every time
+    for step in steps(hours):
+        running = random.randint(70, 90)
+        yield sample(step, running=running, kv_used_ratio=running / 200)
+
+
+def healthy_with_high_water_marks() -> Iterator[Record]:
+    """Memory in steps that get rarer, as the allocator takes it."""
+    for step in steps(8):
+        yield sample(step, engine_mib=HEALTHY_MIB + 40 * (step + 1).bit_length())
+
+
+def healthy_and_full() -> Iterator[Record]:
+    """A full KV cache without a preemption: requests queue, and that is all."""
+    for step in steps(8):
+        full = step % 40 < 10
+        yield sample(
+            step, running=190 if full else 80, waiting=300 if full else 0, kv_used_ratio=0.99 if full else 0.42
+        )
+
+
+def healthy_beside_a_neighbour() -> Iterator[Record]:
+    """A neighbour that was always there, and room for both."""
+    for step in steps(8):
+        yield sample(step, engine_mib=60_000, other_mib=15_000)
+
+
+def healthy_after_a_restart() -> Iterator[Record]:
+    life = BEGAN + 4 * 3600
+    for step in steps(8):
+        t = BEGAN + step * STEP
+        if life - 90 <= t < life:
+            yield down(step)
+        else:
+            yield sample(step, life=life if t >= life else BEGAN)
+
+
+def gpu_leak() -> Iterator[Record]:
+    """12.8 MB for each thousand requests."""
+    for step in steps(3):
+        grown = int(step * STEP * PER_SECOND * 12_800 / MIB) // 2 * 2
+        yield sample(step, engine_mib=HEALTHY_MIB + grown)
+
+
+def host_leak() -> Iterator[Record]:
+    for step in steps(3):
+        record = sample(step)
+        record["processes"][1]["rss"] += int(step * STEP * PER_SECOND * 12_800)
+        yield record
+
+
+def another_tenant() -> Iterator[Record]:
+    """Somebody takes 5,300 MiB in the middle."""
+    for step in steps(8):
+        yield sample(step, other_mib=5_300 if 400 <= step < 700 else 0)
+
+
+def start_up_runs_out() -> Iterator[Record]:
+    """Three starts that fill the GPU and end."""
+    yield from _starts(lambda minute: [8_000, 16_000, 75_000, 80_900][minute], other_mib=0)
+
+
+def start_up_beside_others() -> Iterator[Record]:
+    """Three starts on a GPU of which somebody holds 30,000 MiB: vLLM refuses at once."""
+    yield from _starts(lambda _: 500, other_mib=30_000)
+
+
+def model_does_not_fit() -> Iterator[Record]:
+    """Three starts that load the weights and end with room left."""
+    yield from _starts(lambda minute: [20_000, 40_000, 70_000, 72_000][minute], other_mib=0)
+
+
+def _starts(held_mib: Callable[[int], int], *, other_mib: int) -> Iterator[Record]:
+    for step in range(3 * 20):
+        within = step % 20
+        life = BEGAN + (step - within) * STEP
+        if 2 <= within < 10:
+            yield down(step, engine_mib=held_mib((within - 2) // 2), other_mib=other_mib, life=life)
+        else:
+            yield down(step, other_mib=other_mib)
+
+
+def configuration_overshoot() -> Iterator[Record]:
+    """180 MiB are left, from the start on."""
+    for step in steps(8):
+        yield sample(step, engine_mib=USABLE_MIB - 20 - 180)
+
+
+def chronic() -> Iterator[Record]:
+    """High-water marks that come rarer and rarer leave 300 MiB."""
+    for step in steps(8):
+        yield sample(step, engine_mib=USABLE_MIB - 20 - 2_000 + min(1_700, 170 * (step + 1).bit_length()))
+
+
+def burst() -> Iterator[Record]:
+    """Each two hours a minute with 240 running requests, in which 120 MiB are left."""
+    for step in steps(8):
+        bursts = 200 <= step % 240 < 202
+        yield sample(
+            step,
+            engine_mib=USABLE_MIB - 20 - (120 if bursts else 1_500),
+            running=240 if bursts else 80,
+            waiting=50 if bursts else 0,
+        )
+
+
+def burst_that_ends_the_engine() -> Iterator[Record]:
+    """A burst with 400 MiB left at the last sample, then the engine is gone and comes back."""
+    life = BEGAN + 4 * 3600
+    for step in steps(8):
+        t = BEGAN + step * STEP
+        if life - 120 <= t < life - 90:
+            yield sample(step, engine_mib=USABLE_MIB - 20 - 400, running=240)
+        elif life - 90 <= t < life:
+            yield down(step)
+        else:
+            yield sample(step, life=life if t >= life else BEGAN, engine_mib=USABLE_MIB - 20 - 1_500)
+
+
+def kv_cache_blow_out() -> Iterator[Record]:
+    """For half an hour requests of 20,000 tokens, where 5,000 are usual."""
+    for step in steps(8):
+        long = 300 <= step < 360
+        yield sample(
+            step,
+            running=20 if long else 60,
+            waiting=40 if long else 0,
+            kv_used_ratio=1.0 if long else 60 * 5_000 / CAPACITY,
+            preemptions_total=max(0, min(step, 360) - 300) * 200,
+        )
+
+
+def too_many_requests() -> Iterator[Record]:
+    """For an hour 200 requests at once, of the usual 2,000 tokens."""
+    for step in steps(8):
+        many = 300 <= step < 420
+        yield sample(
+            step,
+            running=(200 if step % 2 else 196) if many else 150,
+            waiting=90 if many else 0,
+            kv_used_ratio=0.99 if many else 0.75,
+            preemptions_total=max(0, min(step, 420) - 300) * 60,
+        )
+
+
+def too_small_a_cache() -> Iterator[Record]:
+    """A cache of 6,000 tokens for requests of 2,000."""
+    for step in steps(8):
+        yield sample(
+            step,
+            running=3 if step % 3 else 2,
+            waiting=5,
+            kv_capacity_tokens=6_000,
+            kv_used_ratio=1.0 if step % 3 else 0.67,
+            served=step * 10,
+            preemptions_total=step * 5,
+        )
+
+
+def too_few_requests() -> Iterator[Record]:
+    """32 run and no more, though the cache is a fifth full."""
+    for step in steps(8):
+        yield sample(step, running=32, waiting=60, kv_used_ratio=0.2)
+
+
+def prefix_cache() -> Iterator[Record]:
+    """12 % of the tokens hit."""
+    for step in steps(24):
+        served = int(step * STEP * PER_SECOND)
+        yield sample(step, prefix_hits_total=180 * served)

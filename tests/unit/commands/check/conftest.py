@@ -1,0 +1,32 @@
+"""Traces that several tests read, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.commands.check.engine_traces import engine, written
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="session")
+def steady(folder: Path) -> str:
+    """Nothing grows."""
+    return written(folder / "steady.jsonl", engine())
+
+
+@pytest.fixture(scope="session")
+def leaking(folder: Path) -> str:
+    """12.8 MB per thousand requests, of GPU and of host memory."""
+    return written(folder / "leaking.jsonl", engine(leak=12.8e6, host_leak=12.8e6))
+
+
+@pytest.fixture(scope="session")
+def short(folder: Path) -> str:
+    """Five minutes."""
+    return written(folder / "short.jsonl", engine(1 / 12))

@@ -1,0 +1,126 @@
+"""The command's options and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.commands.check.checking import OWN, check
+from tests.unit.commands.check.engine_traces import HEADER, engine, written
+
+LIMIT = ("--max-leak-per-thousand-requests", "1MB")
+
+
+@pytest.mark.parametrize("json", [(), ("--json",), ("--format", "github")])
+def test_a_bad_line_ends_with_status_2_and_is_named(tmp_path: Path, json: tuple[str, ...]) -> None:
+    trace = written(tmp_path / "t", engine(1))
+    with Path(trace).open("a") as stream:
+        stream.write('{"t": 1, "gpus": 3}\n')
+    process = check("--trace", trace, *LIMIT, *json)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "--trace: line 722: gpus: got 3, accepts a list or null\n"
+
+
+def test_a_bad_baseline_is_named(steady: str, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    process = check("--trace", steady, "--baseline", str(missing), *LIMIT)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"--baseline: {missing}: cannot be read: No such file or directory\n"
+
+
+def test_a_trace_can_come_from_standard_input(steady: str) -> None:
+    process = check("--trace", "-", *LIMIT, trace=Path(steady).read_text())
+
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_a_trace_without_samples_cannot_be_told() -> None:
+    process = check("--trace", "-", *LIMIT, trace=f"{HEADER}\n")
+
+    assert (process.returncode, process.stderr) == (2, "")
+    assert "the trace has no samples" in process.stdout
+
+
+def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_path: Path) -> None:
+    file = tmp_path / "missing" / "report.xml"
+    process = check("--trace", steady, *LIMIT, "--junit", str(file))
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"{file}: cannot be written: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "the following arguments are required: --trace"),
+        (("--trace", "x"), "needs a limit, such as --max-leak-per-thousand-requests 1MB"),
+        (("--trace", "x", "--max-restarts", "3"), "needs a limit, such as --max-leak-per-thousand-requests 1MB"),
+        (("--trace", "x", "--max-growth-over-baseline", "5%"), "--max-growth-over-baseline needs a --baseline"),
+        (
+            ("--trace", "-", "--baseline", "-", *LIMIT),
+            "--trace and --baseline cannot both be standard input",
+        ),
+        (
+            ("--trace", "x", "--max-leak-per-thousand-requests", "1G"),
+            "argument --max-leak-per-thousand-requests: got '1G', accepts a number of bytes, or a size such as 8MiB",
+        ),
+        (
+            ("--trace", "x", "--max-discrepancy", "3"),
+            "argument --max-discrepancy: got '3', accepts a share such as 3% or 0.03",
+        ),
+        (
+            ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "90"),
+            "argument --gpu-memory-utilization: got '90', accepts a ratio above 0, at most 1",
+        ),
+        (
+            ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "0.9", "--reported-bytes", "1GB"),
+            "argument --reported-bytes: not allowed with argument --gpu-memory-utilization",
+        ),
+        (
+            ("--trace", "x", *LIMIT, "--json", "--format", "github"),
+            "argument --format: not allowed with argument --json",
+        ),
+        (
+            ("--trace", "x", "--max-preemptions-per-thousand-requests", "nan"),
+            "argument --max-preemptions-per-thousand-requests: got 'nan', accepts a number, 0 or more",
+        ),
+        (
+            ("--trace", "x", *LIMIT, "--max-restarts", "-1"),
+            "argument --max-restarts: got '-1', accepts a whole number, 0 or more",
+        ),
+    ],
+)
+def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], problem: str) -> None:
+    process = check(*words)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"vllm-headroom check: {problem}; see --help\n"
+
+
+def test_help_has_an_example_and_every_limit() -> None:
+    process = check("--help")
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MB" in process.stdout
+    assert process.stdout.count("  --max-") == 7
+
+
+def test_a_check_imports_nothing_of_the_daemon() -> None:
+    code = (
+        "import sys; from vllm_headroom.commands.check.command import start; start(sys.argv[1:]); print(*sys.modules)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, "--trace", "-", *LIMIT],
+        input=f"{HEADER}\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        env=OWN,
+    )
+
+    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "structlog"} & set(process.stdout.split())

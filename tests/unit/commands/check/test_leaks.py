@@ -1,0 +1,172 @@
+"""The limits on leaks: the detector's verdict, and whether it could have had one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import generate
+import pytest
+
+from tests.unit.commands.check.checking import check, judged
+from tests.unit.commands.check.engine_traces import BEGAN, MIB, engine, written
+
+LEAK, HOST_LEAK = "leak per thousand requests", "host leak per thousand requests"
+AT_1_MB = ("--max-leak-per-thousand-requests", "1MB")
+
+
+def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(steady: str) -> None:
+    status, found = judged("--trace", steady, *AT_1_MB)
+
+    assert status == 0
+    assert (found[LEAK]["outcome"], found[LEAK]["value"], found[LEAK]["most"]) == ("passed", None, 1_000_000)
+    assert found[LEAK]["why"] == "one of 500 kB or more would have been seen in 2 h 29 min and 179,900 requests"
+
+
+def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
+    seen = written(tmp_path / "seen", engine(leak=500e3))
+    fainter = written(tmp_path / "fainter", engine(leak=250e3))
+
+    assert judged("--trace", seen, "--max-leak-per-thousand-requests", "400kB")[0] != 0
+    assert judged("--trace", fainter, *AT_1_MB)[0] == 0
+
+
+def test_a_leak_fails_with_the_detectors_figures(leaking: str) -> None:
+    status, found = judged("--trace", leaking, *AT_1_MB, "--max-host-leak-per-thousand-requests", "1MB")
+    replayed = subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "replay", leaking, "--json"], capture_output=True, text=True, check=True
+    )
+    last = json.loads(replayed.stdout)["gpus"][0]["last_leaking"]
+
+    assert status == 1
+    assert found[LEAK]["outcome"] == found[HOST_LEAK]["outcome"] == "failed"
+    assert found[LEAK]["value"] == 1000 * last["bytes_per_request"]
+    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
+    assert found[HOST_LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
+    assert found[HOST_LEAK]["of"] == "engine_core"
+
+
+def test_a_leak_whose_whole_interval_is_below_the_limit_passes_and_is_told(leaking: str) -> None:
+    status, found = judged("--trace", leaking, "--max-leak-per-thousand-requests", "50MB")
+
+    assert status == 0
+    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.05)
+    assert found[LEAK]["why"].startswith("the detector's alarm; 95 %: ")
+
+
+def test_a_leak_whose_interval_reaches_over_the_limit_cannot_be_told(leaking: str) -> None:
+    _, found = judged("--trace", leaking, *AT_1_MB)
+    just_above = str(int(found[LEAK]["value"] * 1.0001))
+
+    status, found = judged("--trace", leaking, "--max-leak-per-thousand-requests", just_above)
+
+    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert found[LEAK]["why"].endswith("; record for longer, or send more requests")
+
+
+def idle() -> Iterator[dict[str, Any]]:
+    """Yield samples of an engine that finishes no requests and grows with time."""
+    for number, sample in enumerate(engine(4)):
+        used = sample["gpus"][0]["used"] + number // 5 * 2 * MIB
+        gpu = {**sample["gpus"][0], "used": used, "engine": used}
+        yield {**sample, "gpus": [gpu], "engines": [{**sample["engines"][0], "finished_total": 5000, "running": 0}]}
+
+
+def test_a_leak_that_no_requests_drive_fails(tmp_path: Path) -> None:
+    status, found = judged("--trace", written(tmp_path / "t", idle()), *AT_1_MB)
+
+    assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (1, "failed", None)
+    assert found[LEAK]["why"] == "the detector's alarm: it grows while no requests finish"
+
+
+def test_an_early_warning_at_the_end_cannot_be_told(tmp_path: Path) -> None:
+    status, found = judged("--trace", written(tmp_path / "t", engine(0.9, leak=12.8e6)), *AT_1_MB)
+
+    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+    assert found[LEAK]["value"] == pytest.approx(12.8e6, rel=0.2)
+    assert found[LEAK]["why"].startswith("an early warning, and steady growth takes an hour or more")
+
+
+def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) -> None:
+    growing, calm = engine(leak=12.8e6), engine(4, restarts_at=0.9 * 3600)
+    samples = (next(growing) if sample["t"] < BEGAN + 0.9 * 3600 else sample for sample in calm)
+    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB, "--max-restarts", "1")
+
+    assert (status, found[LEAK]["outcome"], found[LEAK]["value"]) == (2, "cannot_tell", None)
+
+
+@pytest.mark.parametrize(
+    ("hours", "why"),
+    [
+        (1 / 12, "the trace is too short: it covers 4 min 55 s, and 10 min are the least"),
+        (
+            0.5,
+            (
+                "one at the limit would not have been seen in 29 min 55 s and 35,900 requests, "
+                "only one of 4 MB or more: record about 4 times as many"
+            ),
+        ),
+    ],
+)
+def test_a_trace_too_short_for_the_limit_cannot_be_told(tmp_path: Path, hours: float, why: str) -> None:
+    status, found = judged("--trace", written(tmp_path / "t", engine(hours)), *AT_1_MB)
+
+    assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda _: None, "the trace has no GPU of the engine's"),
+        (lambda at: {**at, "used": None, "engine": None}, "GPU 0 could be read for 0 s of 2 h 29 min"),
+    ],
+)
+def test_a_gpu_that_could_not_be_read_cannot_be_told(
+    tmp_path: Path, spoil: Callable[[dict[str, object]], dict[str, object] | None], why: str
+) -> None:
+    samples = ({**each, "gpus": [gpu] if (gpu := spoil(each["gpus"][0])) else None} for each in engine())
+    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
+
+    assert (status, found[LEAK]["outcome"], found[LEAK]["why"]) == (2, "cannot_tell", why)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "seed", "hours", "most", "outcome"),
+    [
+        ("multigpu_healthy", 0, 6.0, "2MB", "passed"),
+        ("leak_req_12.8", 0, 3.0, "2MB", "failed"),
+        # 13 MB per thousand requests that the detector has not seen: 10 MB more would be, but not 10 MB alone.
+        ("leak_low_rps", 0, 2.5, "10MB", "cannot_tell"),
+        # The same, hidden by memory that followed the load down.
+        ("leak_memfollows_diurnal", 1, 2.5, "4MB", "cannot_tell"),
+        # What a collector takes and gives back hides it as well.
+        ("sawtooth_gc", 0, 6.0, "2MB", "cannot_tell"),
+    ],
+)
+def test_traces_whose_truth_is_known(
+    tmp_path: Path, scenario: str, seed: int, hours: float, *, most: str, outcome: str
+) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(generate.lines(generate.make(scenario, seed, hours, 15.0))))
+    _, found = judged("--trace", str(file), "--max-leak-per-thousand-requests", most)
+
+    assert found[LEAK]["outcome"] == outcome
+
+
+def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Path) -> None:
+    samples = ({**each, "engines": [{**each["engines"][0], "finished_total": 5000, "running": 0}]} for each in engine())
+    status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)
+
+    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+
+
+def test_the_baselines_leak_stands_beside_it(steady: str, leaking: str) -> None:
+    lines = check("--trace", steady, "--baseline", leaking, *AT_1_MB).stdout.splitlines()
+    _, found = judged("--trace", steady, "--baseline", leaking, *AT_1_MB)
+
+    assert found[LEAK]["baseline"] == pytest.approx(12.8e6, rel=0.05)
+    assert any(line.split()[-2:] == ["12.8", "MB"] for line in lines)

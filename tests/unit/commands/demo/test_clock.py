@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import uvloop
+
+from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.commands.demo.clock import ScaledClock
+
+FAST = 3_600.0
+
+
+def test_the_scaled_clock_starts_at_the_real_time() -> None:
+    before = time.time()
+    simulated = ScaledClock(1.0).time()
+
+    assert before <= simulated <= time.time()
+
+
+def test_the_scaled_clock_runs_speed_times_as_fast() -> None:
+    before = time.monotonic()
+    clock = ScaledClock(FAST)
+    made = time.monotonic()
+    began = clock.monotonic()
+    time.sleep(0.02)
+    least = (time.monotonic() - made) * FAST
+    passed = clock.monotonic() - began
+    most = (time.monotonic() - before) * FAST
+
+    assert 0.02 * FAST <= passed <= most
+    assert least <= most
+
+
+def test_both_times_of_the_scaled_clock_advance_together() -> None:
+    clock = ScaledClock(FAST)
+
+    def least_and_most_difference() -> tuple[float, float]:
+        before, simulated, after = clock.monotonic(), clock.time(), clock.monotonic()
+        return simulated - after, simulated - before
+
+    first = least_and_most_difference()
+    time.sleep(0.01)
+    second = least_and_most_difference()
+
+    assert max(first[0], second[0]) <= min(first[1], second[1]) + 1e-3
+
+
+@pytest.mark.parametrize("clock", [SystemClock(), ScaledClock(FAST)], ids=["system", "scaled"])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_sleeping_never_ends_early(clock: Clock, new_loop: type[asyncio.AbstractEventLoop]) -> None:
+    async def overslept() -> list[float]:
+        late = []
+        for part in range(40):
+            until = clock.monotonic() + 0.0007 * part
+            await clock.sleep_until(until)
+            late.append(clock.monotonic() - until)
+        return late
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert min(runner.run(overslept())) >= 0.0
+
+
+def test_an_hour_of_simulated_sleep_takes_far_less_of_real_time() -> None:
+    clock = ScaledClock(FAST * 100)
+    began = time.monotonic()
+    asyncio.run(clock.sleep_until(clock.monotonic() + FAST))
+
+    assert 0.009 <= time.monotonic() - began < 60.0
+
+
+def test_a_time_that_has_passed_lets_others_run_and_returns() -> None:
+    async def order() -> list[str]:
+        seen: list[str] = []
+        clock = SystemClock()
+        asyncio.get_running_loop().call_soon(seen.append, "another")
+        await clock.sleep_until(clock.monotonic() - 5.0)
+        return [*seen, "awake"]
+
+    assert asyncio.run(order()) == ["another", "awake"]

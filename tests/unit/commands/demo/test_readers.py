@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from vllm_headroom.commands.demo.memory import MIB
+from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.scenario import TABLE
+from vllm_headroom.commands.demo.world import World
+from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
+from vllm_headroom.vocabulary import Attribution, Role
+
+EPOCH_SECONDS = 1_790_000_000.0
+TIMEOUT_SECONDS = 1.0
+
+
+def device(gpus: SimulatedGpus) -> GpuReading:
+    readings = asyncio.run(gpus.read(TIMEOUT_SECONDS))
+    return readings.devices[0]
+
+
+def processes(world: World) -> ProcessReadings:
+    return asyncio.run(SimulatedProcesses(lambda: world, EPOCH_SECONDS).read(TIMEOUT_SECONDS))
+
+
+def attributed(world: World, state: AttributionState | None = None) -> Gpu:
+    readings = asyncio.run(SimulatedGpus(lambda: world).read(TIMEOUT_SECONDS))
+    _, gpus = attribute(state or AttributionState(), readings, processes(world), Selection())
+    return gpus[0]
+
+
+def world_at(scenario: str, seconds: float) -> World:
+    world = World(TABLE[scenario])
+    world.advance(seconds)
+    return world
+
+
+def while_neighboured() -> World:
+    world = World(TABLE["neighbour"])
+    while world.neighbour is None or world.neighbour_bytes < 1_000 * MIB:
+        world.advance(world.seconds + 1)
+    return world
+
+
+def while_gone() -> World:
+    world = World(TABLE["restart"])
+    while world.engine.exists(world.seconds):
+        world.advance(world.seconds + 1)
+    return world
+
+
+def test_the_memory_parts_sum_to_the_whole() -> None:
+    memory = device(SimulatedGpus(lambda: world_at("healthy", 60))).memory
+
+    assert memory is not None
+    assert memory.reserved_bytes is not None
+    assert memory.total_bytes == 81_559 * MIB
+    assert memory.used_bytes + memory.free_bytes + memory.reserved_bytes == memory.total_bytes
+
+
+def test_the_sensors_say_what_a_busy_gpu_would() -> None:
+    reading = device(SimulatedGpus(lambda: world_at("healthy", 600)))
+
+    assert reading.utilization_ratio is not None
+    assert reading.temperature_celsius is not None
+    assert reading.power_watts is not None
+    assert 0.5 < reading.utilization_ratio <= 1.0
+    assert 45 <= reading.temperature_celsius <= 75
+    assert 300 < reading.power_watts <= 700
+
+
+def test_the_peak_is_what_the_fast_samples_of_the_last_minute_saw() -> None:
+    world = World(TABLE["restart"])
+    gpus = SimulatedGpus(lambda: world)
+    seen = []
+    while world.engine.number == 0:
+        world.advance(world.seconds + 1)
+        asyncio.run(gpus.sample_used(TIMEOUT_SECONDS))
+        seen.append(world.used_bytes)
+    died = world.seconds
+    world.advance(died + 55)
+    within_the_minute = device(gpus)
+    world.advance(died + 62)
+    later = device(gpus)
+
+    assert within_the_minute.memory is not None
+    assert later.memory is not None
+    assert within_the_minute.used_peak_bytes == max(seen) > within_the_minute.memory.used_bytes
+    assert later.used_peak_bytes == later.memory.used_bytes
+
+
+@pytest.mark.parametrize("scenario", list(TABLE))
+def test_the_gpu_is_the_engines_by_its_processes(scenario: str) -> None:
+    world = world_at(scenario, 30)
+    gpu = attributed(world)
+
+    assert gpu.attribution is Attribution.PROCESS
+    assert gpu.engine_bytes == world.engine_bytes
+
+
+def test_another_process_is_another_holder() -> None:
+    world = while_neighboured()
+    gpu = attributed(world)
+
+    assert gpu.process_count == 2
+    assert gpu.engine_bytes == world.engine_bytes
+    assert gpu.other_bytes == world.neighbour_bytes
+
+
+def test_the_engines_processes_have_roles_and_memory() -> None:
+    world = world_at("healthy", 30)
+    found = processes(world)
+
+    assert [process.role for process in found.engine] == [Role.API_SERVER, Role.ENGINE_CORE, Role.WORKER]
+    assert all(500 * MIB < process.rss_bytes < 10_000 * MIB for process in found.engine)
+    assert {process.started_at_seconds for process in found.engine} == {EPOCH_SECONDS + world.engine.started_seconds}
+    assert {process.pid for process in found.engine} < found.visible_pids
+    assert found.sees_host_pids
+
+
+def test_resident_memory_settles() -> None:
+    def resident(seconds: float) -> list[int]:
+        return [process.rss_bytes for process in processes(world_at("healthy", seconds)).engine]
+
+    grown = [later - earlier for earlier, later in zip(resident(12 * 3_600), resident(24 * 3_600), strict=True)]
+
+    assert max(grown) < MIB
+
+
+def test_while_the_engine_is_gone_it_has_no_process_and_no_memory() -> None:
+    world = while_gone()
+    reading = device(SimulatedGpus(lambda: world))
+
+    assert processes(world).engine == ()
+    assert reading.processes == ()
+    assert reading.memory is not None
+    assert reading.memory.used_bytes < 100 * MIB
+
+
+def test_a_restarted_engine_has_new_processes_from_the_start_of_its_loading() -> None:
+    world = while_gone()
+    while not world.engine.exists(world.seconds):
+        world.advance(world.seconds + 1)
+    loading = processes(world)
+
+    assert not world.serves
+    assert len(loading.engine) == 3
+    assert not {process.pid for process in loading.engine} & processes(World(TABLE["restart"])).visible_pids - {1}
+    assert attributed(world).engine_bytes == world.engine_bytes > 0

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from vllm_headroom.commands.demo import SCENARIOS
+from vllm_headroom.commands.demo.engine import BUDGET_MIB, OUTSIDE_MIB
+from vllm_headroom.commands.demo.memory import MIB
+from vllm_headroom.commands.demo.scenario import TABLE
+from vllm_headroom.commands.demo.traffic import MOST_RUNNING
+from vllm_headroom.commands.demo.world import OUT_OF_MEMORY_BYTES, TOTAL_BYTES, World
+
+HOUR = 3_600
+DAY = 24 * HOUR
+
+Picture = tuple[int, int, int, int, int, float]
+
+
+def world(scenario: str, seed: int = 0) -> World:
+    return World(TABLE[scenario], seed)
+
+
+def watch(world: World, until_seconds: int, every_seconds: int = 5) -> Iterator[World]:
+    for seconds in range(0, until_seconds + 1, every_seconds):
+        world.advance(seconds)
+        yield world
+
+
+def picture(world: World) -> Picture:
+    traffic = world.engine.traffic
+    return (
+        world.used_bytes,
+        world.engine.number,
+        traffic.finished_total,
+        traffic.waiting,
+        traffic.prefix_hits_total,
+        world.board.temperature_celsius,
+    )
+
+
+@cache
+def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
+    return tuple(seen.engine_bytes for seen in watch(world(scenario, seed), DAY, 60))
+
+
+def test_the_scenarios_are_those_of_the_command_line() -> None:
+    assert SCENARIOS == ("healthy", "leak", "burst", "neighbour", "restart")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_world_follows_from_scenario_and_seed_however_it_is_asked(scenario: str) -> None:
+    in_one_leap, in_small_steps, other_seed = world(scenario, 7), world(scenario, 7), world(scenario, 8)
+    in_one_leap.advance(3 * HOUR + 0.9)
+    for tenth in range(0, 30 * HOUR + 10, 7):
+        in_small_steps.advance(tenth / 10)
+    in_small_steps.advance(3 * HOUR + 0.2)
+    other_seed.advance(3 * HOUR)
+
+    assert picture(in_one_leap) == picture(in_small_steps)
+    assert picture(other_seed) != picture(in_one_leap)
+
+
+def test_the_world_never_goes_back() -> None:
+    now = world("healthy")
+    now.advance(100)
+    before = picture(now)
+    now.advance(50)
+
+    assert now.seconds == 100
+    assert picture(now) == before
+
+
+def test_the_demo_begins_with_an_engine_that_has_served_for_an_hour() -> None:
+    start = world("healthy")
+
+    assert start.seconds == 0
+    assert start.serves
+    assert start.engine.started_seconds < -HOUR
+    assert start.engine.traffic.finished_total == pytest.approx(10 * HOUR, rel=0.3)
+    assert 40 < start.engine.traffic.running < 160
+
+
+def test_the_budget_is_92_percent_of_the_device() -> None:
+    assert abs(BUDGET_MIB - 0.92 * TOTAL_BYTES / MIB) < 1
+
+
+@pytest.mark.parametrize("scenario", ["healthy", "burst"])
+@pytest.mark.parametrize("seed", range(2))
+def test_without_a_leak_the_engine_holds_at_most_its_budget_and_what_that_leaves_out(scenario: str, seed: int) -> None:
+    memory = engine_memory_of_a_day(scenario, seed)
+
+    assert max(memory) <= (BUDGET_MIB + OUTSIDE_MIB) * MIB
+    assert max(abs(held - BUDGET_MIB * MIB) for held in memory) < 0.03 * BUDGET_MIB * MIB
+    assert all(later >= earlier for earlier, later in pairwise(memory))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_healthy_memory_grows_at_first_and_then_flattens(seed: int) -> None:
+    memory = engine_memory_of_a_day("healthy", seed)
+
+    assert memory[-1] > memory[0]
+    assert memory[-1] - memory[len(memory) // 2] < 100 * MIB
+
+
+def test_healthy_load_is_ten_requests_a_second_that_never_queue_long() -> None:
+    now = world("healthy")
+    before = now.engine.traffic.finished_total
+    waiting = [seen.engine.traffic.waiting for seen in watch(now, DAY, 60)]
+
+    assert (now.engine.traffic.finished_total - before) / DAY == pytest.approx(10.0, rel=0.1)
+    assert max(waiting) == 0
+    assert now.engine.traffic.prefix_hits_total / now.engine.traffic.prompt_tokens_total == pytest.approx(0.4, rel=0.05)
+
+
+def test_the_leak_is_all_that_tells_a_leaking_engine_from_a_healthy_one() -> None:
+    leaking, healthy = world("leak"), world("healthy")
+    before = leaking.engine.traffic.finished_total
+
+    assert leaking.engine_bytes == healthy.engine_bytes
+
+    leaking.advance(6 * HOUR)
+    healthy.advance(6 * HOUR)
+    finished = leaking.engine.traffic.finished_total - before
+
+    assert leaking.engine.traffic.finished_total == healthy.engine.traffic.finished_total
+    assert (leaking.engine_bytes - healthy.engine_bytes) / finished == pytest.approx(12_800, rel=0.02)
+    assert leaking.engine_bytes % (2 * MIB) == healthy.engine_bytes % (2 * MIB)
+
+
+def test_a_leaking_engine_dies_when_the_card_is_full_and_leaks_again() -> None:
+    now = world("leak")
+    lives: dict[int, list[int]] = {}
+    starts: dict[int, float] = {}
+    down_seconds = 0
+    for seen in watch(now, 30 * HOUR, 1):
+        starts[seen.engine.number] = seen.engine.started_seconds
+        down_seconds += not seen.serves
+        if seen.serves:
+            lives.setdefault(seen.engine.number, []).append(seen.engine_bytes)
+
+    assert len(lives) >= 3
+    assert starts[0] < starts[1] < starts[2]
+    assert OUT_OF_MEMORY_BYTES - 200 * MIB < max(lives[0]) <= OUT_OF_MEMORY_BYTES
+    assert lives[1][0] < lives[0][0]
+    assert max(lives[1]) > OUT_OF_MEMORY_BYTES - 200 * MIB
+    assert 60 <= down_seconds / (len(lives) - 1) <= 122
+
+
+def test_bursts_queue_preempt_and_leave_their_peak_behind() -> None:
+    bursting, healthy = world("burst"), world("healthy")
+    waiting, kv_used = [], []
+    for seen in watch(bursting, 2 * HOUR, 1):
+        waiting.append(seen.engine.traffic.waiting)
+        kv_used.append(seen.engine.traffic.kv_used_ratio)
+    healthy.advance(2 * HOUR)
+
+    assert max(waiting) > MOST_RUNNING
+    assert sum(1 for queued in waiting if queued == 0) > len(waiting) / 2
+    assert 0.95 < max(kv_used) <= 1.0
+    assert bursting.engine.traffic.preemptions_total > 0
+    assert healthy.engine.traffic.preemptions_total == 0
+    assert bursting.engine_bytes > healthy.engine_bytes + 100 * MIB
+
+
+def test_a_neighbour_comes_and_goes_and_leaves_the_engine_alone() -> None:
+    together, alone = world("neighbour"), world("healthy")
+    sizes = set()
+    visits = set()
+    for seen in watch(together, 12 * HOUR, 60):
+        sizes.add(seen.neighbour_bytes // MIB)
+        visits.add(None if seen.neighbour is None else seen.neighbour.number)
+        alone.advance(seen.seconds)
+
+        assert seen.engine_bytes == alone.engine_bytes
+        assert seen.used_bytes - alone.used_bytes == seen.neighbour_bytes
+
+    assert {None, 1, 2} <= visits
+    assert 0 in sizes
+    assert 1_024 < max(sizes) <= 3 * 1_024
+    assert any(450 <= size < 1_000 for size in sizes)
+
+
+def test_a_restart_frees_the_memory_loads_again_and_begins_to_count_anew() -> None:
+    now = world("restart")
+    first = now.engine
+    while now.engine is first:
+        now.advance(now.seconds + 1)
+    died = now.seconds
+
+    assert 1.5 * HOUR < died < 2.5 * HOUR
+    assert now.engine_bytes == 0
+    assert now.engine.traffic.finished_total == 0
+    assert now.engine.first_pid > first.first_pid + 2
+
+    loading = []
+    while not now.serves:
+        now.advance(now.seconds + 1)
+        loading.append(now.engine_bytes)
+    now.advance(now.seconds + 10)
+
+    assert 60 <= now.engine.serving_seconds - died <= 120
+    assert now.engine.started_seconds > died
+    assert loading == sorted(loading)
+    assert len(set(loading)) > 20
+    assert now.engine_bytes > 0.97 * BUDGET_MIB * MIB
+    assert 0 < now.engine.traffic.finished_total < 1_000
+
+
+def test_restarts_go_on() -> None:
+    now = world("restart")
+    now.advance(DAY)
+
+    assert 9 <= now.engine.number <= 14

@@ -1,0 +1,133 @@
+"""What the doctor calls absent is what the daemon's derivations leave out, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.samples import engine, failure, gpu, page, snapshot
+from vllm_headroom.catalog import METRICS
+from vllm_headroom.commands.doctor import engine as engine_findings
+from vllm_headroom.commands.doctor import gpus, offers, processes, tokens
+from vllm_headroom.commands.doctor.inputs import SERIES, lost
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, ReadingTime, Snapshot
+from vllm_headroom.parse.profile import INPUTS
+from vllm_headroom.parse.profiles import PROFILES
+from vllm_headroom.vocabulary import Role, Source
+
+GIB = 2**30
+STEP_SECONDS = 30
+STEPS = 150
+FIELDS = dict(INPUTS)
+READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
+
+
+def reading(step: int) -> EngineReading:
+    """Return an engine that offers everything and works at the same pace all the time."""
+    done = 300.0 * step
+    return engine(
+        running=8.0,
+        waiting=1.0,
+        finished_total=done,
+        preemptions_total=0.0,
+        prompt_tokens_total=done,
+        generation_tokens_total=done,
+        kv_used_ratio=0.5,
+        kv_capacity_tokens=1000.0,
+        prefix_queries_total=done,
+        prefix_hits_total=done / 2,
+        awake=True,
+        gpu_memory_utilization_ratio=0.9,
+        started_at_seconds=1.0,
+    )
+
+
+def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings: Any) -> set[str]:
+    """Return the series that the last of many samples gives, of an engine that leaks 4 MiB in half a minute."""
+    questions = derivations(**{"kv_bytes_per_token": 2.0, **settings})
+    states: dict[str, Any] = {question.name: question.initial for question in questions}
+    last: set[str] = set()
+    for step in range(STEPS):
+        held = 40 * GIB + step * 4 * 2**20
+        process = EngineProcess(pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, started_at_seconds=1.0)
+        seen = snapshot(
+            at=float(step * STEP_SECONDS),
+            engines=page(reading(step), inputs=tuple((name, True) for name in FIELDS)),
+            gpus=(gpu(total=80 * GIB, used=held + GIB, engine=held, other=GIB),),
+            processes=(process,),
+            reading_times=READING_TIMES,
+        )
+        last = set()
+        for question in questions:
+            states[question.name], samples = answer(question, states[question.name], change(seen))
+            last |= {sample.metric.name for sample in samples}
+    return last
+
+
+@cache
+def everything() -> frozenset[str]:
+    return frozenset(names())
+
+
+def without_inputs(*inputs: str) -> Callable[[Snapshot], Snapshot]:
+    def change(seen: Snapshot) -> Snapshot:
+        assert isinstance(seen.engines, EnginePage)
+        poorer = replace(seen.engines.engines[0], **dict.fromkeys(FIELDS[name] for name in inputs))  # type: ignore[arg-type]
+        return replace(seen, engines=replace(seen.engines, engines=(poorer,)))
+
+    return change
+
+
+def covered(patterns: tuple[str, ...]) -> set[str]:
+    return {name for name in everything() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def test_the_world_of_these_tests_has_nearly_everything() -> None:
+    absent = {metric.name for metric in METRICS} - everything()
+
+    assert {name for name in absent if not name.startswith(("headroom_gpu_", "headroom_host_leak_bytes"))} == {
+        "headroom_build_info",
+        "headroom_sample_age_seconds",
+    }
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_the_series_made_of_an_input_are_absent_without_it(name: str) -> None:
+    assert set(lost([name], page(inputs=()))) == everything() - names(without_inputs(name))
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in PROFILES[0].inputs} - SERIES.keys()))
+def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> None:
+    report = set(offers.WITHOUT_A_REPORT) if name == "gpu_memory_utilization" else set()
+
+    assert everything() - names(without_inputs(name)) == report
+
+
+@pytest.mark.parametrize(
+    ("patterns", "change"),
+    [
+        (engine_findings.WITHOUT_THE_PAGE, lambda seen: replace(seen, engines=failure(Source.ENGINE))),
+        (gpus.WITHOUT_NVML, lambda seen: replace(seen, gpus=failure(Source.NVML))),
+        (
+            gpus.OF_OWNED_GPUS,
+            lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
+        ),
+        (processes.WITHOUT_PROCESSES[:1], lambda seen: replace(seen, processes=())),
+    ],
+    ids=["page", "nvml", "owner", "processes"],
+)
+def test_what_is_absent_without_a_source_is_told(
+    patterns: tuple[str, ...], change: Callable[[Snapshot], Snapshot]
+) -> None:
+    assert everything() - names(change) == covered(patterns)
+
+
+def test_what_is_absent_without_bytes_per_token_is_told() -> None:
+    assert everything() - names(kv_bytes_per_token=None) == set(tokens.WITHOUT_BYTES)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.proc_tree import HOST
+from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
+from vllm_headroom.commands.doctor.finding import Name, State, all_available
+
+
+def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
+    nvml.gpus[0].processes = {CORE: GIB}
+    nvml.write()
+    settings = {
+        "ENGINE_URL": vllm.url,
+        "KV_BYTES_PER_TOKEN": "131072",
+        "STATE_DIR": str(tmp_path / "state"),
+        "TRACE_FILE": str(tmp_path / "trace.jsonl"),
+    }
+
+    findings = examined(proc(tmp_path, vllm), **settings)
+
+    assert all_available(tuple(findings.values())), findings
+    assert {name for name, finding in findings.items() if finding.state is not State.OK} == {Name.LISTEN_PORT}
+    assert not any(finding.fixes or finding.absent for finding in findings.values())
+
+
+def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:
+    nvml.errors["nvmlInitWithFlags"] = 12
+    nvml.write()
+    findings = examined(
+        proc(tmp_path, namespace=HOST),
+        ENGINE_URL="http://127.0.0.1:1",
+        STATE_DIR="/proc/vllm-headroom",
+        TRACE_FILE="/proc/vllm-headroom",
+        LISTEN_HOST="192.0.2.1",
+        LISTEN_PORT="9839",
+    )
+
+    missing = {name for name, finding in findings.items() if finding.state is State.MISSING}
+    assert missing == {
+        Name.ENGINE,
+        Name.KV_BYTES,
+        Name.NVML,
+        Name.LISTEN_PORT,
+        Name.STATE_DIR,
+        Name.TRACE_FILE,
+    }
+    assert all(findings[name].fixes for name in missing)
+
+
+def test_the_names_are_a_closed_set() -> None:
+    assert [str(name) for name in Name] == [
+        "engine",
+        "engine_inputs",
+        "reported_memory",
+        "kv_bytes",
+        "nvml",
+        "gpus",
+        "gpu_attribution",
+        "processes",
+        "process_memory",
+        "listen_port",
+        "state_dir",
+        "trace_file",
+    ]
+
+
+def test_the_daemon_does_not_import_it_and_it_imports_no_extra() -> None:
+    code = (
+        "import sys, vllm_headroom.__main__, vllm_headroom.daemon.app;"
+        "print(*sys.modules); import vllm_headroom.commands.doctor.command; print(*sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    before, after = (set(line.split()) for line in out.splitlines())
+
+    assert not {name for name in before if name.startswith("vllm_headroom.commands.doctor")}
+    assert not {"rich", "plotext", "matplotlib"} & (after - before)

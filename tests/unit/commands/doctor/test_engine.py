@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.contract.recorded import FOLDER
+from tests.fakes.engine_server import Answer, EngineServer, hang, page
+from tests.fakes.proc_tree import ProcTree
+from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
+from vllm_headroom.commands.doctor.engine import engine
+from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.fixes import engine_fixes, setting
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.vocabulary import REASONS, Reason, Source
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_a_vllm_is_told_with_its_version_and_model() -> None:
+    with Vllm(version="0.32.0") as server:
+        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+
+    assert (found.state, found.fixes, found.absent) == (State.OK, (), ())
+    assert found.text == f"{server.url} answers: vllm, version 0.32.0, model tiny"
+
+
+def test_every_engine_of_a_page_is_counted() -> None:
+    with Vllm((FOLDER / "vllm-0.32.0-data-parallel-2" / "load-waiting.prom").read_text()) as server:
+        assert examined(ENGINE_URL=server.url)[Name.ENGINE].text.endswith("model tiny, 2 engines")
+
+
+@pytest.mark.parametrize(
+    "version", [page(RECORDED), page("[]"), page('{"version": 1}'), page("x", status="404 No"), hang]
+)
+def test_a_version_that_is_not_told_is_not_made_up(version: Answer) -> None:
+    with Vllm() as server:
+        server.version = version
+        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+
+    assert found.state is State.OK
+    assert found.text == f"{server.url} answers: vllm, a version that it does not tell, model tiny"
+
+
+def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("sesame\n")
+    with Vllm() as server:
+        examined(ENGINE_URL=server.url, ENGINE_BEARER_TOKEN_FILE=str(token), ENGINE_HEADERS='{"X-Tenant": "a"}')
+
+    assert sorted(head.split()[1] for head in server.requests) == ["/metrics", "/version"]
+    assert all("Authorization: Bearer sesame" in head and "X-Tenant: a" in head for head in server.requests)
+
+
+def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> None:
+    found = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")[Name.ENGINE]
+
+    assert found.state is State.MISSING
+    assert "Connection refused" in found.text
+    assert "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics" in lines(found)
+    assert "headroom_engine_*" in found.absent
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "line"),
+    [
+        (hang, "no complete page within 0.3 s", "HEADROOM_ENGINE_TIMEOUT_SECONDS=10"),
+        (page("gone", status="404 Not Found"), "answers 404", "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics"),
+        (page("<html>log in</html>"), "is not metrics", "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics"),
+        (page("", status="401 Unauthorized"), "answers 401", "HEADROOM_ENGINE_BEARER_TOKEN_FILE=/path/to/token"),
+        (page("node_load1 0.5\n"), "no series of an engine", "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics"),
+    ],
+    ids=["hangs", "404", "HTML", "401", "another-program"],
+)
+def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, line: str) -> None:
+    with EngineServer(answer) as server:
+        findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3")
+
+    found = findings[Name.ENGINE]
+    assert found.state is State.MISSING
+    assert words in found.text
+    assert line in lines(found)
+    assert {findings[name].state for name in (Name.ENGINE_INPUTS, Name.REPORTED_MEMORY)} == {State.UNKNOWN}
+
+
+def test_a_vllm_without_its_statistics_is_told_the_option() -> None:
+    with Vllm((FOLDER / "vllm-0.32.0-disable-log-stats" / "idle.prom").read_text()) as server:
+        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+
+    assert found.state is State.MISSING
+    assert lines(found)[0] == "--disable-log-stats"
+
+
+def test_a_vllm_that_runs_here_with_another_port_is_named(tmp_path: Path) -> None:
+    ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", "8123")
+
+    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")[Name.ENGINE]
+
+    assert found.details == ("a vLLM that runs here was given port 8123",)
+    assert lines(found) == ["HEADROOM_ENGINE_URL=http://127.0.0.1:8123/metrics"]
+
+
+def test_a_vllm_that_runs_here_and_does_not_listen_may_be_loading(tmp_path: Path) -> None:
+    port = free_port()
+    ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", str(port))
+
+    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")[Name.ENGINE]
+
+    assert found.state is State.MISSING
+    assert "while vLLM loads its model" in found.details[0]
+    assert lines(found)[0] == "Application startup complete."
+
+
+def test_a_password_is_not_shown() -> None:
+    with Vllm() as server:
+        answers = examined(ENGINE_URL=server.url.replace("//", "//me:hunter2@"))
+    fails = examined(ENGINE_URL=f"http://me:hunter2@127.0.0.1:{free_port()}")
+
+    assert "hunter2" not in f"{answers}{fails}"
+
+
+def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
+    failure = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no page within 6 s")
+    sight = Sight(
+        url=httpx.URL("http://127.0.0.1:8000/metrics"),
+        page=failure,
+        version=None,
+        readings=GpuReadings(driver_version=None, devices=()),
+        gpus=(),
+        processes=ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True),
+        served_port=None,
+        daemon_waits_seconds=30.0,
+    )
+
+    found = engine(sight)
+
+    assert found.state is State.UNKNOWN
+    assert found.details == ("the daemon waits 30 s, this command 6 s",)
+
+
+@pytest.mark.parametrize("reason", REASONS[Source.ENGINE])
+def test_every_reason_has_a_fix(reason: Reason) -> None:
+    assert engine_fixes(reason, setting("HEADROOM_ENGINE_URL=http://h"))

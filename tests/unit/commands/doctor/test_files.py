@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.commands.doctor.looking import examined, lines
+from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.trace.write import HEADER, line
+
+USER = f"user {os.getuid()}"
+
+
+def state_dir(path: Path) -> Finding:
+    return examined(STATE_DIR=str(path))[Name.STATE_DIR]
+
+
+def trace_file(path: Path) -> Finding:
+    return examined(TRACE_FILE=str(path))[Name.TRACE_FILE]
+
+
+def test_what_is_not_configured_does_not_apply() -> None:
+    findings = examined()
+
+    assert {findings[name].state for name in (Name.STATE_DIR, Name.TRACE_FILE)} == {State.NOT_APPLICABLE}
+
+
+@pytest.mark.parametrize("below", [".", "made/by/the/daemon"])
+def test_a_state_directory_that_can_be_written_is_left_as_it_was(tmp_path: Path, below: str) -> None:
+    found = state_dir(tmp_path / below)
+
+    assert (found.state, found.text) == (State.OK, f"{tmp_path / below} can be written by {USER}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "state"])
+def test_a_state_directory_on_a_file_is_missing(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    found = state_dir(file / below)
+
+    assert found.state is State.MISSING
+    assert found.text == f"{file / below} cannot be written by {USER}: Not a directory"
+    assert "  env: [{name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}]" in lines(found)
+
+
+@pytest.mark.parametrize("folder", ["/proc/self", "/proc/vllm-headroom"])
+def test_a_file_system_that_takes_no_files_is_missing(folder: str) -> None:
+    assert state_dir(Path(folder)).state is State.MISSING
+    assert trace_file(Path(folder) / "trace.jsonl").state is State.MISSING
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_directory_of_another_user_is_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+
+    found = state_dir(tmp_path)
+
+    assert found.state is State.MISSING
+    assert "Permission denied" in found.text
+
+
+@pytest.mark.parametrize("content", [None, b"", line(HEADER), b'{"headroom_trace": 1}\n{"t": 1.0}\n', b'{"headr'])
+def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "trace.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+
+    assert trace_file(file).state is State.OK
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if content is None else [content])
+
+
+def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None:
+    file = tmp_path / "passwords"
+    file.write_text("root:x:0:0\n")
+
+    found = trace_file(file)
+
+    assert found.state is State.MISSING
+    assert "the file is there and is no trace" in found.text
+    assert lines(found) == [f"HEADROOM_TRACE_FILE={file}.jsonl"]
+    assert file.read_text() == "root:x:0:0\n"
+
+
+def test_a_trace_in_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    found = trace_file(tmp_path / "nowhere" / "trace.jsonl")
+
+    assert found.state is State.MISSING
+    assert found.text.endswith("No such file or directory")
+
+
+def test_a_trace_that_is_a_folder_is_missing(tmp_path: Path) -> None:
+    assert trace_file(tmp_path).text.endswith("Is a directory")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.nvml.library import FakeNvml
+from tests.unit.commands.doctor.looking import examined, lines
+from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
+from vllm_headroom.vocabulary import REASONS, Reason, Source
+
+pytestmark = pytest.mark.usefixtures("nvml")
+
+
+def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
+    nvml.gpus[1].errors["all"] = 15
+    nvml.write()
+
+    found = examined()[Name.GPUS]
+
+    assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
+    assert "the GPU is lost" in found.details[1]
+    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid"]
+
+
+def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
+    nvml.gpus[0].hangs["nvmlDeviceGetMemoryInfo_v2"] = 600
+    nvml.write()
+
+    findings = examined()
+
+    assert findings[Name.NVML].state is State.OK
+    assert findings[Name.GPUS].text == "2 visible, of which 1 cannot be read"
+    assert "the GPU does not answer" in findings[Name.GPUS].details[0]
+
+
+def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
+    nvml.gpus[0].total_bytes = None
+    nvml.write()
+
+    found = examined()[Name.GPUS]
+
+    assert found.state is State.MISSING
+    assert "NVML tells no memory of it" in found.details[0]
+    assert found.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "line"),
+    [
+        (9, "driver is not loaded", "modprobe nvidia"),
+        (4, "may not use NVML", "runtimeClassName: nvidia"),
+        (18, "not of the loaded driver's version", "HEADROOM_GPU_FATAL_GRACE_SECONDS=60"),
+        (999, "NVML fails on every GPU", "HEADROOM_GPU_FATAL_GRACE_SECONDS=60"),
+    ],
+)
+def test_a_driver_that_fails_is_missing_and_what_needs_it_unknown(
+    nvml: FakeNvml, code: int, words: str, line: str
+) -> None:
+    nvml.errors["nvmlInitWithFlags"] = code
+    nvml.write()
+
+    findings = examined()
+
+    assert findings[Name.NVML].state is State.MISSING
+    assert words in findings[Name.NVML].text
+    assert line in lines(findings[Name.NVML])
+    assert all(findings[name].state is State.UNKNOWN for name in (Name.GPUS, Name.GPU_ATTRIBUTION, Name.PROCESS_MEMORY))
+
+
+@pytest.mark.parametrize("reason", REASONS[Source.NVML])
+def test_every_reason_has_a_fix(reason: Reason) -> None:
+    assert nvml_fixes(reason)
+    assert gpu_fixes(reason)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.recorded import FOLDER
+from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
+from vllm_headroom.commands.doctor.finding import Finding, Name, State
+
+
+def offers(metrics: str, name: Name, **settings: str) -> Finding:
+    with Vllm(metrics) as server:
+        return examined(ENGINE_URL=server.url, **settings)[name]
+
+
+def recorded(name: str) -> str:
+    return (FOLDER / f"{name}.prom").read_text()
+
+
+@pytest.mark.parametrize("version", ["0.13.0", "0.20.2", "0.32.0"])
+def test_a_present_vllm_offers_all_that_is_needed(version: str) -> None:
+    found = offers(recorded(f"vllm-{version}/load-waiting"), Name.ENGINE_INPUTS)
+
+    assert (found.state, found.absent, found.fixes) == (State.OK, (), ())
+    assert "prefix_cache_hit_rate" in found.details[0]
+
+
+def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
+    found = offers(recorded("vllm-0.10.2.post2/load-waiting"), Name.ENGINE_INPUTS)
+
+    assert found.state is State.MISSING
+    assert found.text == "13 of 16 inputs offered, not sleep_state"
+    assert found.absent == ("headroom_engine_awake",)
+    assert lines(found) == ["# 0.11.1 or newer, which offers all of them"]
+
+
+def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None:
+    found = offers(recorded("vllm-0.8.5.post2-v0-single-process/load-nowaiting"), Name.ENGINE_INPUTS)
+
+    assert "headroom_engine_prefix_cache_queries_total" in found.absent
+    assert "headroom_engine_prefix_cache_hit_ratio" not in found.absent
+
+
+@pytest.mark.parametrize("name", ["vllm-0.32.0-api-server-count-2/idle", "vllm-0.9.2.post2-v0/first-scrape-ever"])
+def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
+    found = offers(recorded(name), Name.ENGINE_INPUTS)
+
+    assert found.state is State.UNKNOWN
+    assert "no request has been served yet" in found.text
+    assert lines(found)[0].startswith("curl http://127.0.0.1:")
+    assert "headroom_engine_requests_running" in found.absent
+
+
+@pytest.mark.parametrize(
+    ("metrics", "settings", "text"),
+    [
+        (RECORDED, {}, "the engine's budget is 92% of each GPU (gpu_memory_utilization)"),
+        (
+            recorded("vllm-0.32.0/load-waiting"),
+            {"REPORTED_BYTES": "72GiB"},
+            "HEADROOM_REPORTED_BYTES is 72.0 GiB on each GPU",
+        ),
+    ],
+)
+def test_what_memory_is_compared_with_is_told(metrics: str, settings: dict[str, str], text: str) -> None:
+    found = offers(metrics, Name.REPORTED_MEMORY, **settings)
+
+    assert (found.state, found.text) == (State.OK, text)
+
+
+def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
+    found = offers(recorded("vllm-0.32.0/load-waiting"), Name.REPORTED_MEMORY)
+
+    assert found.state is State.MISSING
+    assert "--kv-cache-memory-bytes" in found.text
+    assert lines(found) == [
+        "HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU",
+        "--kv-cache-memory-bytes",
+    ]
+    assert found.absent[0] == "headroom_memory_reported_bytes"
+
+
+def test_a_budget_that_is_not_told_is_missing() -> None:
+    found = offers(RECORDED.replace("gpu_memory_utilization=", "other="), Name.REPORTED_MEMORY)
+
+    assert found.state is State.MISSING
+    assert "does not tell one gpu_memory_utilization" in found.text
+    assert len(found.fixes) == 1
+
+
+def test_the_bytes_of_a_token_have_to_be_set() -> None:
+    unset, given = examined()[Name.KV_BYTES], examined(KV_BYTES_PER_TOKEN="131072")[Name.KV_BYTES]
+
+    assert unset.state is State.MISSING
+    assert [line.partition("=")[0] for line in lines(unset)[:2]] == [
+        "HEADROOM_MODEL_CONFIG",
+        "HEADROOM_KV_BYTES_PER_TOKEN",
+    ]
+    assert "headroom_engine_kv_cache_capacity_bytes" in unset.absent
+    assert (given.state, given.text) == (State.OK, "131072 bytes per token are set")
+
+
+def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page_tells_its_dtype() -> None:
+    model = str(FOLDER.parents[1] / "unit" / "sizing" / "testdata" / "llama-3.1-8b.json")
+
+    told = offers(recorded("vllm-0.32.0/load-waiting"), Name.KV_BYTES, MODEL_CONFIG=model)
+    untold = offers("vllm:num_requests_running 1\n", Name.KV_BYTES, MODEL_CONFIG=model)
+
+    assert (told.state, untold.state) == (State.OK, State.MISSING)
+    assert any("HEADROOM_MODEL_CONFIG=" in line for line in lines(untold))

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.proc_tree import HOST
+from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
+from vllm_headroom.commands.doctor.finding import Name, State
+
+pytestmark = pytest.mark.usefixtures("nvml")
+
+
+@pytest.mark.parametrize(
+    ("namespace", "driver", "state", "words"),
+    [
+        (CONTAINER, "530.30.02", State.MISSING, "the host's pids"),
+        (CONTAINER, "535.104.12", State.MISSING, "the host's pids"),
+        (CONTAINER, "535.113.01", State.MISSING, "another process's memory"),
+        (CONTAINER, "550.54.14", State.MISSING, "another process's memory"),
+        (CONTAINER, "560.35.03", State.MISSING, "another process's memory"),
+        (CONTAINER, "565.57.01", State.OK, "tells each process's own memory"),
+        (CONTAINER, "580.95.05", State.OK, "tells each process's own memory"),
+        (CONTAINER, None, State.UNKNOWN, "does not tell its version"),
+        (HOST, "530.30.02", State.OK, "tells each process's own memory"),
+        (HOST, "550.54.14", State.OK, "tells each process's own memory"),
+        (HOST, None, State.OK, "tells each process's own memory"),
+    ],
+)
+def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
+    *, nvml: FakeNvml, vllm: Vllm, tmp_path: Path, namespace: str, driver: str | None, state: State, words: str
+) -> None:
+    nvml.driver = driver
+    nvml.gpus[0].processes = {CORE: GIB}
+    nvml.write()
+
+    found = examined(proc(tmp_path, vllm, namespace=namespace), ENGINE_URL=vllm.url)[Name.PROCESS_MEMORY]
+
+    assert found.state is state
+    assert words in found.text
+    if state is State.MISSING:
+        assert lines(found) == ["# NVIDIA driver 565.57.01 or newer", "hostPID: true"]
+        assert found.absent == ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
+
+
+def test_on_the_host_no_namespace_needs_sharing(vllm: Vllm, tmp_path: Path) -> None:
+    findings = examined(proc(tmp_path, namespace=HOST), ENGINE_URL=vllm.url)
+
+    assert "it runs on another machine, or other users' processes are hidden" in findings[Name.PROCESSES].text
+    assert not any("shareProcessNamespace" in str(finding.fixes) for finding in findings.values())
+
+
+@pytest.mark.parametrize(
+    ("function", "processes"), [("none", {CORE: None}), ("nvmlDeviceGetComputeRunningProcesses_v3", {})]
+)
+def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path, function: str, processes: dict[int, int | None]
+) -> None:
+    nvml.gpus[0].processes = processes
+    nvml.gpus[0].errors[function] = 3
+    nvml.write()
+
+    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)[Name.PROCESS_MEMORY]
+
+    assert found.state is State.MISSING
+    assert found.text == "NVML does not tell the memory of each process on GPU 0 (GPU-a)"
+
+
+def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    findings = examined(tmp_path / "nothing")
+
+    assert findings[Name.PROCESSES].state is State.MISSING
+    assert "cannot be read" in findings[Name.PROCESSES].text
+    assert findings[Name.PROCESSES].fixes
+    assert findings[Name.PROCESS_MEMORY].state is State.UNKNOWN
+
+
+def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:
+    findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
+
+    assert {findings[name].state for name in (Name.PROCESSES, Name.GPU_ATTRIBUTION)} == {State.MISSING}
+    assert "several vLLM servers are visible" in findings[Name.PROCESSES].text
+    assert "--port 8001  # another for each server" in lines(findings[Name.PROCESSES])

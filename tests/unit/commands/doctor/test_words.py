@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+
+from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State, all_available
+from vllm_headroom.commands.doctor.text import WIDTH, document, text
+
+FINE = Finding(name=Name.NVML, state=State.OK, text="NVML answers, driver 580.95.05")
+UNSET = Finding(name=Name.STATE_DIR, state=State.NOT_APPLICABLE, text="HEADROOM_STATE_DIR is not set")
+UNKNOWN = Finding(name=Name.GPUS, state=State.UNKNOWN, text="needs NVML, see nvml")
+MISSING = Finding(
+    name=Name.PROCESSES,
+    state=State.MISSING,
+    text="vLLM answers, but none of its processes shows here " * 3,
+    details=("a detail",),
+    absent=("headroom_host_*",),
+    fixes=(
+        Fix(where="in the pod's spec", lines=("shareProcessNamespace: true",)),
+        Fix(where="with compose", lines=("services:", '  pid: "service:vllm"')),
+    ),
+)
+
+
+def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
+    assert text((FINE, MISSING, UNKNOWN, UNSET)).splitlines() == [
+        "ok       nvml             NVML answers, driver 580.95.05",
+        "MISSING  processes        vLLM answers, but none of its processes shows here vLLM answers, but none of its",
+        "                          processes shows here vLLM answers, but none of its processes shows here",
+        "           a detail",
+        "         absent   headroom_host_*",
+        "         fix      in the pod's spec:",
+        "                    shareProcessNamespace: true",
+        "         or       with compose:",
+        "                    services:",
+        '                      pid: "service:vllm"',
+        "",
+        "unknown  gpus             needs NVML, see nvml",
+        "-        state_dir        HEADROOM_STATE_DIR is not set",
+        "",
+        "1 missing and 1 unknown, of 4.",
+    ]
+
+
+def test_that_nothing_is_missing_is_said() -> None:
+    assert text((FINE, UNSET)).splitlines()[-1] == "Everything is available."
+
+
+def test_the_text_is_plain_and_fits() -> None:
+    told = text((Finding(name=Name.ENGINE, state=State.MISSING, text="\x1b[31m\r\nmodel" + " word" * 99),))
+
+    assert "\x1b" not in told
+    assert "\\x1b[31m\\x0d\\x0amodel" in told
+    assert max(map(len, told.splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("findings", "available"),
+    [((FINE, UNSET), True), ((FINE, UNKNOWN), False), ((FINE, MISSING), False)],
+    ids=["not-set", "unknown", "missing"],
+)
+def test_everything_is_available_when_nothing_is_missing_or_unknown(
+    findings: tuple[Finding, ...],
+    available: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    assert all_available(findings) is available
+
+
+def test_the_document_has_the_same_keys_for_every_finding() -> None:
+    told = document((FINE, MISSING, UNKNOWN, UNSET), "0.1.0")
+    fine, missing, unknown, unset = told["checks"]
+
+    assert (told["ok"], told["version"]) == (False, "0.1.0")
+    assert fine == {
+        "name": "nvml",
+        "state": "ok",
+        "ok": True,
+        "found": "NVML answers, driver 580.95.05",
+        "missing": None,
+        "reason": None,
+        "details": [],
+        "absent": [],
+        "fix": [],
+    }
+    assert (missing["ok"], missing["missing"], missing["found"]) == (False, MISSING.text, None)
+    assert missing["fix"][0] == {"where": "in the pod's spec", "lines": ["shareProcessNamespace: true"]}
+    assert (unknown["ok"], unknown["reason"]) == (None, UNKNOWN.text)
+    assert (unset["ok"], unset["state"], unset["reason"]) == (None, "not_applicable", UNSET.text)

@@ -1,0 +1,193 @@
+"""The sampler beside a load, and what it samples."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.nvml.reader import in_process
+from tests.fakes.streaming_server import LOOPBACK, StreamingServer
+from tests.unit.commands.load.asking import asker, run, target, until
+from vllm_headroom import catalog
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.compose import _parts
+from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.options import order, parser
+from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.progress import screen
+from vllm_headroom.commands.load.run import Run, Step, streams_at_most
+from vllm_headroom.commands.load.sampling import ELSEWHERE, Beside, GpusElsewhere, ProcessesElsewhere, new_trace
+from vllm_headroom.daemon.app import Parts
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.model import EnginePage
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.vocabulary import Source
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid="GPU-a", used_bytes=GIB)]) as fake:
+        yield fake
+
+
+def beside(server: StreamingServer, trace: Path, *, here: bool = False) -> Beside:
+    clock = SystemClock()
+    parts = Parts(
+        engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
+        gpus=Nvml(monotonic=clock.monotonic) if here else GpusElsewhere(),
+        processes=ProcessesElsewhere(),
+        clock=clock,
+    )
+    return Beside(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
+
+
+def records(trace: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in trace.read_text().splitlines()]
+
+
+def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeNvml, tmp_path: Path) -> None:
+    trace, first, second = tmp_path / "trace", Seen(), Seen()
+    new_trace(trace)
+
+    async def steps(server: StreamingServer) -> Beside:
+        made = beside(server, trace, here=True)
+        await made.look(first)
+        nvml.gpus[0].used_bytes = 2 * GIB
+        nvml.write()
+        await made.look(second)
+        await made.tick()
+        await made.close()
+        return made
+
+    with StreamingServer() as server:
+        made = run(lambda: steps(server))
+
+    assert (made.samples, len(records(trace))) == (3, 4)
+    (whole,), (before,), (after,) = made.whole.held.values(), first.held.values(), second.held.values()
+    assert (whole.first, whole.last) == (GIB, 2 * GIB)
+    assert before.most == GIB
+    assert after.first == 2 * GIB
+    assert second.engine(catalog.ENGINE_RUNNING) is not None
+    assert list(made.failures) == [Source.PROCESS]
+
+
+def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    new_trace(trace)
+
+    async def steps(server: StreamingServer) -> Beside:
+        made = beside(server, trace)
+        await made.tick()
+        await made.close()
+        return made
+
+    with StreamingServer() as server:
+        made = run(lambda: steps(server))
+
+    sample = records(trace)[1]
+    assert (sample["gpus"], sample["processes"]) == (None, None)
+    assert sample["engines"]
+    assert {source: (count, failure.message) for source, (count, failure) in made.failures.items()} == {
+        Source.NVML: (1, ELSEWHERE),
+        Source.PROCESS: (1, ELSEWHERE),
+    }
+    assert not made.whole.held
+    assert made.last is not None
+    assert isinstance(made.last.engines, EnginePage)
+
+
+@pytest.mark.parametrize(
+    ("host", "words", "kinds"),
+    [
+        (LOOPBACK, (), (Nvml, Processes)),
+        ("192.0.2.1", (), (GpusElsewhere, ProcessesElsewhere)),
+        ("192.0.2.1", ("--gpus", "0"), (Nvml, ProcessesElsewhere)),
+    ],
+)
+def test_what_is_read_follows_from_where_the_server_is(
+    host: str, words: tuple[str, ...], kinds: tuple[type, type]
+) -> None:
+    async def steps() -> None:
+        made = order(parser().parse_args(["--url", f"http://{host}:8000", "--concurrency", "1", *words]))
+        parts = _parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
+
+        assert (type(parts.gpus), type(parts.processes)) == kinds
+        await parts.gpus.close()
+
+    run(steps)
+
+
+def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    new_trace(trace)
+
+    assert records(trace) == [{"headroom_trace": 1}]
+    with pytest.raises(BadInput, match="is there already: name another file"):
+        new_trace(trace)
+    with pytest.raises(BadInput, match="is there already"):
+        new_trace(tmp_path)
+
+
+def test_the_largest_step_is_a_fifth_above_what_was_asked_for() -> None:
+    assert [streams_at_most(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
+
+
+def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Step, ...]:
+    """Run the steps of ten clients, 0.2 s each; or an hour each, and stop when so many requests are being answered."""
+
+    async def steps() -> tuple[Step, ...]:
+        made, asking = beside(server, trace), asker(server)
+        pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
+        clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
+        with screen(io.StringIO()) as shown:
+            steps = Run(
+                concurrency=10,
+                seconds=0.2 if stop_after is None else 3600,
+                clients=clients,
+                pace=pace,
+                beside=made,
+                screen=shown,
+                now=time.monotonic,
+            )
+            running = asyncio.create_task(steps.steps())
+            if stop_after is not None:
+                await until(lambda: server.open == stop_after)
+                clients.stop()
+            done = await running
+        await asking.close()
+        await made.close()
+        return done
+
+    new_trace(trace)
+    return run(steps)
+
+
+def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> None:
+    with StreamingServer(interval_seconds=0.05) as server:
+        steps = load(server, tmp_path / "trace")
+
+        assert sum(step.tally.began for step in steps) == server.finished
+        assert sum(step.tally.to_end.count for step in steps) == server.finished
+    assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
+    assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
+    finished = [step.seen.engine(catalog.ENGINE_FINISHED) for step in steps]
+    assert [span and span.grown for span in finished] == [step.tally.began for step in steps]
+
+
+def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:
+    with StreamingServer(least_open=6) as server:
+        (step,) = load(server, tmp_path / "trace", stop_after=5)
+
+    assert step.tally.began == step.tally.outcomes.total() == 5

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors, too_many
+
+MIB = 2**20
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A machine with 100 MiB available and 28,232 ports, and a container with 64 MiB left of 80."""
+    ports = tmp_path / "proc/sys/net/ipv4/ip_local_port_range"
+    ports.parent.mkdir(parents=True)
+    ports.write_text("32768\t60999\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   102400 kB\n")
+    (tmp_path / "cgroup").mkdir()
+    (tmp_path / "cgroup/memory.max").write_text(f"{80 * MIB}\n")
+    (tmp_path / "cgroup/memory.current").write_text(f"{16 * MIB}\n")
+    return tmp_path
+
+
+def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
+    every = limits(descriptors, tls=tls, proc=machine / "proc", cgroup=machine / "cgroup")
+    assert [limit.streams for limit in every] == sorted(limit.streams for limit in every)
+    return {limit.name: limit.streams for limit in every}
+
+
+def test_what_ends_first_comes_first(machine: Path) -> None:
+    every = found(machine)
+
+    assert list(every) == ["memory", "ulimit -n 20000", "28232 local ports (net.ipv4.ip_local_port_range)"]
+    assert every["memory"] == 64 * MIB // STREAM_BYTES
+    assert 19_000 < every["ulimit -n 20000"] < 20_000 - 64
+    assert every["28232 local ports (net.ipv4.ip_local_port_range)"] == 28_232
+
+
+def test_encryption_takes_more_memory(machine: Path) -> None:
+    assert found(machine, tls=True)["memory"] == 64 * MIB // TLS_STREAM_BYTES
+
+
+def test_a_container_without_a_limit_has_the_machines_memory(machine: Path) -> None:
+    (machine / "cgroup/memory.max").write_text("max\n")
+
+    assert found(machine)["memory"] == 100 * MIB // STREAM_BYTES
+
+
+def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
+    assert list(found(tmp_path)) == ["ulimit -n 20000"]
+
+
+def test_too_many_streams_are_told_with_what_ends_first(machine: Path) -> None:
+    every = limits(1000, tls=False, proc=machine / "proc", cgroup=machine / "cgroup")
+    held = every[0].streams
+
+    assert too_many(held, every) is None
+    assert too_many(held + 1, every) == (
+        f"needs {held + 1} streams at once, and this process can hold {held}: ulimit -n 1000 ends first"
+    )
+
+
+def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
+    try:
+        raised = raise_descriptors()
+
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        assert raised == (MOST if hard == resource.RLIM_INFINITY else hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_headroom.commands.load.lengths import Lengths
+from vllm_headroom.commands.load.options import order, parser
+from vllm_headroom.commands.load.order import Order
+from vllm_headroom.commands.load.prompts import Api
+from vllm_headroom.derive.attribution import Selection
+
+LEAST = ("--url", "http://engine:8000", "--concurrency", "10")
+
+
+def ordered(*words: str) -> Order:
+    return order(parser().parse_args([*LEAST, *words]))
+
+
+def test_what_is_not_said_is_bounded() -> None:
+    made = ordered()
+
+    assert str(made.page) == "http://engine:8000/metrics"
+    assert (made.api, made.concurrency, made.model) == (Api.COMPLETIONS, 10, None)
+    assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (60, 30, 300)
+    assert (made.prompt_tokens, made.output_tokens) == (Lengths(least=512, most=512), Lengths(least=128, most=128))
+    assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, None)
+    assert made.trace.name.startswith("vllm-headroom-load-2")
+    assert str(made) == "completions, prompts of about 512 tokens, answers of 128"
+
+
+def test_everything_can_be_said() -> None:
+    made = ordered(
+        *("--api", "chat", "--model", "m", "--prompt-tokens", "256..2048", "--output-tokens", "64..512"),
+        *("--shared-prefix", "30%", "--duration", "5m", "--grace", "2s", "--timeout", "90s", "--max-requests", "7"),
+        *("--rate", "0.5", "--metrics-url", "http://pod:9000", "--gpus", "0,GPU-a", "--trace", "t.jsonl"),
+        *("--bearer-token-file", "token", "--ca-file", "ca.pem"),
+    )
+
+    assert str(made) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
+    assert (made.model, made.most_requests, made.requests_per_second) == ("m", 7, 0.5)
+    assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (300, 2, 90)
+    assert str(made.page) == "http://pod:9000/metrics"
+    assert made.gpus == Selection(listed=("0", "GPU-a"))
+    assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
+    assert ordered("--gpus", "all").gpus == Selection(everything=True)
+    assert ordered("--gpus", "auto").gpus is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "accepts"),
+    [
+        ("url", "engine:8000", "an http or https URL without user, password and query"),
+        ("concurrency", "0", "a whole number from 1 to 1000000"),
+        ("concurrency", "1000001", "a whole number from 1 to 1000000"),
+        ("prompt-tokens", "9..3", "a number of tokens, or two such as 256..2048"),
+        ("shared-prefix", "101%", "a share such as 30% or 0.3"),
+        ("duration", "0", "a duration above 0 such as 90s, 5m or 1h"),
+        ("rate", "nan", "a number above 0"),
+        ("rate", "inf", "a number above 0"),
+        ("max-requests", "²", "a whole number above 0"),
+        ("gpus", "one", "auto, all, or GPU indices or UUIDs separated by commas"),
+        ("metrics-url", "x", "an http or https URL"),
+    ],
+)
+def test_what_is_not_understood_is_one_line(
+    option: str, value: str, accepts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        ordered(f"--{option}", value)
+
+    assert ending.value.code == 2
+    told = f"argument --{option}: got {value!r}, accepts {accepts}"
+    assert capsys.readouterr().err == f"vllm-headroom load: {told}; see --help\n"
+
+
+def test_a_server_is_never_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parser().parse_args(["--concurrency", "1"])
+
+    assert ending.value.code == 2
+    assert capsys.readouterr().err == ("vllm-headroom load: the following arguments are required: --url; see --help\n")

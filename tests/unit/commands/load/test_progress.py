@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.commands.load.asking import tally
+from vllm_headroom.commands.load.answer import Answer, Outcome
+from vllm_headroom.commands.load.progress import Bar, Lines, screen
+from vllm_headroom.commands.load.tally import Tally
+
+
+class Terminal(io.StringIO):
+    """Text that says it goes to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def counted() -> Tally:
+    made = tally()
+    for outcome in (Outcome.SUCCEEDED, Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.OUT_OF_MEMORY):
+        made.begin()
+        made.end(Answer(outcome=outcome))
+    made.begin()
+    return made
+
+
+def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
+    stream = io.StringIO()
+    with screen(stream) as lines:
+        lines.begin(2, 0.75, 8, 60.0)
+        for second in range(23):
+            lines.show(counted(), float(second))
+        lines.end(counted(), 61.0)
+        lines.show(counted(), 62.0)
+
+    assert isinstance(lines, Lines)
+    assert stream.getvalue().splitlines() == [
+        "step 2/4: 75%, 8 clients, 60 s",
+        "   10 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY",
+        "   20 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY",
+        "   61 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY; over",
+    ]
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    stream = Terminal()
+    with screen(stream) as bars:
+        bars.show(tally(), 0.0)
+        bars.begin(1, 0.5, 5, 10.0)
+        bars.end(counted(), 10.0)
+
+    assert isinstance(bars, Bar)
+    shown = stream.getvalue()
+    assert "step 1/4: 50%, 5 clients" in shown
+    assert "1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY" in shown
+
+
+WITHOUT = """
+import sys
+sys.modules["rich.console"] = None
+from vllm_headroom.commands.load.progress import screen
+sys.stderr.isatty = lambda: True
+with screen(sys.stderr) as shown:
+    print(type(shown).__name__)
+"""
+
+
+def test_without_rich_a_terminal_gets_lines() -> None:
+    process = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True, timeout=60)
+
+    assert process.stdout == "Lines\n"

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
+from vllm_headroom import catalog
+from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.sampling import ended
+from vllm_headroom.model import EnginePage, Failure, Metric, Sample
+from vllm_headroom.vocabulary import Reason, Source
+
+OTHER_ENGINE = ("m", "1")
+GONE = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="it is gone")
+
+
+def samples(*values: tuple[Metric, tuple[str, ...], float]) -> tuple[Sample, ...]:
+    return tuple(Sample(metric, labels, value) for metric, labels, value in values)
+
+
+def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
+    seen = Seen()
+    for n_bytes in (700, 900, 800):
+        seen.take(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
+
+    held, host = seen.held[A_GPU], seen.host[("worker",)]
+    assert (held.first, held.last, held.most) == (700, 800, 900)
+    assert (host.first, host.last, host.most) == (70, 80, 90)
+
+
+def test_what_is_not_known_is_absent() -> None:
+    seen = Seen()
+    seen.take(snapshot(gpus=failure(Source.NVML)), ())
+    seen.take(snapshot(gpus=(gpu(held=None),)), ())
+
+    assert not seen.held
+    assert not seen.host
+    assert seen.engine(catalog.ENGINE_RUNNING) is None
+    assert seen.bytes_per_request(A_GPU) is None
+
+
+def test_engines_count_together_and_the_fullest_cache_counts() -> None:
+    seen = Seen()
+    values = (
+        (catalog.ENGINE_RUNNING, AN_ENGINE, 3.0),
+        (catalog.ENGINE_RUNNING, OTHER_ENGINE, 4.0),
+        (catalog.ENGINE_KV_USED, AN_ENGINE, 0.9),
+        (catalog.ENGINE_KV_USED, OTHER_ENGINE, 0.2),
+    )
+    seen.take(snapshot(), samples(*values))
+    seen.take(snapshot(), samples((catalog.ENGINE_RUNNING, AN_ENGINE, 1.0)))
+
+    running, used = seen.engine(catalog.ENGINE_RUNNING), seen.engine(catalog.ENGINE_KV_USED)
+    assert running is not None
+    assert used is not None
+    assert (running.most, running.last) == (7, 1)
+    assert used.most == 0.9
+
+
+@pytest.mark.parametrize(("counts", "grown"), [((5, 5, 9), 4), ((5,), 0), ((5, 2, 9), None)])
+def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: float | None) -> None:
+    seen = Seen()
+    for count in counts:
+        seen.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
+
+    span = seen.engine(catalog.ENGINE_PREEMPTIONS)
+    assert span is not None
+    assert span.grown == grown
+
+
+def test_the_cost_of_a_running_request_is_the_median() -> None:
+    seen = Seen()
+    for cost in (10, 1000, 20):
+        seen.take(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
+
+    assert seen.bytes_per_request(A_GPU) == 20
+
+
+def started(*times: float | None) -> EnginePage:
+    return page(*(engine(str(place), started_at_seconds=time) for place, time in enumerate(times)))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "told"),
+    [
+        (started(1.0), GONE, "the engine is gone: its page refuses connections"),
+        (started(1.0), failure(Source.ENGINE), "the engine is gone: its page refuses connections"),
+        (started(1.0), started(2.0), "the engine was restarted meanwhile"),
+        (started(1.0, 1.5), started(1.5, 1.0), None),
+        (started(1.0), started(None), None),
+        (started(None), started(None), None),
+        (GONE, GONE, None),
+        (GONE, started(1.0), None),
+    ],
+)
+def test_how_an_engine_ended(first: EnginePage | Failure, last: EnginePage | Failure, told: str | None) -> None:
+    assert ended(snapshot(engines=first), snapshot(engines=last)) == told
+
+
+def test_a_page_that_comes_late_is_no_end() -> None:
+    late = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="it is late")
+
+    assert ended(snapshot(engines=started(1.0)), snapshot(engines=late)) is None
+    assert ended(None, None) is None

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fakes import engine_server
+from tests.fakes.certificates import server_context, write_self_signed
+from tests.fakes.engine_server import LOOPBACK, EngineServer
+from tests.fakes.streaming_server import StreamingServer
+from tests.unit.commands.load.asking import run
+from vllm_headroom.commands.load.prompts import Api
+from vllm_headroom.commands.load.target import (
+    Model,
+    Target,
+    base_url,
+    find,
+    first_model,
+    is_local,
+    token,
+    trust,
+    within,
+)
+from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.trace.errors import BadInput
+
+
+def closed_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def problem(url: str, *, ca_file: Path | None = None) -> str:
+    """Return why nothing is found at a URL, or no model."""
+
+    async def steps() -> None:
+        base = base_url(url)
+        tls = trust(base, ca_file)
+        await find(base, Api.CHAT, tls, None)
+        await first_model(base, tls, None)
+
+    with pytest.raises(BadInput) as error:
+        run(steps)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "port"),
+    [
+        ("http://engine:8000", "http://engine:8000", 8000),
+        ("http://engine:8000/", "http://engine:8000", 8000),
+        ("http://engine:8000/v1", "http://engine:8000", 8000),
+        ("https://gateway/llama/v1/", "https://gateway/llama", 443),
+        ("http://[::1]", "http://[::1]", 80),
+    ],
+)
+def test_an_address_is_taken_as_clients_of_openai_write_it(text: str, base: str, port: int) -> None:
+    url = base_url(text)
+
+    assert str(within(url, "/metrics")) == f"{base}/metrics"
+    assert port_of(url) == port
+
+
+BAD_URLS = ("", "engine:8000", "ftp://engine", "http://", "http://u:p@engine", "http://e?q", "http://a b")
+
+
+@pytest.mark.parametrize("text", BAD_URLS)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the option has the words
+        base_url(text)
+
+
+def test_the_server_is_found_with_its_model() -> None:
+    async def steps() -> tuple[Target, Model]:
+        url = base_url(f"{server.url}/some/v1")
+        return await find(url, Api.CHAT, None, "secret"), await first_model(base_url(server.url), None, "secret")
+
+    with StreamingServer(token="secret") as server:
+        found, model = run(steps)
+
+    assert found.address == (LOOPBACK, server.port)
+    assert found.path == "/some/v1/chat/completions"
+    assert ("Host", f"{LOOPBACK}:{server.port}") in found.headers
+    assert ("Authorization", "Bearer secret") in found.headers
+    assert model == Model(name="tiny", most_tokens=4096)
+
+
+def test_a_host_with_several_addresses_is_found_at_the_one_that_answers() -> None:
+    with StreamingServer() as server:
+        found = run(lambda: find(base_url(f"http://localhost:{server.port}"), Api.COMPLETIONS, None, None))
+
+    assert found.address == (LOOPBACK, server.port)
+
+
+def test_a_server_that_wants_a_token_is_told() -> None:
+    with StreamingServer(token="secret") as server:
+        told = problem(server.url)
+
+    assert told == (f"{server.url}/v1/models answers 401: name a --model, or a --bearer-token-file if it asks for one")
+
+
+def test_what_is_not_there_is_one_line() -> None:
+    port = closed_port()
+
+    assert problem(f"http://{LOOPBACK}:{port}").startswith(f"http://{LOOPBACK}:{port}: no connection: ")
+    assert problem("http://no.such.host.invalid").startswith("http://no.such.host.invalid: the host cannot be resolved")
+
+
+@pytest.mark.parametrize("listed", ["no json", "[]", "{}", '{"data": []}', '{"data": [{}]}', '{"data": 3}'])
+def test_a_server_that_lists_no_model_needs_a_name(listed: str) -> None:
+    with EngineServer(engine_server.page(listed)) as server:
+        base = f"http://{LOOPBACK}:{server.port}"
+
+        assert problem(base) == f"{base}/v1/models: lists no model: name a --model"
+
+
+def test_a_server_that_hangs_up_is_one_line() -> None:
+    with EngineServer(engine_server.cut(b"")) as server:
+        base = f"http://{LOOPBACK}:{server.port}"
+
+        assert problem(base).startswith(f"{base}/v1/models: no answer: ")
+
+
+def test_a_model_without_a_length_has_none() -> None:
+    with EngineServer(engine_server.page(json.dumps({"data": [{"id": "m", "max_model_len": None}]}))) as server:
+        model = run(lambda: first_model(httpx.URL(f"http://{LOOPBACK}:{server.port}"), None, None))
+
+    assert model == Model(name="m", most_tokens=None)
+
+
+def test_certificates_are_checked(tmp_path: Path) -> None:
+    certificate, key = write_self_signed(tmp_path)
+    with StreamingServer(tls=server_context(certificate, key)) as server:
+        base = base_url(server.url)
+
+        async def steps() -> Model:
+            tls = trust(base, certificate)
+            assert (await find(base, Api.CHAT, tls, None)).tls is tls
+            return await first_model(base, tls, None)
+
+        assert run(steps).name == "tiny"
+        assert "certificate verify failed" in problem(server.url)
+    with pytest.raises(BadInput, match="cannot be used: No such file"):
+        trust(base, tmp_path / "missing")
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(" secret\n")
+    assert token(file) == "secret"
+    assert token(None) is None
+    file.write_text("two words")
+    with pytest.raises(BadInput, match="is empty or holds more than a token"):
+        token(file)
+    with pytest.raises(BadInput, match="cannot be read: No such file"):
+        token(tmp_path / "missing")
+
+
+def test_only_addresses_of_this_machine_are_local() -> None:
+    assert is_local((LOOPBACK, 1))
+    assert not is_local(("192.0.2.1", 1))
+    assert not is_local(("2001:db8::1", 1))
+
+
+def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_headroom.commands.load.target.PATIENCE_SECONDS", 0.2)
+    with socket.create_server((LOOPBACK, 0), backlog=0) as silent:
+        full = socket.create_connection(silent.getsockname())
+        told = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")
+        full.close()
+
+    assert told.endswith("no connection: no answer within 0.2 s")
+
+
+def test_waiting_for_a_host_can_be_cancelled() -> None:
+    async def steps() -> None:
+        with socket.create_server((LOOPBACK, 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
+            finding = asyncio.create_task(
+                find(base_url(f"http://{LOOPBACK}:{silent.getsockname()[1]}"), Api.CHAT, None, None)
+            )
+            await asyncio.sleep(0)
+            finding.cancel()
+            await asyncio.wait([finding])
+            assert finding.cancelled()
+
+    run(steps)

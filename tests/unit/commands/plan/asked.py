@@ -1,0 +1,49 @@
+"""Running the command within the process, and questions that tests ask."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.unit.sizing.models import FOLDER, model
+from vllm_headroom.commands.plan import command
+from vllm_headroom.commands.plan.estimate import Estimate, estimate
+from vllm_headroom.commands.plan.question import GIB, Question
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
+    """Run the command with these words."""
+    try:
+        status = command.start(words)
+    except SystemExit as end:
+        status = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return Answer(status=status, out=out, err=err)
+
+
+def of(name: str) -> tuple[str, str]:
+    return "--model-config", str(FOLDER / f"{name}.json")
+
+
+def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **settings: Any) -> Estimate:
+    card = None if card_gib is None else int(card_gib * GIB)
+    shape = model(name)
+    asked = {"max_model_len": shape.max_model_len, **settings}
+    found = estimate(Question(shape=shape, gpu_memory_bytes=card, **asked))
+    assert found is not None
+    return found

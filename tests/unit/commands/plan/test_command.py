@@ -1,0 +1,247 @@
+"""The command `plan`: its words, its JSON and its exit status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Golden
+from tests.unit.commands.plan.asked import of, plan
+from tests.unit.sizing.models import config_text
+from vllm_headroom.commands.plan.question import GIB
+
+Capsys = pytest.CaptureFixture[str]
+EXPECTED = Path(__file__).parent / "expected"
+CASES = {
+    "llama-3.1-70b-on-4-gpus": (
+        *of("llama-3.1-70b"),
+        *("--gpu-memory", "80GiB", "--tensor-parallel-size", "4", "--max-model-len", "32768", "--max-num-seqs", "64"),
+    ),
+    "llama-3.1-70b-does-not-fit": (*of("llama-3.1-70b"), "--gpu-memory", "80GiB", "--max-model-len", "8192"),
+    "gemma-3-27b-too-close-to-call": (*of("gemma-3-27b-it"), "--gpu-memory", "80GiB"),
+    "qwen3-next-with-a-state": (*of("qwen3-next-80b-a3b"), "--gpu-memory", "80GiB", "--tensor-parallel-size", "4"),
+    "deepseek-v3-on-8-gpus": (*of("deepseek-v3"), "--gpu-memory", "141GiB", "--tensor-parallel-size", "8"),
+    "nothing-but-the-cache": ("--layers", "80", "--kv-heads", "8", "--head-size", "128"),
+}
+STATUSES = dict(zip(CASES, (0, 1, 2, 0, 0, 2), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_words_are_as_expected(case: str, capsys: Capsys, golden: Golden) -> None:
+    answer = plan(capsys, *CASES[case])
+
+    assert (answer.status, answer.err) == (STATUSES[case], "")
+    golden(EXPECTED / f"{case}.txt", answer.out)
+    assert max(map(len, answer.out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_json_says_the_same_in_one_object(case: str, capsys: Capsys) -> None:
+    answer = plan(capsys, *CASES[case], "--json")
+
+    assert answer.status == STATUSES[case]
+    assert {"bytes_per_token", "bytes_per_block", "kv_capacity_tokens", "weights_bytes", "fits"} <= set(answer.document)
+    assert {0: True, 1: False, 2: None}[answer.status] is answer.document["fits"]
+    assert answer.out.count("\n") == 1
+
+
+def test_the_reference_figures_of_llama_70b(capsys: Capsys) -> None:
+    words = (*of("llama-3.1-70b"), "--gpu-memory", "320GB", "--max-model-len", "4096", "--max-num-seqs", "64", "--json")
+    found = plan(capsys, *words).document
+
+    assert found["bytes_per_token"] == found["bytes_per_token_all_gpus"] == 327_680
+    assert found["bytes_per_block"] == 5_242_880
+    assert found["all_at_once_blocks"] == 16_384
+    assert found["all_at_once_bytes"] == 80 * GIB
+    assert found["weights_bytes"] == 2 * 70_552_387_584
+    assert found["fits"] is True
+
+
+def test_the_tiny_model_has_the_tokens_that_vllm_reports_of_a_gibibyte(capsys: Capsys) -> None:
+    found = plan(capsys, *of("tiny"), "--gpu-memory", "8GiB", "--kv-cache-memory-bytes", "1GiB", "--json").document
+
+    assert (found["bytes_per_token"], found["kv_capacity_tokens"], found["fits"]) == (512, 2_097_152, True)
+
+
+def test_flags_say_what_a_file_says(capsys: Capsys) -> None:
+    sizes = "--layers 80 --kv-heads 8 --head-size 128 --hidden-size 8192 --vocabulary 128256 --parameters 70.55B"
+    card = ("--gpu-memory", "192GiB", "--max-model-len", "8192", "--json")
+
+    by_flags = plan(capsys, *sizes.split(), *card)
+    by_file = plan(capsys, *of("llama-3.1-70b"), *card)
+
+    assert (by_flags.status, by_file.status) == (0, 0)
+    assert by_flags.document["bytes_per_token"] == by_file.document["bytes_per_token"]
+    assert by_flags.document["weights_bytes"] == pytest.approx(by_file.document["weights_bytes"], rel=1e-4)
+
+
+def test_flags_beat_the_file(capsys: Capsys) -> None:
+    found = plan(capsys, *of("falcon-7b"), "--kv-heads", "8", "--layers", "10", "--json").document
+
+    assert found["bytes_per_token"] == 10 * 8 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_per_token", "weights_bytes"),
+    [
+        ((), 131_072, 16_059_990_016),
+        (("--kv-cache-dtype", "fp8"), 65_536, 16_059_990_016),
+        (("--dtype", "float32"), 262_144, 32_119_980_032),
+        (("--quantization", "fp8"), 131_072, 9_080_668_160),
+        (("--parameters", "8030000000"), 131_072, 16_060_000_000),
+        (("--tensor-parallel-size", "2"), 65_536, 8_029_995_008),
+    ],
+)
+def test_dtypes_and_sizes_count(
+    flags: tuple[str, ...], bytes_per_token: int, weights_bytes: int, capsys: Capsys
+) -> None:
+    found = plan(capsys, *of("llama-3.1-8b"), *flags, "--json").document
+
+    assert (found["bytes_per_token"], found["weights_bytes"]) == (bytes_per_token, weights_bytes)
+
+
+def test_a_checkpoint_of_an_fp8_cache_needs_no_flag_for_it(capsys: Capsys) -> None:
+    assert plan(capsys, *of("llama-3.1-70b-fp8-kv"), "--json").document["bytes_per_token"] == 163_840
+
+
+def test_windows_make_bytes_per_token_an_upper_bound_and_it_is_said(capsys: Capsys) -> None:
+    windowed = plan(capsys, *of("mistral-7b-v0.1"), "--gpu-memory", "24GiB")
+    plain = plan(capsys, *of("llama-3.1-8b"), "--gpu-memory", "24GiB")
+
+    assert "bytes per token are an upper bound" in " ".join(windowed.out.split())
+    assert "upper bound" not in plain.out
+    assert plan(capsys, *of("mistral-7b-v0.1"), "--json").document["bytes_per_token_is_upper_bound"] is True
+
+
+def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
+    words = (*of("qwen2.5-7b"), "--tensor-parallel-size", "28")
+
+    assert plan(capsys, *words, "--json").document["bytes_per_token"] == 28 * 2 * 128 * 2
+    assert "28 GPUs share 4 KV heads: each is kept 7 times." in plan(capsys, *words).out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "without --model-config it needs --layers, --kv-heads, --head-size; missing: --layers, --kv-heads,"),
+        (("--layers", "2"), "missing: --kv-heads, --head-size"),
+        ((*of("llama-3.1-70b"), "--tensor-parallel-size", "3"), "does not divide the model's 64 attention heads"),
+        (("--model-config", "/nonexistent/config.json"), "it cannot be read: No such file or directory"),
+        (("--model-config", "/nonexistent\nor not"), "it cannot be read: No such file or directory"),
+        (("--model-config", __file__), "it is not JSON"),
+        ((*of("tiny"), "--gpu-memory", "much"), "got 'much', accepts a number of bytes, or a size such as 80GiB"),
+        ((*of("tiny"), "--gpu-memory", "0"), "got '0', accepts a number of bytes, or a size such as 80GiB"),
+        ((*of("tiny"), "--gpu-memory-utilization", "92"), "got '92', accepts a ratio above 0, at most 1"),
+        ((*of("tiny"), "--gpu-memory-utilization", "nan"), "got 'nan', accepts a ratio above 0, at most 1"),
+        ((*of("tiny"), "--max-num-seqs", "-1"), "got '-1', accepts a whole number from 1 to 16777216"),
+        ((*of("tiny"), "--parameters", "many"), "got 'many', accepts a number of parameters, such as 70600000000"),
+        ((*of("tiny"), "--kv-cache-dtype", "fp9"), "argument --kv-cache-dtype: invalid choice: 'fp9'"),
+        ((*of("tiny"), "--gpu", "80GiB"), "unrecognized arguments: --gpu 80GiB"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], problem: str, capsys: Capsys) -> None:
+    answer = plan(capsys, *words)
+
+    assert (answer.status, answer.out) == (2, "")
+    assert answer.err.startswith("vllm-headroom plan: ")
+    assert problem in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "sentence"),
+    [
+        (
+            ("--gpu-memory", "24GiB", "--max-num-seqs", "1", "--max-model-len", "100000"),
+            1,
+            "It does not fit: one sequence of 100,000 tokens needs 12.21 GiB of KV cache, of at most",
+        ),
+        (
+            ("--gpu-memory", "24GiB", "--gpu-memory-utilization", "1", "--max-model-len", "8192"),
+            1,
+            "It does not fit: the budget leaves 0.00 GiB of the card, and 0.10 to 0.60 GiB lie outside of it.",
+        ),
+        (
+            ("--gpu-memory", "24GiB", "--kv-cache-memory-bytes", "20GiB", "--max-model-len", "8192"),
+            1,
+            "It does not fit: weights, activations and the KV cache are more than the card's 24.00 GiB.",
+        ),
+        (
+            ("--gpu-memory", "17.5GiB", "--kv-cache-memory-bytes", "1GiB", "--max-model-len", "8192"),
+            2,
+            "Too close to call: with the higher estimates it is more than the card has.",
+        ),
+        (
+            ("--gpu-memory", "80GiB", "--max-model-len", "256", "--max-num-seqs", "8"),
+            0,
+            "It fits: vLLM starts. All 8 sequences of 256 tokens fit at once.",
+        ),
+        (
+            ("--gpu-memory", "24GiB", "--gpu-memory-utilization", "0.98", "--max-model-len", "256"),
+            0,
+            "Beside its budget vLLM takes 0.10 to 0.60 GiB of the card, and 0.48 GiB are left for that.",
+        ),
+        (("--max-model-len", "256"), 2, "Cannot tell whether it fits: not known is the card (--gpu-memory)."),
+    ],
+)
+def test_the_verdict_says_why(words: tuple[str, ...], status: int, sentence: str, capsys: Capsys) -> None:
+    answer = plan(capsys, *of("llama-3.1-8b"), *words)
+
+    assert answer.status == status
+    assert sentence in " ".join(answer.out.split())
+
+
+def test_help_has_an_example(capsys: Capsys) -> None:
+    answer = plan(capsys, "--help")
+
+    assert answer.status == 0
+    assert "\nExample:\n  vllm-headroom plan --model-config " in answer.out
+
+
+def test_a_folder_stands_for_its_configuration_and_its_index_says_the_weights(tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "config.json").write_text(config_text("llama-3.1-8b"))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"metadata": {"total_size": 16060522496}, "weight_map": {}}'
+    )
+
+    for path in (tmp_path, tmp_path / "config.json"):
+        answer = plan(capsys, "--model-config", str(path), "--gpu-memory", "24GiB", "--max-model-len", "4096")
+
+        assert "8.03 billion parameters" in answer.out
+
+    assert plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"] == 16_060_522_496
+
+
+def test_quantised_weights_are_served_as_they_lie_there(tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "config.json").write_text(config_text("qwen2.5-7b-awq"))
+    index = {"metadata": {"total_size": 5_570_000_000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    words = ("--model-config", str(tmp_path), "--json")
+
+    assert plan(capsys, *words).document["weights_bytes"] == 5_570_000_000
+    assert (
+        plan(capsys, *words, "--quantization", "fp8").document["weights_bytes"] == 6_525_288_448 + 4 * 152_064 * 3_584
+    )
+
+
+def test_a_32_bit_checkpoint_is_served_in_16(tmp_path: Path, capsys: Capsys) -> None:
+    (tmp_path / "config.json").write_text(config_text("gpt2"))
+    for name, size in (("model.safetensors", 548_105_171), ("consolidated.safetensors", 548_000_000)):
+        with (tmp_path / name).open("wb") as weights:
+            weights.truncate(size)
+
+    found = plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"]
+
+    assert found == 2 * (548_105_171 // 4)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"metadata": {"total_size": -1}}', '{"metadata": 7}', "\xff"])
+def test_an_index_that_does_not_say_leaves_the_weights_to_be_counted(
+    index: str, tmp_path: Path, capsys: Capsys
+) -> None:
+    (tmp_path / "config.json").write_text(config_text("tiny"))
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="latin-1")
+
+    assert plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"] == 1_114_112

@@ -1,0 +1,255 @@
+"""The arithmetic of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.commands.plan.asked import estimated
+from tests.unit.sizing.models import NAMES, model
+from vllm_headroom.commands.plan.changes import changes
+from vllm_headroom.commands.plan.estimate import Estimate, estimate, fits
+from vllm_headroom.commands.plan.overhead import NOTHING
+from vllm_headroom.commands.plan.question import GIB, Question, defaults, unusable
+from vllm_headroom.commands.plan.tables import longest, most
+
+COUNTED = [name for name in NAMES if model(name).layer_parameters is not None]
+questions = st.builds(
+    lambda name, card, ranks, stages, length, seqs, tokens, ratio: Question(
+        shape=model(name),
+        gpu_memory_bytes=card,
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        max_model_len=length,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        gpu_memory_utilization=ratio,
+    ),
+    st.sampled_from(COUNTED),
+    st.integers(GIB, 300 * GIB),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 4),
+    st.integers(1, 300_000),
+    st.integers(1, 1024),
+    st.integers(1024, 16384),
+    st.floats(0.1, 1.0),
+)
+
+
+def answered(question: Question) -> Estimate:
+    found = estimate(question)
+    assert found is not None
+    return found
+
+
+def test_what_is_left_of_the_budget_is_the_kv_cache() -> None:
+    found = estimated(card_gib=80, max_num_seqs=256, max_num_batched_tokens=2048)
+
+    assert found.budget == 0.92 * 80 * GIB
+    assert found.weights == 2 * 8_029_995_008
+    assert found.overhead is not None
+    assert found.kv_cache is not None
+    assert found.kv_cache.low == found.budget - found.weights - found.overhead.high
+    assert found.kv_cache.high == found.budget - found.weights - found.overhead.low
+
+
+def test_a_start_up_log_lies_within_the_estimate() -> None:
+    """Llama 3.1 8B, vLLM 0.31, an A100 of 79.25 GiB: 1.44 GiB for activations and graphs, 56.21 for 460,496 tokens."""
+    found = estimated(card_gib=79.25, max_num_seqs=256, max_num_batched_tokens=2048)
+
+    assert found.kv_cache is not None
+    assert found.overhead is not None
+    assert found.kv_cache.low <= 56.21 * GIB <= found.kv_cache.high
+    assert found.overhead.low <= 1.70 * GIB <= found.overhead.high
+    assert found.capacity_tokens is not None
+    assert 0.98 * 460_496 <= found.capacity_tokens <= 460_496
+
+
+def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
+    found = estimated("tiny", card_gib=24, kv_cache_memory_bytes=GIB)
+
+    assert (found.capacity_tokens, found.blocks, found.budget) == (2_097_152, 131_072, None)
+    assert found.sequences(4096) == 512
+    assert fits(found) is True
+
+
+@pytest.mark.parametrize(
+    ("card_gib", "ratio", "expected"), [(80, 0.92, True), (80, 1.0, False), (8, 0.95, True), (8, 0.995, False)]
+)
+def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: float, expected: bool) -> None:  # noqa: FBT001 - a case
+    found = estimated("tiny", card_gib=card_gib, gpu_memory_utilization=ratio, max_num_seqs=16)
+
+    assert fits(found) is expected
+
+
+@pytest.mark.parametrize(
+    ("card_gib", "expected"), [(17.1, True), (16.9, None), (15.5, None), (15.4, False), (None, None)]
+)
+def test_told_memory_has_to_fit_on_the_card_with_everything_else(
+    card_gib: float | None,
+    expected: bool | None,  # noqa: FBT001 - a case
+) -> None:
+    """14.96 GiB of weights, 0.1 of cache, 0.37 to 1.93 of everything else."""
+    found = estimated(
+        "llama-3.1-8b",
+        card_gib=card_gib,
+        kv_cache_memory_bytes=GIB // 10,
+        max_model_len=256,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+    )
+
+    assert fits(found) is expected
+
+
+def test_told_memory_that_is_too_little_does_not_fit_on_any_card() -> None:
+    assert fits(estimated(card_gib=None, kv_cache_memory_bytes=GIB)) is False
+
+
+def test_llama_70b_has_the_reference_figures() -> None:
+    found = estimated("llama-3.1-70b", max_model_len=4096, max_num_seqs=64)
+
+    assert found.bytes_per_token == 327_680
+    assert 64 * found.sequence_bytes(4096) == 80 * GIB
+    assert fits(found) is False
+
+
+def test_windows_let_more_tokens_in_than_bytes_per_token_say() -> None:
+    found = estimated("gemma-3-27b-it", card_gib=141, max_num_batched_tokens=2048)
+
+    assert found.capacity_tokens is not None
+    assert found.kv_cache is not None
+    assert found.capacity_tokens * found.bytes_per_token > found.kv_cache.high
+
+
+def test_eager_mode_needs_no_graphs() -> None:
+    assert estimated(enforce_eager=True).graphs == NOTHING
+    assert estimated().graphs != NOTHING
+
+
+def test_activations_follow_the_batch_and_the_logits_whichever_is_larger() -> None:
+    small = estimated(max_num_seqs=1, max_num_batched_tokens=8192).activations
+    large = estimated(max_num_seqs=1024, max_num_batched_tokens=8192).activations
+
+    assert small is not None
+    assert large is not None
+    assert small.low == 8192 * 2 * (2 * 4096 + 3 * 14336)
+    assert large.low == 4 * 1024 * 128_256 * 4
+
+
+def test_without_a_size_what_depends_on_it_is_not_known() -> None:
+    untold = replace(model("llama-3.1-8b"), hidden_size=None)
+    found = answered(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
+
+    assert (found.activations, found.weights, found.kv_cache, fits(found)) == (None, None, None, None)
+    assert (longest(found), most(found)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("card_gib", "expected"), [(None, (1024, 8192)), (24, (256, 2048)), (80, (1024, 8192)), (192, (1024, 16384))]
+)
+def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expected: tuple[int, int]) -> None:
+    assert defaults(None if card_gib is None else card_gib * GIB) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "problem"),
+    [
+        (
+            "llama-3.1-70b",
+            {"tensor_parallel_size": 3},
+            "--tensor-parallel-size 3 does not divide the model's 64 attention heads",
+        ),
+        (
+            "qwen2.5-7b",
+            {"tensor_parallel_size": 7},
+            "--tensor-parallel-size 7 and the model's 4 KV heads: one has to divide the other",
+        ),
+        ("tiny", {"pipeline_parallel_size": 3}, "--pipeline-parallel-size 3 is more than the model's 2 layers"),
+        (
+            "tiny",
+            {"max_num_seqs": 256, "max_num_batched_tokens": 128},
+            "--max-num-batched-tokens 128 is less than --max-num-seqs 256",
+        ),
+        ("deepseek-v3", {"tensor_parallel_size": 16}, None),
+        ("qwen2.5-7b", {"tensor_parallel_size": 28}, None),
+    ],
+)
+def test_what_vllm_refuses_is_refused(name: str, told: dict[str, Any], problem: str | None) -> None:
+    assert unusable(Question(shape=model(name), **told)) == problem
+
+
+@settings(deadline=None)
+@given(question=questions)
+def test_what_is_planned_is_within_the_budget(question: Question) -> None:
+    found = answered(question)
+
+    assert found.blocks is not None
+    assert found.budget is not None
+    assert found.weights is not None
+    assert found.overhead is not None
+    cache = found.blocks * found.layout.block_bytes
+    assert cache == 0 or cache + found.weights + found.overhead.high <= found.budget
+    if question.shape.keeps_every_token:
+        assert (found.capacity_tokens or 0) * found.bytes_per_token <= max(cache, 0)
+    for sequences, length in longest(found):
+        assert length == 0 or sequences * found.sequence_bytes(length) <= cache
+    for length, sequences in most(found):
+        assert sequences * found.sequence_bytes(length) <= cache
+
+
+@settings(deadline=None)
+@given(question=questions)
+def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
+    found = answered(question)
+    assert found.kv_cache is not None
+    assert question.max_model_len is not None
+    assert question.gpu_memory_bytes is not None
+    assert found.budget is not None
+
+    needed, beside = found.sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget
+    if fits(found) is True:
+        assert found.kv_cache.low >= needed
+        assert found.blocks
+    elif fits(found) is False:
+        assert found.kv_cache.high < needed or beside < found.outside.low
+    else:
+        assert found.kv_cache.low < needed <= found.kv_cache.high
+
+
+@settings(deadline=None)
+@given(question=questions, more=st.integers(1, 100 * GIB))
+def test_a_larger_card_holds_no_less(question: Question, more: int) -> None:
+    small = answered(question)
+    large = answered(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + more))
+
+    assert (large.blocks or 0) >= (small.blocks or 0)
+    assert fits(small) is not True or fits(large) is True
+
+
+@settings(deadline=None)
+@given(question=questions)
+def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
+    fields = {
+        "--max-model-len": ("max_model_len", int),
+        "--max-num-seqs": ("max_num_seqs", int),
+        "--gpu-memory-utilization": ("gpu_memory_utilization", float),
+        "--kv-cache-dtype": ("kv_cache_dtype", str),
+        "--tensor-parallel-size": ("tensor_parallel_size", int),
+    }
+    for change in changes(answered(question)):
+        changed = question
+        for option, value in change.settings:
+            if option == "--quantization":
+                shape = replace(question.shape, weight_bytes_per_parameter=1.0, quantisation=value)
+                changed = replace(changed, shape=shape)
+            else:
+                field, kind = fields[option]
+                changed = replace(changed, **{field: kind(value)})
+
+        assert unusable(changed) is None
+        assert fits(answered(changed)) is True

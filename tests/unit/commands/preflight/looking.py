@@ -1,0 +1,90 @@
+"""Runs preflight in this process, over a C library, a /proc and a /dev/shm of one's own making."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Final
+
+from tests.fakes.nvml.library import FakeNvml
+from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.commands.preflight.budget import Ask
+from vllm_headroom.commands.preflight.choice import Wanted
+from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
+from vllm_headroom.commands.preflight.look import look
+from vllm_headroom.commands.preflight.report import Report, judge
+from vllm_headroom.commands.preflight.wait import settled
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+
+CONTAINER: Final = "pid:[4026532555]"
+DEFAULT: Final = Ask(utilization_ratio=0.92)
+
+
+class Preflight:
+    """Looks at what the fakes say; `said` are the lines that were told while it waited."""
+
+    def __init__(self, nvml: FakeNvml, folder: Path) -> None:
+        self.nvml = nvml
+        self.folder = folder
+        self.namespace = ""
+        self.said: list[str] = []
+        self.shm = Path("/dev/shm")  # noqa: S108 - it is only looked at
+        folder.joinpath("proc").mkdir()
+        self.tree = ProcTree(folder / "proc")
+
+    def in_a_container(self) -> None:
+        link = self.tree.path / "self" / "ns" / "pid"
+        link.unlink()
+        link.symlink_to(CONTAINER)
+
+    def report(
+        self,
+        ask: Ask = DEFAULT,
+        wanted: Wanted | None = None,
+        ignored: Collection[Kind] = (),
+        *,
+        patience_seconds: float = 20,
+    ) -> Report:
+        report, _ = self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
+        return report
+
+    def wait(
+        self,
+        seconds: float,
+        ask: Ask = DEFAULT,
+        wanted: Wanted | None = None,
+        ignored: Collection[Kind] = (),
+        *,
+        patience_seconds: float = 20,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> tuple[Report, float]:
+        """Return the report and how long it was waited for; `meanwhile` is done whenever it says that it waits."""
+
+        def say(line: str) -> None:
+            self.said.append(line)
+            meanwhile()
+
+        async def main() -> tuple[Report, float]:
+            nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0)
+            processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
+
+            async def once() -> Report:
+                sight = await look(nvml, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+                return judge(sight, ask, wanted or Wanted(), ignored)
+
+            try:
+                return await settled(once, seconds, say)
+            finally:
+                await nvml.close()
+
+        return asyncio.run(main())
+
+
+def only(report: Report) -> Finding:
+    """Return the one finding, which is why it is no go."""
+    (finding,) = report.findings
+    assert report.verdict is finding.verdict is Verdict.NO_GO
+    return finding

@@ -1,0 +1,75 @@
+import pytest
+
+from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.preflight.budget import Ask
+from vllm_headroom.commands.preflight.choice import Wanted
+from vllm_headroom.commands.preflight.finding import Kind, Verdict
+
+LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "words"),
+    [
+        (LIBRARY_MISSING, Verdict.CANNOT_TELL, "libnvidia-ml.so.1 cannot be loaded"),
+        (DRIVER_MISSING, Verdict.NO_GO, "driver is not loaded"),
+        (MISMATCH, Verdict.NO_GO, "not of the loaded driver's version"),
+        (UNKNOWN, Verdict.CANNOT_TELL, "NVML fails on every GPU"),
+    ],
+)
+def test_a_driver_that_fails_is_told_with_what_to_do(
+    preflight: Preflight, nvml: FakeNvml, code: int, verdict: Verdict, words: str
+) -> None:
+    nvml.errors = {"nvmlInitWithFlags": code}
+    nvml.write()
+
+    report = preflight.report()
+
+    assert report.verdict is verdict
+    assert [finding.kind for finding in report.findings] == [Kind.DRIVER]
+    assert words in report.findings[0].text
+
+
+def test_a_driver_that_hangs_cannot_be_told(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.hangs = {"nvmlInitWithFlags": 600}
+    nvml.write()
+
+    report = preflight.report(patience_seconds=0.5)
+
+    assert report.verdict is Verdict.CANNOT_TELL
+    assert "NVML does not answer" in report.findings[0].text
+
+
+def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[0].hangs = {"nvmlDeviceGetMemoryInfo_v2": 600}
+    nvml.gpus.append(FakeGpu(uuid="GPU-b", used_bytes=70 * GIB))
+    nvml.write()
+
+    both = preflight.report()
+    first = preflight.report(wanted=Wanted(named=("0",)))
+
+    assert both.verdict is Verdict.NO_GO
+    assert [(finding.gpu, finding.verdict) for finding in both.findings] == [
+        (0, Verdict.CANNOT_TELL),
+        (1, Verdict.NO_GO),
+    ]
+    assert first.verdict is Verdict.CANNOT_TELL
+    assert first.findings[0].text.startswith("the GPU does not answer: ")
+
+
+def test_a_lost_gpu_is_no_go(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[0].errors = {"all": LOST}
+    nvml.write()
+
+    finding = only(preflight.report())
+
+    assert finding.kind is Kind.DRIVER
+    assert finding.text.startswith("the GPU is lost: ")
+
+
+def test_a_machine_without_gpus_is_no_go(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus = []
+    nvml.write()
+
+    assert only(preflight.report(Ask(utilization_ratio=0.92))).text.startswith("NVML shows no GPU here: ")

@@ -1,0 +1,77 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.library import MIB, FakeGpu, FakeNvml
+from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.preflight.budget import Ask
+from vllm_headroom.commands.preflight.checks import shared_memory
+from vllm_headroom.commands.preflight.choice import Wanted
+from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.look import Shm, shm_of
+
+
+def verdict(free: int, total: int) -> Verdict | None:
+    found = shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB))
+    return found[0].verdict if found else None
+
+
+def test_less_than_vllms_largest_queue_is_no_go_and_less_than_nccl_asks_for_is_a_remark() -> None:
+    assert verdict(64, 64) is Verdict.NO_GO
+    assert verdict(255, 255) is Verdict.NO_GO
+    assert verdict(256, 256) is Verdict.GO
+    assert verdict(1023, 1024) is Verdict.GO
+    assert verdict(1024, 1024) is None
+
+
+def test_a_large_one_that_is_full_is_cleaned_and_a_small_one_made_larger() -> None:
+    (full,) = shared_memory(Shm(total_bytes=8192 * MIB, free_bytes=10 * MIB))
+    (small,) = shared_memory(Shm(total_bytes=64 * MIB, free_bytes=64 * MIB))
+
+    assert (
+        full.text == "10 MiB of the 8192 MiB of /dev/shm are free, and vLLM needs 256 MiB free for tensor parallelism"
+    )
+    assert full.fix == "remove what a killed instance left there (vllm_*, psm_*, nccl-*); or --ignore shm"
+    assert small.fix is not None
+    assert "--shm-size=1g" in small.fix
+    assert "emptyDir with medium: Memory" in small.fix
+
+
+def test_a_machine_without_it_is_no_go_in_parallel_only(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus.append(FakeGpu(uuid="GPU-b"))
+    nvml.write()
+    preflight.shm = preflight.folder / "missing"
+    parallel, wanted = Ask(utilization_ratio=0.92, tensor_parallel_size=2), Wanted(count=2)
+
+    assert only(preflight.report(parallel, wanted)).kind is Kind.SHM
+    assert preflight.report(parallel, wanted, {Kind.SHM}).verdict is Verdict.GO
+    assert preflight.report().verdict is Verdict.GO
+
+
+def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:
+    """In a mount namespace of its own, so that a real tmpfs of 64 MiB, as Docker's, can be mounted."""
+    code = (
+        "from pathlib import Path; from vllm_headroom.commands.preflight.look import shm_of; print(shm_of(Path('SHM')))"
+    )
+    mounted = subprocess.run(
+        [
+            "unshare",
+            "--mount",
+            "--map-root-user",
+            "sh",
+            "-c",
+            f'mount -t tmpfs -o size=64m tmpfs "{tmp_path}" && "{sys.executable}" -c "$CODE"',
+        ],
+        env={**os.environ, "CODE": code.replace("SHM", str(tmp_path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr}")
+
+    assert mounted.stdout == f"{Shm(total_bytes=64 * MIB, free_bytes=64 * MIB)}\n"
+    assert shm_of(tmp_path / "missing") is None

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.certificates import server_context, write_self_signed
+from tests.fakes.engine_server import EngineServer, cut, page
+from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
+from tests.unit.commands.replay.prometheus.history import lazily
+from vllm_headroom.commands.replay.prometheus.api import Api
+from vllm_headroom.commands.replay.prometheus.text import Span
+from vllm_headroom.trace.errors import BadInput
+
+SPAN = Span(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
+
+
+def refusal(url: str, **options: Path) -> str:
+    """Return why a query failed."""
+    with pytest.raises(BadInput) as caught, Api(url, **options) as api:
+        api.query_range("up", SPAN)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_query_is_posted_below_the_path_of_the_url() -> None:
+    with PrometheusServer(answer=matrix([({"__name__": "up", "job": "a"}, [(1_760_000_000.5, 2.0)])])) as server:
+        with Api(f"{server.url}/prometheus/?tab=1") as api:
+            found = api.query_range("up", SPAN)
+
+        assert [(each.name, each.labels, each.values) for each in found] == [
+            ("up", {"job": "a"}, {1_760_000_000_500: 2.0})
+        ]
+        assert server.paths == ["/prometheus/api/v1/query_range"]
+        assert server.forms == [{"query": "up", "start": "1760000000.000", "end": "1760000060.500", "step": "15.000"}]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (problem("parse error: no\nsuch thing"), " answers 400 Bad Request to a query: parse error: no such thing"),
+        (
+            (401, {}, b"Unauthorized\n"),
+            " answers 401 Unauthorized: give a token that may query with --bearer-token-file",
+        ),
+        (
+            (404, {}, b"404 page not found\n"),
+            " answers 404 Not Found and not as Prometheus does: --from-prometheus takes the URL in front of",
+        ),
+        (
+            (200, {}, b"<html>"),
+            " answers 200 OK and not as Prometheus does: --from-prometheus takes the URL in front of",
+        ),
+        (
+            (302, {"Location": "/login"}, b""),
+            " answers 302 Found, a redirect to a login or another address: give the address of Prometheus itself",
+        ),
+        ((503, {}, b""), " answers 503 Service Unavailable: it is overloaded or starting, try again later"),
+        ((200, {}, b"[1]"), " answers 200 OK and not as Prometheus does: --from-prometheus takes"),
+        (
+            (200, {}, b'{"status": "success", "data": {"resultType": "scalar", "result": [1, "2"]}}'),
+            " answers a range query with no range: check that it is Prometheus",
+        ),
+        (
+            (200, {}, b'{"status": "success", "data": {"resultType": "matrix", "result": [{"metric": 7}]}}'),
+            " answers a range query with no range: check that it is Prometheus",
+        ),
+        (matrix([], warnings=["store b is away"]), ' has only a part of this history: ["store b is away"]'),
+    ],
+    ids=str,
+)
+def test_an_answer_that_is_no_history_is_told_in_one_line(answer: Answer, message: str) -> None:
+    with PrometheusServer(answer=answer) as server:
+        told = refusal(server.url)
+
+        assert told.startswith(f"{server.url}{message}")
+
+
+def test_a_port_where_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+
+    assert refusal(url) == f"no connection to {url} ([Errno 111] Connection refused): check that it runs there"
+
+
+def test_a_server_that_hangs_up() -> None:
+    with EngineServer(cut(b"")) as server:
+        url = server.url.removesuffix("/metrics")
+
+        told = refusal(url)
+
+    assert told == f"{url} hung up or does not speak HTTP: check the port, and https if it serves that"
+
+
+def test_user_and_password_are_sent_and_never_shown() -> None:
+    with PrometheusServer(answer=(404, {}, b"")) as server:
+        told = refusal(server.url.replace("//", "//user:secret@"))
+
+        assert told.startswith(server.url)
+        assert server.heads[0]["Authorization"] == "Basic dXNlcjpzZWNyZXQ="
+
+
+def test_a_token_stands_in_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("t0ken\n")
+    with PrometheusServer(answer=matrix([])) as server:
+        with Api(server.url.replace("//", "//user:secret@"), bearer_token_file=file) as api:
+            api.query_range("up", SPAN)
+
+        assert server.heads[0]["Authorization"] == "Bearer t0ken"
+
+
+def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+
+    assert (
+        refusal("http://p", bearer_token_file=file)
+        == f"the token file {file} cannot be read (No such file or directory)"
+    )
+    file.write_text("two words")
+    assert refusal("http://p", bearer_token_file=file) == (
+        f"the token file {file} is empty or holds more than a token: write one token to it"
+    )
+
+
+@pytest.mark.parametrize("url", ["prometheus:9090", "ftp://prometheus", "http://", "http://a:x"])
+def test_a_url_that_is_none(url: str) -> None:
+    assert refusal(url) == "--from-prometheus: not an http or https URL such as http://prometheus:9090"
+
+
+def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
+    certificate, key = write_self_signed(tmp_path)
+    body = matrix([])[2].decode()
+    with EngineServer(page(body), tls=server_context(certificate, key)) as server:
+        url = server.url.removesuffix("/metrics")
+        with Api(url, ca_file=certificate) as api:
+            assert api.query_range("up", SPAN) == []
+
+        told = refusal(url)
+
+    assert told.startswith(f"TLS with {url} failed (")
+    assert told.endswith("): name its authority with --ca-file, or use http")
+
+
+def test_a_ca_file_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    file.write_text("nothing")
+
+    assert refusal("https://p", ca_file=file).endswith("make it a readable file of PEM certificates")
+
+
+def test_nothing_is_asked_before_the_first_record_is() -> None:
+    lazily("ftp://nowhere", "--start", "-1h")

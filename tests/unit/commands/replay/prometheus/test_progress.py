@@ -1,0 +1,62 @@
+"""The bar of a replay from Prometheus, on a real terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+from tests.fakes.prometheus_server import PrometheusServer
+from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm
+
+READ: Final = """
+import argparse, sys
+from vllm_headroom.commands.replay.prometheus import records as prometheus
+parser = argparse.ArgumentParser()
+prometheus.add_options(parser)
+args = parser.parse_args(sys.argv[1:])
+print(sum(1 for _ in prometheus.records_from(args)))
+"""
+
+
+@pytest.fixture
+def words() -> Iterator[list[str]]:
+    """Give the words that read ten hours, two pages."""
+    with PrometheusServer() as server:
+        add_dcgm(server, 600, every=60)
+        add_vllm(server, 600, every=60)
+        span = ["--start", str(BEGIN), "--end", str(BEGIN + 36_000)]
+        yield [sys.executable, "-c", READ, "--from-prometheus", server.url, *span]
+
+
+def test_a_terminal_gets_a_bar_that_leaves_its_cursor_and_the_output_alone(words: list[str]) -> None:
+    pytest.importorskip("rich")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    drawn = b"".join(_read(ours))
+    output, _ = process.communicate(timeout=60)
+
+    assert output == b"601\n"
+    assert b"Reading history" in drawn
+    assert drawn.rindex(b"\x1b[?25h") > drawn.rindex(b"\x1b[?25l")
+
+
+def test_a_file_gets_none(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, check=False, timeout=60)
+
+    assert (done.stdout, done.stderr) == (b"601\n", b"")
+
+
+def _read(terminal: int) -> Iterator[bytes]:
+    with open(terminal, "rb", buffering=0) as stream:
+        try:
+            while data := stream.read(4096):
+                yield data
+        except OSError:  # what Linux says of a terminal whose other side has closed
+            return

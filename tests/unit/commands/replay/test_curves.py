@@ -1,0 +1,54 @@
+"""What is left of a curve when it is thinned out."""
+
+from __future__ import annotations
+
+from tests.samples import engine, failure, gpu, page, snapshot
+from vllm_headroom.commands.replay.curves import Curves, Point, limits, thinned
+from vllm_headroom.vocabulary import Source
+
+
+def test_a_single_peak_and_a_single_dip_are_kept() -> None:
+    points: list[Point] = [(float(second), 10.0) for second in range(1000)]
+    points[777], points[333] = (777.0, 99.0), (333.0, 1.0)
+
+    (stretch,) = thinned(points, 10)
+
+    assert len(stretch) <= 22
+    assert (777.0, 99.0) in stretch
+    assert (333.0, 1.0) in stretch
+    assert stretch == sorted(stretch)
+
+
+def test_what_could_not_be_read_divides_the_curve() -> None:
+    points: list[Point] = [(float(second), None if 40 <= second < 60 else 5.0) for second in range(100)]
+
+    first, second = thinned(points, 10)
+
+    assert (first[-1][0], second[0][0]) <= (39.0, 60.0)
+    assert thinned([(0.0, None), (1.0, None)], 10) == []
+    assert thinned([], 10) == []
+
+
+def test_a_single_reading_is_a_point() -> None:
+    assert thinned([(5.0, 7.0)], 10) == [[(5.0, 7.0)]]
+
+
+def test_limits_leave_room_and_do_not_go_below_nothing() -> None:
+    low, high = limits([[(0.0, 100.0), (1.0, 200.0)]])
+
+    assert 0 < low < 100
+    assert high > 200
+    assert limits([[(0.0, 0.0)]]) == (0.0, 1.0)
+
+
+def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:
+    curves = Curves()
+    curves.step(snapshot(at=1, gpus=(gpu(uuid="GPU-a", used=5),), engines=page(engine("0"), engine("1"))))
+    curves.step(
+        snapshot(at=2, gpus=(gpu(uuid="GPU-b", used=6),), engines=page(engine("0", running=1), engine("1", running=2)))
+    )
+    curves.step(snapshot(at=3, gpus=failure(Source.NVML), engines=failure(Source.ENGINE)))
+
+    assert [value for _, value in curves.gpus["GPU-a"]] == [5, None, None]
+    assert [value for _, value in curves.gpus["GPU-b"]] == [6, None]
+    assert [value for _, value in curves.running] == [None, 3, None]

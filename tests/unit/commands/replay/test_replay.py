@@ -1,0 +1,287 @@
+"""The command over small traces: its JSON, its words, its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.commands.replay.traces import BEGAN, HEADER, MIB, STEP, flat, leaking, sample, text
+
+OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+HOURS = 3.0
+"""Long enough for the alarm, which these traces give after little more than one."""
+
+
+def replay(*words: str, trace: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "replay", *words],
+        input=trace,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=OWN | environ,
+    )
+
+
+def answer(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    process = replay("-", "--json", trace=text(records))
+    assert (process.returncode, process.stderr) == (0, "")
+    found = json.loads(process.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.fixture(scope="module")
+def leak() -> str:
+    return text(leaking(HOURS))
+
+
+def test_a_flat_trace_has_no_intervals() -> None:
+    found = answer(flat(HOURS))
+
+    assert found == {
+        "samples": 2160,
+        "span_seconds": 2159 * STEP,
+        "gpus": [
+            {
+                "gpu": 0,
+                "uuid": "GPU-a",
+                "state": "stable",
+                "growing_intervals": [],
+                "leaking_intervals": [],
+                "first_leaking": None,
+                "last_leaking": None,
+            }
+        ],
+        "host": [],
+    }
+
+
+def test_a_leak_is_found_with_its_rate_and_lasts_to_the_end(leak: str) -> None:
+    process = replay("-", "--json", "--fail-on-leak", trace=leak)
+    (gpu,) = json.loads(process.stdout)["gpus"]
+
+    assert process.returncode == 1
+    assert gpu["state"] == "leaking"
+    ((began, ended),) = gpu["leaking_intervals"]
+    assert ended is None
+    assert gpu["growing_intervals"][-1][1] == began
+    first, last = gpu["first_leaking"], gpu["last_leaking"]
+    assert first["t"] == began
+    assert last["t"] == BEGAN + (HOURS * 3600 / STEP - 1) * STEP
+    assert last["bytes_per_request"] == pytest.approx(12_800, rel=0.1)
+    assert last["bytes_per_second_lower"] <= 128_000 <= last["bytes_per_second_upper"]
+    assert last["leaked_bytes"] == pytest.approx(128_000 * HOURS * 3600, rel=0.1)
+    assert last["time_to_oom_seconds_lower"] < last["time_to_oom_seconds"] < first["time_to_oom_seconds"]
+
+
+def test_a_restart_ends_the_alarm_and_what_it_held_is_no_growth() -> None:
+    def restarted() -> Iterable[dict[str, Any]]:
+        records = list(leaking(HOURS))
+        yield from records
+        for step in range(720):
+            t = BEGAN + HOURS * 3600 + step * STEP
+            yield sample(t, 70_000 * MIB, finished=step * 50, started=BEGAN + HOURS * 3600)
+
+    (gpu,) = answer(restarted())["gpus"]
+
+    assert [ended for _, ended in gpu["leaking_intervals"]] == [BEGAN + HOURS * 3600]
+    assert gpu["state"] == "stable"
+    assert gpu["last_leaking"]["t"] == BEGAN + HOURS * 3600 - STEP
+
+
+@pytest.mark.parametrize("nothing", [None, [], [{"gpu": 0, "uuid": "GPU-a"}]])
+def test_samples_in_which_the_gpu_could_not_be_read_end_no_interval(nothing: list[dict[str, Any]] | None) -> None:
+    def gaps() -> Iterable[dict[str, Any]]:
+        for number, record in enumerate(leaking(HOURS)):
+            yield {**record, "gpus": nothing} if number % 100 < 10 or number > 2150 else record
+
+    (gpu,) = answer(gaps())["gpus"]
+
+    assert [ended for _, ended in gpu["leaking_intervals"]] == [None]
+    assert gpu["state"] == "unknown"
+
+
+def test_host_memory_has_its_own_verdict() -> None:
+    def host() -> Iterable[dict[str, Any]]:
+        for number, record in enumerate(leaking(HOURS)):
+            grown = record["gpus"][0]["used"] - 69_000 * MIB
+            processes = [
+                {"role": "engine_core", "rss": grown, "started_at": BEGAN},
+                {"role": "worker", "rss": 10**10, "started_at": BEGAN},
+            ]
+            yield {**sample(record["t"], 70_000 * MIB, finished=number * 50), "processes": processes}
+
+    found = answer(host())
+
+    assert found["gpus"][0]["leaking_intervals"] == []
+    core, worker = found["host"]
+    assert (core["process"], core["state"]) == ("engine_core", "leaking")
+    assert core["leaking_intervals"] == [[core["first_leaking"]["t"], None]]
+    assert core["first_leaking"]["bytes_per_second"] == pytest.approx(128_000, rel=0.3)
+    assert core["first_leaking"]["time_to_oom_seconds"] is None
+    assert worker == {"process": "worker", "state": "stable", "leaking_intervals": [], "first_leaking": None}
+
+
+def test_a_host_leak_alone_fails_as_well() -> None:
+    def host() -> Iterable[dict[str, Any]]:
+        for record in leaking(HOURS):
+            process = {"role": "worker", "rss": record["gpus"][0]["used"], "started_at": BEGAN}
+            yield {**record, "gpus": [], "processes": [process]}
+
+    assert replay("-", "--fail-on-leak", trace=text(host())).returncode == 1
+
+
+def test_a_gpu_without_a_name_has_none_in_the_answer() -> None:
+    found = answer({"t": 10 * second, "gpus": [{"used": 5}, {"used": 6}]} for second in range(3))
+
+    assert [(gpu["gpu"], gpu["uuid"]) for gpu in found["gpus"]] == [(0, None), (1, None)]
+
+
+def test_a_trace_without_samples_is_an_answer() -> None:
+    process = replay("-", "--json", "--fail-on-leak", trace=f"{HEADER}\n")
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout) == {"samples": 0, "span_seconds": 0.0, "gpus": [], "host": []}
+    assert replay("-", trace=f"{HEADER}\n").stdout == "The trace has no samples.\n"
+
+
+def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(leak)
+
+    process = replay(str(file), COLUMNS="90")
+
+    assert (process.returncode, process.stderr) == (0, "")
+    lines = process.stdout.splitlines()
+    assert lines[0] == "2160 samples over 2 h 59 min, 2025-10-09 08:53:20Z to 2025-10-09 11:53:15Z."
+    assert "GPU 0 (GPU-a): LEAKING; leaking at the end." in lines
+    for told in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
+        assert any(line.strip().startswith(told) for line in lines), told
+    assert "GPU 0: memory held by the engine, GB; the upright line is the first alarm" in lines
+    assert "running requests" in lines
+    assert max(map(len, lines)) <= 90
+    assert "\x1b" not in process.stdout
+
+
+def test_a_picture_is_drawn_into_a_file(tmp_path: Path, leak: str) -> None:
+    process = replay("-", "--json", "--png", str(tmp_path / "leak.png"), trace=leak)
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert json.loads(process.stdout)["samples"] == 2160
+    assert (tmp_path / "leak.png").read_bytes().startswith(b"\x89PNG")
+
+
+WITHOUT = """
+import sys
+for name in ("plotext", "matplotlib"):
+    sys.modules[name] = None
+from vllm_headroom.commands.replay.command import start
+sys.exit(start(sys.argv[1:]))
+"""
+
+
+def without_extras(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *words],
+        input=text(islice(flat(1), 3)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_what_is_not_installed_is_said_in_a_line() -> None:
+    terminal, png = without_extras("-"), without_extras("-", "--png", "x.png")
+
+    assert terminal.returncode == 0
+    assert terminal.stdout.splitlines()[-1] == (
+        "No picture: pip install 'vllm-headroom[replay]' draws memory and load here."
+    )
+    assert (png.returncode, png.stdout) == (2, "")
+    assert png.stderr == "--png needs matplotlib: pip install 'vllm-headroom[png]'\n"
+
+
+@pytest.mark.parametrize("words", [("-", "--json"), ("-",), ("-", "--fail-on-leak")])
+def test_a_bad_line_ends_with_status_2_and_is_named(words: tuple[str, ...]) -> None:
+    process = replay(*words, trace=text(islice(flat(1), 3)) + '{"t": 1, "gpus": 3}\n')
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == "line 5: gpus: got 3, accepts a list or null\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "needs a TRACE or --from-prometheus, and not both"),
+        (("-", "--from-prometheus", "http://x"), "needs a TRACE or --from-prometheus, and not both"),
+        (("-", "--colour"), "unrecognized arguments: --colour"),
+        (("-", "--png"), "argument --png: expected one argument"),
+    ],
+)
+def test_bad_arguments_end_with_status_2_and_one_line(words: tuple[str, ...], problem: str) -> None:
+    process = replay(*words)
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == f"vllm-headroom replay: {problem}; see --help\n"
+
+
+def test_files_that_cannot_be_used_end_with_status_2_and_one_line(tmp_path: Path) -> None:
+    missing, folder = tmp_path / "missing", tmp_path
+    png = replay("-", "--png", str(missing / "x.png"), trace=f"{HEADER}\n")
+
+    assert replay(str(missing)).stderr == f"{missing}: cannot be read: No such file or directory\n"
+    assert replay(str(folder)).stderr == f"{folder}: cannot be read: Is a directory\n"
+    assert (png.returncode, png.stderr) == (2, f"{missing}/x.png: cannot be written: No such file or directory\n")
+
+
+def test_a_reader_who_goes_away_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "replay", "-", "--json"],
+        input=f"{HEADER}\n",
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    os.close(write)
+
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_help_has_an_example_and_both_sources() -> None:
+    process = replay("--help")
+
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "vllm-headroom replay trace.jsonl" in process.stdout
+    assert "--from-prometheus URL" in process.stdout
+
+
+@pytest.mark.parametrize("words", [("-", "--json"), ("-",)])
+def test_a_replay_imports_nothing_of_the_daemon(words: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from vllm_headroom.commands.replay.command import start; start(sys.argv[1:]); print(*sys.modules)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, *words], input=f"{HEADER}\n", capture_output=True, text=True, check=True, env=OWN
+    )
+
+    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "structlog", "matplotlib"} & set(process.stdout.split())
+
+
+@pytest.mark.parametrize("record", [lambda: flat(0.5), lambda: leaking(0.5)])
+def test_the_same_trace_gives_the_same_answer(record: Callable[[], Iterable[dict[str, Any]]]) -> None:
+    assert answer(record()) == answer(record())

@@ -1,0 +1,27 @@
+"""Takes the steps of the smoke test in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from vllm_headroom.commands.smoke.command import taken
+from vllm_headroom.commands.smoke.reach import Reach
+from vllm_headroom.commands.smoke.settings import SmokeSettings
+from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.config.load import load_as
+
+Steps = dict[Name, Step]
+
+
+def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
+    """Return the steps by name; `words` are options."""
+    settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
+    steps = asyncio.run(taken(settings, Reach(settings), say))
+    assert [step.name for step in steps] == list(Name)
+    return {step.name: step for step in steps}
+
+
+def states(steps: Steps) -> list[State]:
+    """Return how it went, in the order of the steps."""
+    return [step.state for step in steps.values()]

@@ -1,0 +1,87 @@
+import asyncio
+import re
+
+import pytest
+
+from tests.fakes.engine_server import Answer, page
+from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
+from tests.unit.commands.smoke.smoking import smoke
+from vllm_headroom.commands.smoke.counters import counted, read_page
+from vllm_headroom.commands.smoke.reach import Reach
+from vllm_headroom.commands.smoke.settings import SmokeSettings
+from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.config.load import load_as
+
+pytestmark = pytest.mark.usefixtures("nvml")
+
+
+def soon(vllm: Vllm) -> Step:
+    """Look for a completion that was not made, without patience."""
+    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
+
+    async def steps() -> Step:
+        step, _ = await counted(reach, await read_page(reach), 0.0)
+        return step
+
+    return asyncio.run(steps())
+
+
+def test_the_completion_is_counted(vllm: Vllm) -> None:
+    vllm.finished = 41
+
+    step = smoke(vllm.url)[Name.METRICS]
+
+    assert step.state is State.OK
+    assert re.fullmatch(r"\d+ of \d+ inputs are on the page; finished requests rose by 1", step.text)
+
+
+def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: Vllm) -> None:
+    first = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
+    vllm.answers["/metrics"] = page(first)
+    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
+
+    async def steps() -> Step:
+        before = await read_page(reach)
+        del vllm.answers["/metrics"]
+        vllm.finished = 1
+        step, _ = await counted(reach, before, 0.0)
+        return step
+
+    assert asyncio.run(steps()).state is State.OK
+
+
+def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
+    vllm.finished = 7
+
+    step = soon(vllm)
+
+    assert step.state is State.FAILED
+    assert step.text.startswith("finished requests stay at 7 after a completion: check that HEADROOM_ENGINE_URL is the")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (page("python_info 1\n"), "the page has no series of an engine: check that HEADROOM_ENGINE_URL"),
+        (page("<html>"), "page is not metrics, it starts with"),
+        (page("", status="500 Internal Server Error"), "answers 500 Internal Server Error"),
+        (page('vllm:num_requests_running{model_name="m"} 0\n'), "does not offer requests_waiting, requests_finished"),
+    ],
+    ids=["no-stats", "html", "500", "few"],
+)
+def test_a_page_that_offers_too_little_fails(vllm: Vllm, answer: Answer, words: str) -> None:
+    vllm.answers["/metrics"] = answer
+
+    step = soon(vllm)
+
+    assert step.state is State.FAILED
+    assert words in step.text
+
+
+def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
+    vllm.answers["/v1/completions"] = error("500 Internal Server Error", "oops")
+
+    step = smoke(vllm.url)[Name.METRICS]
+
+    assert step.state is State.SKIPPED
+    assert step.text.endswith(" inputs are on the page; there is no completion to look for in them")

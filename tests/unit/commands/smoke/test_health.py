@@ -1,0 +1,94 @@
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.engine_server import LOOPBACK, hang, page, reset
+from tests.unit.commands.smoke.serving import Vllm
+from tests.unit.commands.smoke.smoking import smoke, states
+from vllm_headroom.commands.smoke.step import Name, State
+
+pytestmark = pytest.mark.usefixtures("nvml")
+REST_SKIPPED = [State.FAILED, State.SKIPPED, State.SKIPPED, State.SKIPPED]
+
+
+def test_a_healthy_vllm_is_not_waited_for(vllm: Vllm) -> None:
+    said: list[str] = []
+
+    assert smoke(vllm.url, say=said.append)[Name.HEALTH].text == "healthy after 0 s"
+    assert said == []
+
+
+def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> None:
+    vllm.answers["/health"] = page("", status="503 Service Unavailable")
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        vllm.answers["/health"] = page("")
+
+    steps = smoke(vllm.url, "--deadline", "10m", say=say)
+
+    assert steps[Name.HEALTH].state is State.OK
+    (line,) = said
+    assert line.startswith("waiting, 10 min 0 s left: ")
+    assert line.endswith("/health answers 503 Service Unavailable: look for the cause in the engine's log")
+
+
+def test_one_that_does_not_listen_yet_is_waited_for() -> None:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    servers: list[Vllm] = []
+
+    def say(line: str) -> None:
+        assert "(Connection refused)" in line
+        servers.append(Vllm(port=port))
+
+    try:
+        steps = smoke(f"http://{LOOPBACK}:{port}", say=say)
+    finally:
+        for server in servers:
+            server.close()
+
+    assert len(servers) == 1
+    assert states(steps)[:3] == [State.OK, State.OK, State.OK]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (page("", status="503 Service Unavailable"), "answers 503 Service Unavailable"),
+        (page("", status="404 Not Found"), "answers 404 Not Found"),
+        (hang, "/health did not answer within "),
+        (reset, "/health (Connection reset by peer)"),
+    ],
+    ids=["ill", "missing", "stalls", "resets"],
+)
+def test_one_that_never_gets_healthy_fails_at_the_deadline_and_is_asked_for_nothing_more(
+    vllm: Vllm, answer: object, words: str
+) -> None:
+    vllm.answers["/health"] = answer  # type: ignore[assignment]
+
+    steps = smoke(vllm.url, "--deadline", "0.5s")
+
+    assert states(steps) == REST_SKIPPED
+    assert steps[Name.HEALTH].text.startswith("not healthy within 0 s: ")
+    assert words in steps[Name.HEALTH].text
+    assert {head.split()[1] for head in vllm.requests} == {"/health"}
+
+
+def test_nothing_that_listens_fails_at_the_deadline() -> None:
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+
+    steps = smoke(f"http://{LOOPBACK}:{port}", "--deadline", "1s")
+
+    assert states(steps) == REST_SKIPPED
+    assert "(Connection refused): check that vLLM runs" in steps[Name.HEALTH].text
+
+
+def test_what_no_waiting_mends_fails_at_once(vllm: Vllm, tmp_path: Path) -> None:
+    steps = smoke(vllm.url, "--deadline", "1m", "--engine-bearer-token-file", str(tmp_path / "missing"))
+
+    assert states(steps) == REST_SKIPPED
+    assert "missing cannot be read (No such file or directory)" in steps[Name.HEALTH].text

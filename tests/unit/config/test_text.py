@@ -1,0 +1,80 @@
+from pathlib import Path
+
+import yaml
+
+from vllm_headroom.commands.demo.settings import DemoSettings
+from vllm_headroom.config.fields import about
+from vllm_headroom.config.load import load
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.sources import option
+from vllm_headroom.config.text import OTHERS, WIDTH, settings_help, settings_table, settings_yaml
+
+
+def test_every_setting_says_what_it_is_for_and_what_it_accepts() -> None:
+    for name, field in DemoSettings.model_fields.items():
+        assert field.description, name
+        assert field.description.endswith("."), name
+        assert about(field, "accepts"), name
+        assert about(field, "shown"), name
+        assert about(field, "word").isupper(), name
+
+
+def test_help_has_every_setting_with_its_default_within_the_width() -> None:
+    text = settings_help(Settings)
+
+    for name, field in Settings.model_fields.items():
+        assert f"  {option(name)} {about(field, 'word')}\n" in text
+    assert "--gpu-fatal-grace-seconds SECONDS\n" in text
+    assert "      Default: 60. Accepts a number of seconds from 0 to 3600.\n" in text
+    assert text.count("Default: ") == len(Settings.model_fields)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert text.endswith("\n".join(OTHERS))
+
+
+def test_the_demos_help_starts_with_its_own_settings_and_has_none_of_a_real_engine() -> None:
+    text = settings_help(DemoSettings)
+
+    assert text.index("--scenario") < text.index("--speed NUMBER") < text.index("--sample-interval-seconds SECONDS")
+    assert "--listen-port" in text
+    assert "--engine-" not in text
+
+
+def test_the_table_has_a_row_per_setting() -> None:
+    rows = settings_table().splitlines()
+
+    assert rows[0] == "| setting | default | meaning | accepts |"
+    assert len(rows) == 2 + len(Settings.model_fields)
+    assert all(row.count("|") == 5 for row in rows)
+    assert (
+        "| `HEADROOM_SAMPLE_INTERVAL_SECONDS` | 5 | Time from one sample of the engine and the GPUs to the next. |"
+        " a number of seconds from 0.1 to 300 |"
+    ) in rows
+
+
+def test_what_is_printed_is_what_config_accepts(tmp_path: Path) -> None:
+    file = tmp_path / "headroom.yaml"
+    settings = load(["--gpus", "0,GPU-8a1b0d6e", "--reported-bytes=72GiB", "--engine-ca-file=/ca"], {})
+    file.write_text(settings_yaml(settings))
+
+    assert load(["--config", str(file)], {}) == settings
+
+
+def test_the_printed_defaults_are_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "headroom.yaml"
+    file.write_text(settings_yaml(Settings()))
+
+    assert load(["--config", str(file)], {}) == Settings()
+
+
+def test_secrets_are_neither_printed_nor_shown_by_repr() -> None:
+    environ = {
+        "HEADROOM_ENGINE_URL": "http://user:hunter2@engine:8000",
+        "HEADROOM_ENGINE_HEADERS": '{"X-Key": "hunter2"}',
+    }
+    settings = load([], environ)
+    printed = settings_yaml(settings)
+
+    assert yaml.safe_load(printed)["engine_url"] == "http://***@engine:8000/metrics"
+    assert yaml.safe_load(printed)["engine_headers"] == {"X-Key": "***"}
+    for text in (printed, repr(settings), str(settings)):
+        assert "hunter2" not in text

@@ -1,0 +1,14 @@
+"""A state worth keeping, made once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.daemon.state.engine import ALARM_STEPS, after, seen
+from vllm_headroom.daemon.state.content import Memory
+
+
+@pytest.fixture(scope="session")
+def alarmed() -> Memory:
+    """Return the memory of a leaking engine at the step ALARM_STEPS."""
+    return after(seen(step) for step in range(1, ALARM_STEPS + 1))

@@ -1,0 +1,119 @@
+"""An engine that leaks 2 MiB per 16 requests, seen every 5 seconds, and the states that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from structlog.testing import capture_logs
+
+from tests.samples import engine, gpu, page, snapshot
+from vllm_headroom.daemon.state.content import Kept, Memory
+from vllm_headroom.daemon.state.identity import Identity, identity
+from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive.leak.baseline import Baselines
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Role
+
+GIB: Final = 2**30
+MIB: Final = 2**20
+STEP_SECONDS: Final = 5.0
+REQUESTS_PER_STEP: Final = 50
+ALARM_STEPS: Final = 1800
+"""Two and a half hours, in which half of the room leaks away: far more than the alarm needs."""
+
+DERIVATIONS: Final = tuple(each for each in derivations() if each.name in {"leak", "baseline"})
+
+
+def held(step: int) -> int:
+    return 40 * GIB + step * REQUESTS_PER_STEP // 16 * 2 * MIB
+
+
+def reading(step: int, **known: Any) -> EngineReading:
+    facts = {"finished_total": float(step * REQUESTS_PER_STEP), "started_at_seconds": 1_760_000_000.0, **known}
+    return engine(running=20.0, **facts)
+
+
+def device(step: int, uuid: str = "GPU-a") -> Gpu:
+    return replace(gpu(uuid=uuid, total=60 * GIB, used=held(step)), process_count=0)
+
+
+def seen(
+    step: int,
+    *,
+    shift: float = 0.0,
+    engines: tuple[EngineReading, ...] | Failure | None = None,
+    gpus: tuple[Gpu, ...] | Failure | None = None,
+) -> Snapshot:
+    """Return what is seen at a step; `shift` is how much further the monotonic clock of this process is."""
+    worker = EngineProcess(pid=7, role=Role.WORKER, rss_bytes=held(step) // 8, started_at_seconds=1_760_000_001.0)
+    if not isinstance(engines, Failure):
+        engines_seen = page(*((reading(step),) if engines is None else engines))
+    at = snapshot(
+        at=step * STEP_SECONDS,
+        engines=engines if isinstance(engines, Failure) else engines_seen,
+        gpus=(device(step),) if gpus is None else gpus,
+        processes=(worker,),
+    )
+    return replace(at, monotonic_seconds=at.monotonic_seconds + shift)
+
+
+def followed(memory: Memory, snapshots: Iterable[Snapshot]) -> Iterator[tuple[Memory, tuple[Sample, ...]]]:
+    states: dict[str, Any] = {"leak": memory.leak, "baseline": memory.baseline}
+    for each in snapshots:
+        samples: tuple[Sample, ...] = ()
+        for derivation in DERIVATIONS:
+            states[derivation.name], more = answer(derivation, states[derivation.name], each)
+            samples += more
+        yield Memory(**states), samples
+
+
+def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory:
+    *_, (last, _) = followed(memory or Memory(), snapshots)
+    return last
+
+
+def kept(memory: Memory, last: Snapshot, **changes: Any) -> Kept:
+    whose = identity(last.engines)
+    assert isinstance(whose, Identity)
+    facts = {"version": "0", "saved_at_seconds": last.time_seconds, "monotonic_seconds": last.monotonic_seconds}
+    return Kept(**{**facts, "identity": whose, "memory": memory, **changes})
+
+
+@dataclass
+class FixedClock:
+    """Shows the time of a snapshot."""
+
+    now: Snapshot
+
+    def time(self) -> float:
+        return self.now.time_seconds
+
+    def monotonic(self) -> float:
+        return self.now.monotonic_seconds
+
+    async def sleep_until(self, monotonic_seconds: float) -> None:
+        raise AssertionError(monotonic_seconds)
+
+
+def keeper(folder: Path, now: Snapshot) -> Keeper:
+    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=FixedClock(now), version="0")
+
+
+async def recalled(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[str]]:
+    """Return what a new process takes up as it sees these, and the events it logs."""
+    subject, states = keeper(folder, snapshots[-1]), dict[str, Any]()
+    with capture_logs() as lines:
+        for each in snapshots:
+            states.update(await subject.recall(each))
+    return states, [f"{line['event']}: {line.get('problem', '')}" for line in lines]
+
+
+def states(memory: Memory) -> dict[str, LeakMemory | Baselines]:
+    return {"leak": memory.leak, "baseline": memory.baseline}

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from math import inf, nan
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import Golden
+from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
+from vllm_headroom.daemon.state import file
+from vllm_headroom.daemon.state.content import FORMAT, Kept, Memory
+from vllm_headroom.daemon.state.file import MOST_BYTES, NAME, Unusable, decode, encode, read, set_aside, write
+from vllm_headroom.derive.leak.facts import Verdict
+
+SAVES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from vllm_headroom.daemon.state.file import read, write
+folder = Path(sys.argv[1])
+kept = read(folder)
+for number in range(int(sys.argv[2]), 10**9):
+    write(folder, replace(kept, saved_at_seconds=float(number)))
+    print(number, flush=True)
+"""
+
+
+def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
+    saved = kept(alarmed, seen(ALARM_STEPS))
+
+    assert alarmed.leak.gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+    assert decode(encode(saved)) == saved
+    assert decode(encode(saved)).memory.leak.gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.001, 4000),
+            st.integers(0, 80 * 2**30),
+            st.none() | st.floats(0, 1e15),
+            st.sampled_from(["a", "é\n"]),
+        ),
+        min_size=1,
+        max_size=80,
+    )
+)
+def test_whatever_was_seen_comes_back_exactly(readings: list[tuple[float, int, float | None, str]]) -> None:
+    snapshots, now = [], 0.0
+    for elapsed, held_bytes, finished, uuid in readings:
+        now += elapsed
+        gpu = device(held_bytes // 2**20, uuid)
+        snapshots.append(seen(0, shift=now, engines=(reading(0, finished_total=finished),), gpus=(gpu,)))
+    saved = kept(after(snapshots), snapshots[-1])
+
+    assert decode(encode(saved)) == saved
+
+
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_what_is_no_number_is_not_written(alarmed: Memory, value: float) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=value))
+
+
+def changed(**changes: Any) -> Callable[[bytes], bytes]:
+    """Return a change to the document that keeps the checksum right."""
+
+    def change(content: bytes) -> bytes:
+        document = {**json.loads(content), **changes}
+        del document["checksum"]
+        return json.dumps({**document, "checksum": file._checksum(document)}).encode()
+
+    return change
+
+
+def flipped(content: bytes) -> bytes:
+    place = content.index(b'"score":') + 9
+    return content[:place] + (b"1" if content[place : place + 1] != b"1" else b"2") + content[place + 1 :]
+
+
+BAD: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "a-byte-short": lambda content: content[:-1],
+    "a-digit-changed": flipped,
+    "zeros": lambda content: bytes(len(content)),
+    "no-text": lambda _: b"\xff\xfe\x80",
+    "a-list": lambda _: b"[]",
+    "a-text": lambda _: b'"state"',
+    "nothing-in-it": lambda _: b"{}",
+    "nested-deeply": lambda _: b"[" * 1_000_000,
+    "an-endless-number": lambda _: b"1" * 1_000_000,
+    "another-format": changed(format=99),
+    "no-format": changed(format=None),
+    "another-shape": changed(memory={"leak": []}),
+    "another-verdict": changed(memory={"leak": {"gpus": {"tracks": {"GPU-a": {"clock": 1.0, "verdict": 7}}}}}),
+    "no-number": lambda content: content.replace(b'"saved_at_seconds":', b'"saved_at_seconds":NaN,"x":', 1),
+    "too-large": lambda _: bytes(MOST_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
+def test_a_bad_file_is_told_from_a_state(damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path) -> None:
+    content = damage(encode(kept(alarmed, seen(ALARM_STEPS))))
+    (tmp_path / NAME).write_bytes(content)
+
+    with pytest.raises(Unusable):
+        read(tmp_path)
+
+
+def test_where_nothing_was_saved_nothing_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    assert read(tmp_path / "no-folder") is None
+
+
+def test_a_file_that_is_set_aside_replaces_an_older_one(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        (tmp_path / NAME).write_text(content)
+        set_aside(tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.bad"]
+    assert (tmp_path / f"{NAME}.bad").read_text() == "second"
+
+
+def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memory, tmp_path: Path) -> None:
+    write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=0.0))
+    chance, done = random.Random(1), 0  # noqa: S311 - moments, not secrets
+    for _ in range(10):
+        process = subprocess.Popen([sys.executable, "-c", SAVES, tmp_path, str(done + 1)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(chance.randrange(1, 6)):
+            process.stdout.readline()
+        try:
+            process.wait(chance.uniform(0, 0.02))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        numbers, _ = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        before = int(numbers.split()[-1]) if numbers.split() else done
+
+        found = read(tmp_path)
+
+        assert found is not None
+        assert found.saved_at_seconds >= max(before, done + 1), "what was reported saved is saved"
+        assert found.memory == alarmed
+        done = int(found.saved_at_seconds)
+
+
+def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:
+    """When this changes, raise FORMAT: an older state would be misread."""
+    lines = [f"format {FORMAT}"]
+    waiting: list[type] = [Kept]
+    for kind in waiting:
+        hints = get_type_hints(kind)
+        lines += ["", kind.__name__, *(f"  {field.name}: {field.type}" for field in fields(kind))]
+        waiting += [inner for hint in hints.values() for inner in _inside(hint) if inner not in waiting]
+
+    golden(Path(__file__).with_name("shape.txt"), "\n".join(lines) + "\n")
+
+
+def _inside(hint: Any) -> list[type]:
+    if isinstance(hint, type) and is_dataclass(hint):
+        return [hint]
+    return list(dict.fromkeys(inner for argument in get_args(hint) for inner in _inside(argument)))

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.samples import failure
+from tests.unit.daemon.state.engine import (
+    ALARM_STEPS,
+    FixedClock,
+    device,
+    followed,
+    keeper,
+    kept,
+    reading,
+    recalled,
+    seen,
+    states,
+)
+from vllm_headroom import catalog
+from vllm_headroom.daemon.state.content import Memory
+from vllm_headroom.daemon.state.file import NAME, encode, read, write
+from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive.leak.facts import Verdict
+from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Source
+
+LAST = seen(ALARM_STEPS)
+NEXT = ALARM_STEPS + 10
+NO_ENGINE = seen(NEXT, engines=failure(Source.ENGINE))
+
+
+def outcome(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[str]]:
+    return asyncio.run(recalled(folder, *snapshots))
+
+
+def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memory, tmp_path: Path) -> None:
+    async def saved() -> None:
+        first = keeper(tmp_path, LAST)
+        assert await first.recall(LAST) == {}
+        await first.save(states(alarmed))
+
+    asyncio.run(saved())
+    found, events = outcome(tmp_path, seen(NEXT))
+    ((_, samples),) = followed(Memory(**found), [seen(NEXT)])
+
+    assert {each.labels[2]: each.value for each in samples if each.metric is catalog.LEAK_STATE}["leaking"] == 1
+    assert events == ["saved state taken up: "]
+
+
+def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory, tmp_path: Path) -> None:
+    write(tmp_path, kept(alarmed, LAST))
+
+    nameless = seen(NEXT, engines=(EngineReading(model_name="", engine="0"),))
+    waiting = [NO_ENGINE, nameless, seen(NEXT, gpus=failure(Source.NVML))]
+    assert outcome(tmp_path, *waiting) == ({}, [])
+
+    found, _ = outcome(tmp_path, *waiting, seen(NEXT))
+    assert found["leak"].gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+
+
+@pytest.mark.parametrize("now", [NO_ENGINE, seen(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"])
+def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, tmp_path: Path) -> None:
+    write(tmp_path, kept(alarmed, LAST))
+    before = (tmp_path / NAME).read_bytes()
+
+    async def down() -> None:
+        subject = keeper(tmp_path, now)
+        await subject.save(states(Memory()))
+        await subject.recall(now)
+        await subject.save(states(Memory()))
+
+    asyncio.run(down())
+
+    assert (tmp_path / NAME).read_bytes() == before
+
+
+def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> None:
+    async def down() -> None:
+        subject = keeper(tmp_path, NO_ENGINE)
+        await subject.recall(NO_ENGINE)
+        await subject.save(states(Memory()))
+
+    asyncio.run(down())
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_taken_up_once(alarmed: Memory, tmp_path: Path) -> None:
+    write(tmp_path, kept(alarmed, LAST))
+
+    async def twice() -> None:
+        subject = keeper(tmp_path, seen(NEXT))
+        assert await subject.recall(seen(NEXT))
+        assert await subject.recall(seen(NEXT)) == {}
+
+    asyncio.run(twice())
+
+
+OTHERS: dict[str, tuple[tuple[EngineReading, ...] | Failure | None, tuple[Gpu, ...] | None, str]] = {
+    "restarted": ((reading(5, started_at_seconds=1.8e9),), None, "restart"),
+    "restarted-and-further": ((reading(10**6, started_at_seconds=1.8e9),), None, "restart"),
+    "says-nothing-now": ((reading(NEXT, started_at_seconds=None),), None, "another engine"),
+    "another-model": ((EngineReading(model_name="n", engine="0"),), None, "another model (m)"),
+    "another-gpu": (None, (device(NEXT, "GPU-z"),), "other GPUs (GPU-a)"),
+    "no-gpu": (None, (), "other GPUs"),
+}
+
+
+@pytest.mark.parametrize(("engines", "gpus", "reason"), OTHERS.values(), ids=OTHERS)
+def test_anothers_past_is_set_aside(
+    engines: tuple[EngineReading, ...] | None,
+    gpus: tuple[Gpu, ...] | None,
+    reason: str,
+    alarmed: Memory,
+    tmp_path: Path,
+) -> None:
+    saved = kept(alarmed, LAST)
+    write(tmp_path, saved)
+
+    found, events = outcome(tmp_path, seen(NEXT, engines=engines, gpus=gpus), seen(NEXT + 1))
+
+    assert found == {}
+    (event,) = events
+    assert reason in event
+    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.bad"]
+    assert (tmp_path / f"{NAME}.bad").read_bytes() == encode(saved)
+
+
+def uncounted(step: int, finished_total: float | None) -> Snapshot:
+    return seen(step, engines=(reading(step, started_at_seconds=None, finished_total=finished_total),))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "gap_steps", "same"),
+    [
+        (9000.0, 9500.0, 10, True),
+        (9000.0, 9000.0, 60, True),
+        (9000.0, 8999.0, 10, False),
+        (9000.0, 12000.0, 61, False),
+        (None, 9000.0, 10, False),
+        (9000.0, None, 10, False),
+    ],
+)
+def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
+    before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: Memory, tmp_path: Path
+) -> None:
+    write(tmp_path, kept(alarmed, uncounted(ALARM_STEPS, before)))
+
+    found, events = outcome(tmp_path, uncounted(ALARM_STEPS + gap_steps, now))
+
+    assert bool(found) == same
+    assert ("set aside" in events[0]) != same
+
+
+@pytest.mark.parametrize(
+    ("age_seconds", "reason"), [(86_401.0, "it is 24 h old"), (-301.0, "from the future"), (86_399.0, ""), (-299.0, "")]
+)
+def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
+    age_seconds: float, reason: str, alarmed: Memory, tmp_path: Path
+) -> None:
+    write(tmp_path, kept(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
+
+    _, events = outcome(tmp_path, NO_ENGINE)
+
+    assert (tmp_path / NAME).exists() == (not reason)
+    assert len(events) == bool(reason)
+    assert reason in "".join(events)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 4096, b"half of a"])
+def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
+    content: bytes, alarmed: Memory, tmp_path: Path
+) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    (tmp_path / f"{NAME}.bad").write_text("an older one")
+
+    async def live() -> None:
+        subject = keeper(tmp_path, LAST)
+        assert await subject.recall(LAST) == {}
+        await subject.save(states(alarmed))
+
+    with capture_logs() as lines:
+        asyncio.run(live())
+
+    assert [line["event"] for line in lines] == ["saved state set aside, the leak detector starts afresh"]
+    assert (tmp_path / f"{NAME}.bad").read_bytes() == content
+    assert read(tmp_path) == kept(alarmed, LAST)
+
+
+def full(folder: Path) -> None:
+    (folder / f"{NAME}.new").symlink_to("/dev/full")
+
+
+def no_folder(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("a file")
+
+
+def occupied(folder: Path) -> None:
+    (folder / NAME).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [(full, "No space left on device"), (no_folder, "Not a directory"), (occupied, "Is a directory")],
+)
+def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
+    spoil: Any, problem: str, alarmed: Memory, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    spoil(folder)
+
+    async def live() -> None:
+        subject = keeper(folder, LAST)
+        assert await subject.recall(LAST) == {}
+        for _ in range(3):
+            await subject.save(states(alarmed))
+        folder.rename(tmp_path / "spoiled")
+        for _ in range(3):
+            await subject.save(states(alarmed))
+
+    with capture_logs() as lines:
+        asyncio.run(live())
+
+    assert [line["event"].partition(":")[0] for line in lines] == ["state is not kept", "state is kept again"]
+    assert lines[0]["problem"] == problem
+    assert read(folder) == kept(alarmed, LAST)
+
+
+def test_a_volume_that_hangs_costs_the_timeout_and_no_more(alarmed: Memory, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{NAME}.new")
+
+    async def live() -> None:
+        subject = keeper(tmp_path, LAST)
+        await subject.recall(LAST)
+        for _ in range(3):
+            await subject.save(states(alarmed), 0.05)
+
+    with capture_logs() as lines:
+        asyncio.run(live())
+    os.close(os.open(tmp_path / f"{NAME}.new", os.O_RDONLY | os.O_NONBLOCK))  # lets go of the thread
+
+    assert [line["problem"] for line in lines] == ["the volume does not answer within 0.05 s"]
+
+
+def test_the_last_save_is_made_though_the_end_came_during_another(alarmed: Memory, tmp_path: Path) -> None:
+    worker, begun, go_on = Worker[Any]("state"), threading.Event(), threading.Event()
+
+    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:
+        def slowly() -> Any:
+            begun.set()
+            go_on.wait(30)
+            return function()
+
+        return await worker.call(slowly, timeout_seconds + 30)
+
+    async def live() -> None:
+        subject = Keeper(folder=tmp_path, call=call, clock=FixedClock(LAST), version="0")
+        go_on.set()
+        await subject.recall(LAST)
+        begun.clear()
+        go_on.clear()
+        saving = asyncio.create_task(subject.save(states(Memory())))
+        assert await asyncio.to_thread(begun.wait, 30)
+        saving.cancel()
+        last = asyncio.create_task(subject.save(states(alarmed)))
+        await asyncio.sleep(0)
+        go_on.set()
+        await last
+
+    with capture_logs() as lines:
+        asyncio.run(live())
+
+    assert lines == []
+    assert read(tmp_path) == kept(alarmed, LAST)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.samples import failure
+from tests.unit.daemon.state.engine import ALARM_STEPS, STEP_SECONDS, after, device, followed, kept, seen
+from vllm_headroom.daemon.state.content import Memory, taken_up
+from vllm_headroom.daemon.state.file import decode, encode
+from vllm_headroom.derive.leak.load import LoadState
+from vllm_headroom.vocabulary import Source
+
+SHIFT = 123_456.0
+"""How much further the next process's monotonic clock is; a whole number, so that sums stay exact."""
+
+
+@pytest.mark.parametrize("stopped", [10, 620, 1100])
+@pytest.mark.parametrize("shift", [SHIFT, -4096.0])
+def test_the_samples_after_a_restart_are_those_of_a_process_that_never_stopped(stopped: int, shift: float) -> None:
+    saved = kept(after(seen(step) for step in range(1, stopped + 1)), seen(stopped))
+    steps = range(stopped + 1, stopped + 121)
+
+    memory = taken_up(decode(encode(saved)), seen(stopped + 1, shift=shift))
+    through = [samples for _, samples in followed(memory, (seen(step, shift=shift) for step in steps))]
+    unbroken = [samples for _, samples in followed(saved.memory, (seen(step) for step in steps))]
+
+    assert through == unbroken
+
+
+def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
+    saved = kept(alarmed, seen(ALARM_STEPS))
+    back = ALARM_STEPS + 720
+
+    memory = taken_up(saved, seen(back, shift=SHIFT))
+    track = after([seen(back, shift=SHIFT)], memory).leak.gpus.tracks["GPU-a"]
+    unbroken = after([seen(back)], alarmed).leak.gpus.tracks["GPU-a"]
+
+    assert track == replace(unbroken, clock=unbroken.clock + SHIFT)
+    assert track.seconds == alarmed.leak.gpus.tracks["GPU-a"].seconds + 720 * STEP_SECONDS
+
+
+def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
+    saved = kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=seen(ALARM_STEPS + 20).time_seconds)
+
+    track = taken_up(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus.tracks["GPU-a"]
+
+    assert track.clock == seen(ALARM_STEPS, shift=SHIFT).monotonic_seconds
+
+
+def test_load_that_was_not_seen_is_not_called_level(alarmed: Memory) -> None:
+    saved = kept(alarmed, seen(ALARM_STEPS))
+
+    assert taken_up(saved, seen(ALARM_STEPS + 12)).leak.load.stable is True
+    assert taken_up(saved, seen(ALARM_STEPS + 13)).leak.load == LoadState()
+
+
+def test_only_gpus_that_are_visible_are_taken_up() -> None:
+    both = [seen(step, gpus=(device(step, "GPU-a"), device(step, "GPU-b"))) for step in range(1, 100)]
+    saved = kept(after(both), both[-1])
+    assert set(saved.memory.baseline.bands) == {"GPU-a", "GPU-b"}
+
+    memory = taken_up(saved, seen(100, gpus=(device(100, "GPU-b"), device(100, "GPU-c"))))
+
+    assert set(memory.leak.gpus.tracks) == {"GPU-b"}
+    assert set(memory.baseline.bands) == {"GPU-b"}
+    assert set(memory.leak.host.tracks) == {"worker"}
+    assert taken_up(saved, seen(100, gpus=failure(Source.NVML))).leak.gpus.tracks == {}

@@ -1,0 +1,218 @@
+"""The straight line, over sources that say what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.samples import engine, failure, page, values
+from vllm_headroom import catalog
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.derivation import Derivation, stateless
+from vllm_headroom.model import (
+    EnginePage,
+    Failure,
+    GpuMemory,
+    GpuReading,
+    GpuReadings,
+    ProcessReadings,
+    Sample,
+    Snapshot,
+)
+from vllm_headroom.vocabulary import Source
+
+MEMORY = GpuMemory(total_bytes=1000, used_bytes=900, free_bytes=100, reserved_bytes=None)
+
+
+@dataclass
+class Said:
+    """All three sources; each says what its field says."""
+
+    engine: str | Failure = "1"
+    gpus: GpuReadings | Failure = field(
+        default_factory=lambda: GpuReadings(
+            driver_version="580.00",
+            devices=tuple(GpuReading(index=index, uuid=f"GPU-{index}", name="H100", memory=MEMORY) for index in (0, 1)),
+        )
+    )
+    processes: ProcessReadings | Failure = field(
+        default_factory=lambda: ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True)
+    )
+
+    async def fetch(self) -> str | Failure:
+        return self.engine
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        assert timeout_seconds == 2.0
+        return self.gpus
+
+    async def sample_used(self, timeout_seconds: float) -> None:
+        raise AssertionError(timeout_seconds)
+
+    async def close(self) -> None:
+        raise AssertionError
+
+
+@dataclass
+class Processes:
+    said: Said
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+        assert timeout_seconds == 2.0
+        return self.said.processes
+
+
+def parsed(text: str) -> EnginePage | Failure:
+    return page(engine(running=float(text)), inputs=(("requests_running", True),))
+
+
+def sampler(
+    said: Said,
+    *more: Derivation[Any],
+    selection: Selection | None = None,
+    parse: Callable[[str], EnginePage | Failure] = parsed,
+    recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+) -> Sampler:
+    return Sampler(
+        sources=Sources(engine=said, gpus=said, processes=Processes(said)),
+        parse=parse,
+        selection=selection or Selection(),
+        derivations=(*derivations(), *more),
+        clock=SystemClock(),
+        gpu_timeout_seconds=2.0,
+        recall=recall,
+    )
+
+
+def ticked(sampler: Sampler) -> tuple[Sample, ...]:
+    asyncio.run(sampler.tick())
+    assert sampler.published is not None
+    return sampler.published.samples
+
+
+def events(said: Said, change: Callable[[], None], selection: Selection | None = None) -> list[str]:
+    """Return what is logged for a change between the second and the fourth of five ticks, without the first tick's."""
+    subject = sampler(said, selection=selection)
+    ticked(subject)
+    with capture_logs() as lines:
+        ticked(subject)
+        change()
+        for _ in range(3):
+            ticked(subject)
+    return [str(line["event"]) for line in lines]
+
+
+def test_nothing_is_published_before_the_first_tick() -> None:
+    assert sampler(Said()).published is None
+
+
+def test_a_tick_publishes_what_the_sources_say() -> None:
+    samples = ticked(sampler(Said(engine="3")))
+
+    assert values(samples, catalog.ENGINE_RUNNING) == {("m", "0"): 3.0}
+    assert len(values(samples, catalog.GPU_MEMORY_USED)) == 2
+
+
+@pytest.mark.parametrize("side", ["engine", "gpus", "processes"])
+def test_a_failed_source_costs_its_own_series_and_is_logged_once(side: str) -> None:
+    source = {"engine": Source.ENGINE, "gpus": Source.NVML, "processes": Source.PROCESS}[side]
+    said = Said()
+
+    assert events(said, lambda: setattr(said, side, failure(source))) == ["source failed"]
+    samples = ticked(sampler(said))
+
+    assert values(samples, catalog.SOURCE_UP)[(str(source),)] == 0.0
+    assert bool(values(samples, catalog.ENGINE_RUNNING)) == (side != "engine")
+    assert bool(values(samples, catalog.GPU_MEMORY_USED)) == (side != "gpus")
+
+
+def test_a_page_that_cannot_be_parsed_is_a_failed_source() -> None:
+    samples = ticked(sampler(Said(), parse=lambda _: failure(Source.ENGINE)))
+
+    assert values(samples, catalog.SOURCE_UP)[("engine",)] == 0.0
+
+
+def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> None:
+    faulty = [True]
+
+    def divide(snapshot: Snapshot) -> tuple[Sample, ...]:
+        if faulty[0]:
+            raise ZeroDivisionError
+        return (Sample(catalog.ENGINE_RUNNING, ("divided", str(snapshot.time_seconds)), 1.0),)
+
+    subject = sampler(Said(), stateless("divide", divide))
+    with capture_logs() as lines:
+        before = ticked(subject)
+        ticked(subject)
+        faulty[0] = False
+        after = ticked(subject)
+        ticked(subject)
+
+    assert len(after) == len(before) + 1
+    assert [line["event"] for line in lines if "derivation" in line] == [
+        "derivation failed, its series are absent",
+        "derivation works again",
+    ]
+
+
+def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
+    class Recall:
+        found: ClassVar = {"count": 41}
+
+        async def __call__(self, snapshot: Snapshot) -> dict[str, int]:
+            assert not isinstance(snapshot.engines, Failure)
+            found, Recall.found = Recall.found, {}
+            return found
+
+    counting = Derivation(
+        name="count",
+        initial=0,
+        step=lambda state, _: (state + 1, (Sample(catalog.ENGINE_RUNNING, ("count", "0"), float(state + 1)),)),
+    )
+    subject = sampler(Said(), counting, recall=Recall())
+
+    assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 42.0
+    assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 43.0
+    assert subject.states["count"] == 43
+
+
+def test_a_selection_that_nothing_visible_fits_is_named() -> None:
+    with capture_logs() as lines:
+        ticked(sampler(Said(), selection=Selection(listed=("gpu-1", "7"))))
+
+    (line,) = (line for line in lines if "HEADROOM_GPUS" in line["event"])
+    assert line["missing"] == "7"
+    assert line["visible"] == "0=GPU-0 1=GPU-1"
+
+
+def test_without_a_way_to_tell_whose_gpu_it_is_the_log_says_what_to_set() -> None:
+    with capture_logs() as lines:
+        ticked(sampler(Said()))
+
+    (line,) = (line for line in lines if line["event"] == "no GPU taken for the engine's")
+    assert "HEADROOM_GPUS" in line["problem"]
+    assert line["visible"] == 2
+
+
+def test_a_page_that_stops_offering_anything_is_logged_once() -> None:
+    offered = [True]
+
+    def parse(text: str) -> EnginePage:
+        return page(engine(running=float(text)), inputs=(("requests_running", offered[0]),))
+
+    subject = sampler(Said(), parse=parse)
+    ticked(subject)
+    offered[0] = False
+    with capture_logs() as lines:
+        ticked(subject)
+        ticked(subject)
+
+    assert [line["event"] for line in lines] == ["engine's inputs missing"]

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+import httpx
+import pytest
+import uvloop
+
+from tests.fakes import engine_server
+from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.failures import no_answer
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.vocabulary import REASONS, Reason, Source
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+NO_SUCH_HOST = ".".join(["a" * 60] * 5)  # longer than a name may be: refused before anybody is asked
+
+
+@pytest.fixture(params=LOOPS)
+def fail(request: pytest.FixtureRequest) -> Callable[..., Failure]:
+    """Fetch once and expect a failure, on each of the loops."""
+
+    def fetch(url: str, timeout_seconds: float = 30) -> Failure:
+        async def run() -> str | Failure:
+            reader = PageReader(url=url, timeout_seconds=timeout_seconds)
+            try:
+                return await reader.fetch()
+            finally:
+                await reader.close()
+
+        with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
+            answer = runner.run(run())
+        assert isinstance(answer, Failure), answer
+        assert answer.reason in REASONS[Source.ENGINE]
+        return answer
+
+    return fetch
+
+
+Fail = Callable[..., Failure]
+
+
+def free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def test_a_port_where_nobody_listens_is_unreachable(fail: Fail) -> None:
+    url = f"http://{LOOPBACK}:{free_port()}/metrics"
+
+    assert fail(url) == Failure(
+        source=Source.ENGINE,
+        reason=Reason.UNREACHABLE,
+        message=f"no connection to {url} (Connection refused): "
+        "check that vLLM runs and that HEADROOM_ENGINE_URL names its host and port",
+    )
+
+
+def test_a_host_with_several_addresses_is_unreachable_when_all_are() -> None:
+    attempts = ExceptionGroup("multiple connection attempts failed", [ConnectionRefusedError(111, "::1"), OSError()])
+    error = httpx.ConnectError("All connection attempts failed")
+    error.__cause__ = OSError("All connection attempts failed")
+    error.__cause__.__cause__ = attempts  # as anyio raises it; how many addresses localhost has depends on the machine
+
+    problem = no_answer(error, httpx.URL("http://localhost/metrics"), 1.0)
+
+    assert problem.reason is Reason.UNREACHABLE
+    assert "(Connection refused)" in problem.message
+
+
+def test_a_connection_reset_before_the_answer_is_unreachable(fail: Fail) -> None:
+    with EngineServer(engine_server.reset) as server:
+        assert fail(server.url).reason is Reason.UNREACHABLE
+
+
+@pytest.mark.parametrize("host", [NO_SUCH_HOST, "a..b", "a" * 64])
+def test_a_host_without_an_address_is_told_from_one_that_does_not_answer(fail: Fail, host: str) -> None:
+    problem = fail(f"http://{host}:8000/metrics")
+
+    assert problem.reason is Reason.NAME_RESOLUTION
+    assert "correct the host in HEADROOM_ENGINE_URL" in problem.message
+
+
+@pytest.mark.parametrize("answer", [hang, drip("a 1\n" * 10_000)], ids=["hung", "dripping"])
+def test_a_page_that_is_not_complete_in_time_is_a_timeout(fail: Fail, answer: Answer) -> None:
+    with EngineServer(answer) as server:
+        assert fail(server.url, timeout_seconds=0.3) == Failure(
+            source=Source.ENGINE,
+            reason=Reason.TIMEOUT,
+            message=f"{server.url} sent no complete page within 0.3 s: "
+            "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS",
+        )
+        server.wait_until_idle()
+
+
+def test_a_server_too_busy_to_accept_is_a_timeout(fail: Fail) -> None:
+    with socket.create_server((LOOPBACK, 0), backlog=0) as listener:
+        address = listener.getsockname()
+        waiting = [socket.socket() for _ in range(8)]
+        for client in waiting:
+            client.settimeout(0)
+            client.connect_ex(address)
+        problem = fail(f"http://{LOOPBACK}:{address[1]}/metrics", timeout_seconds=0.3)
+        for client in waiting:
+            client.close()
+
+    assert problem.reason is Reason.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        cut(with_head(b"a 1\n", length=5)),
+        cut(with_head(b"", length=5)),
+        cut(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\na 1\r\n"),
+        cut(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nhello"),
+    ],
+    ids=["short", "no body", "half chunked", "bad chunks"],
+)
+def test_a_page_that_breaks_off_is_incomplete(fail: Fail, answer: Answer) -> None:
+    with EngineServer(answer) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "broke off its page" in problem.message
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        cut(b""),
+        cut(b"HTTP/1.1 200 O"),
+        raw(b"SSH-2.0-OpenSSH_9.6\r\n\r\n"),
+        cut(with_head(b"", "302 Found", headers=("Location: http://h:port/",))),
+    ],
+    ids=["nothing", "half a head", "no HTTP", "bad redirect"],
+)
+def test_an_answer_that_is_no_http_is_incomplete(fail: Fail, answer: Answer) -> None:
+    with EngineServer(answer) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "hung up or broke HTTP before it answered" in problem.message
+
+
+def test_a_connection_reset_in_the_middle_of_the_page_is_incomplete(fail: Fail) -> None:
+    def answer(connection: socket.socket, closing: threading.Event) -> None:
+        connection.sendall(with_head(b"a 1\n", length=100))
+        closing.wait(0.2)
+        engine_server.reset(connection, closing)
+
+    with EngineServer(answer) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.INCOMPLETE
+    assert "broke off its page" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "advice"),
+    [
+        ("401 Unauthorized", Reason.UNAUTHORIZED, "set HEADROOM_ENGINE_BEARER_TOKEN_FILE"),
+        ("403 Forbidden", Reason.UNAUTHORIZED, "set HEADROOM_ENGINE_BEARER_TOKEN_FILE"),
+        ("404 Not Found", Reason.NOT_FOUND, "vLLM serves its metrics at /metrics"),
+        ("500 Internal Server Error", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
+        ("503 Service Unavailable", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
+        ("204 No Content", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
+        ("304 Not Modified", Reason.HTTP_STATUS, "look for the cause in the engine's log"),
+    ],
+)
+def test_a_status_other_than_200_is_a_failure(fail: Fail, status: str, reason: Reason, advice: str) -> None:
+    with EngineServer(page("vllm:x 1\n" if status[0] in "45" else "", status=status)) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is reason
+    assert problem.message.startswith(f"{server.url} answers {status}: ")
+    assert advice in problem.message
+
+
+@pytest.mark.parametrize("status", ["301 Moved Permanently", "302 Found", "307 Temporary Redirect"])
+def test_a_redirect_is_named_and_not_followed(fail: Fail, status: str) -> None:
+    with EngineServer(page("", status=status, headers=("Location: http://user:pa55@elsewhere/metrics/",))) as server:
+        problem = fail(server.url)
+
+    assert problem.reason is Reason.REDIRECT
+    assert "a redirect to http://elsewhere/metrics/: set HEADROOM_ENGINE_URL" in problem.message
+    assert "pa55" not in problem.message
+    assert len(server.requests) == 1

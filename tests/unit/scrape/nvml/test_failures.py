@@ -1,0 +1,178 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.library import GIB, SONAME, FakeGpu, FakeNvml
+from tests.fakes.nvml.reader import Clock, devices, failure, in_process, reasons, run
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.vocabulary import Reason
+
+INIT = "nvmlInitWithFlags -"
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid=f"GPU-{index}") for index in range(3)]) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "advice"),
+    [
+        (12, Reason.LIBRARY_MISSING, "NVIDIA_DRIVER_CAPABILITIES=utility"),
+        (9, Reason.DRIVER_MISSING, "load it"),
+        (18, Reason.VERSION_MISMATCH, "restart the container"),
+        (4, Reason.NO_PERMISSION, "/dev/nvidiactl"),
+        (6, Reason.NO_DEVICES, "NVIDIA_VISIBLE_DEVICES"),
+        (17, Reason.UNKNOWN, "(NVML error 17)"),
+        (999, Reason.UNKNOWN, "(NVML error 999)"),
+        (77, Reason.DRIVER_ERROR, "(NVML error 77)"),
+    ],
+)
+def test_an_init_that_fails_says_why_and_what_to_do(fake: FakeNvml, code: int, reason: Reason, advice: str) -> None:
+    fake.errors = {"nvmlInitWithFlags": code}
+    fake.write()
+
+    failed = run(failure)
+
+    assert failed.reason is reason
+    assert advice in failed.message
+
+
+def test_no_gpu_at_all_is_a_failure_of_its_own(fake: FakeNvml) -> None:
+    fake.gpus = []
+    fake.write()
+
+    assert run(failure).reason is Reason.NO_DEVICES
+
+
+def test_a_library_that_cannot_be_loaded_is_missing(tmp_path: Path) -> None:
+    (tmp_path / SONAME).write_text("not a library")
+    script = (
+        "import asyncio, time\n"
+        "from vllm_headroom.scrape.nvml.reader import Nvml\n"
+        "async def main():\n"
+        "    nvml = Nvml(monotonic=time.monotonic)\n"
+        "    await nvml.sample_used(1)\n"
+        "    print((await nvml.read(10)).reason)\n"
+        "    await nvml.close()\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+
+    assert process.stdout == "library_missing\n"
+
+
+def test_a_failed_driver_is_tried_again_after_growing_pauses_of_a_minute_at_most(fake: FakeNvml) -> None:
+    clock = Clock()
+    fake.errors = {"nvmlInitWithFlags": 9}
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        attempts = []
+        for second in range(200):
+            fake.forget_calls()
+            assert (await failure(nvml)).reason is Reason.DRIVER_MISSING
+            if INIT in fake.calls():
+                attempts.append(second)
+            clock.seconds += 1
+        assert attempts == [0, 1, 3, 7, 15, 31, 63, 123, 183]
+
+    run(steps, monotonic=clock)
+
+
+def test_the_pauses_begin_anew_after_a_success(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        for _ in range(3):
+            fake.errors = {"all": 9}
+            fake.write()
+            assert (await failure(nvml)).reason is Reason.DRIVER_MISSING
+            fake.errors = {}
+            fake.write()
+            clock.seconds += 1
+            assert reasons(await devices(nvml)) == [None, None, None]
+
+    run(steps, monotonic=clock)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(1, Reason.DRIVER_ERROR), (9, Reason.DRIVER_MISSING), (18, Reason.VERSION_MISMATCH)]
+)
+def test_a_driver_that_fails_later_fails_everything_and_is_initialised_anew(
+    fake: FakeNvml, code: int, reason: Reason
+) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[2].errors = {"nvmlDeviceGetMemoryInfo_v2": code}
+        fake.write()
+        await nvml.sample_used(10)
+        assert (await failure(nvml)).reason is reason
+        fake.gpus[2].errors = {}
+        fake.write()
+        fake.forget_calls()
+        assert (await failure(nvml)).reason is reason
+        assert fake.calls() == []
+
+        clock.seconds += 1
+        assert reasons(await devices(nvml)) == [None, None, None]
+        assert fake.calls()[:3] == ["nvmlEventSetFree -", "nvmlShutdown -", INIT]
+
+    run(steps, monotonic=clock)
+
+
+def test_an_unknown_error_on_all_gpus_is_the_drivers(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.errors = {"nvmlDeviceGetMemoryInfo_v2": 999}
+        fake.write()
+        assert (await failure(nvml)).reason is Reason.UNKNOWN
+        fake.forget_calls()
+        for step_seconds, tried in ((0, False), (1, True), (1, False), (1, True)):
+            clock.seconds += step_seconds
+            assert (await failure(nvml)).reason is Reason.UNKNOWN
+            assert (INIT in fake.calls()) is tried
+            fake.forget_calls()
+
+    run(steps, monotonic=clock)
+
+
+def test_unified_memory_does_not_hide_an_unknown_error_on_everything_else(fake: FakeNvml) -> None:
+    fake.gpus = [FakeGpu(uuid="GPU-0", total_bytes=None, errors={"nvmlDeviceGetComputeRunningProcesses_v3": 999})]
+    fake.write()
+
+    assert run(failure).reason is Reason.UNKNOWN
+
+
+def test_what_no_one_foresaw_is_a_failure_and_no_exception(fake: FakeNvml, tmp_path: Path) -> None:
+    control = tmp_path / "nvml.txt"
+    control.write_bytes(control.read_text().encode().replace(b"NVIDIA H100", b"\xff\xfe"))
+
+    async def steps(nvml: Nvml) -> None:
+        failed = await failure(nvml)
+        assert failed.reason is Reason.DRIVER_ERROR
+        assert "UnicodeDecodeError" in failed.message
+
+        fake.write()
+        assert reasons(await devices(nvml)) == [None, None, None]
+
+    run(steps)
+
+
+def test_closing_shuts_nvml_down(fake: FakeNvml) -> None:
+    fake.gpus[0].used_bytes = GIB
+    run(devices)
+
+    assert fake.calls()[-1] == "nvmlShutdown -"

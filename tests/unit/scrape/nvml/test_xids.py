@@ -1,0 +1,103 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.nvml.library import FakeGpu, FakeInstance, FakeNvml
+from tests.fakes.nvml.reader import Clock, devices, in_process, run
+from vllm_headroom.model import GpuReading
+from vllm_headroom.scrape.nvml.reader import Nvml
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    with in_process(tmp_path, monkeypatch, [FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1")]) as fake:
+        yield fake
+
+
+async def after_events(nvml: Nvml) -> tuple[GpuReading, ...]:
+    await nvml.sample_used(10)
+    return await devices(nvml)
+
+
+def test_xids_are_counted_by_gpu_and_code_from_the_first_reading_on(fake: FakeNvml) -> None:
+    fake.gpus[0].xids = [(13, None)]
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        assert [reading.xid_errors for reading in await after_events(nvml)] == [(), ()]
+
+        fake.gpus[0].xids += [(31, None), (13, None), (31, None)]
+        fake.write()
+        assert [reading.xid_errors for reading in await after_events(nvml)] == [((13, 1), (31, 2)), ()]
+        assert [reading.xid_errors for reading in await after_events(nvml)] == [((13, 1), (31, 2)), ()]
+
+    run(steps)
+
+
+def test_the_xid_that_tells_why_a_gpu_was_lost_stays_on_its_reading(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[1].xids = [(79, None)]
+        fake.gpus[1].errors = {"all": 15}
+        fake.write()
+        for _ in range(2):
+            lost = (await after_events(nvml))[1]
+            assert lost.failure is not None
+            assert lost.xid_errors == ((79, 1),)
+            clock.seconds += 61
+
+    run(steps, monotonic=clock)
+
+
+def test_counts_go_on_after_nvml_was_initialised_anew(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[0].xids = [(31, None)]
+        fake.gpus[1].errors = {"all": 15}
+        fake.write()
+        await after_events(nvml)
+        clock.seconds += 61
+        await devices(nvml)
+        fake.gpus[0].xids += [(31, None)]
+        fake.write()
+        assert (await after_events(nvml))[0].xid_errors == ((31, 2),)
+
+    run(steps, monotonic=clock)
+
+    assert fake.calls().count("nvmlEventSetFree -") == 2
+
+
+def test_in_mig_mode_an_xid_counts_for_its_instance_or_for_all_where_none_is_named(fake: FakeNvml) -> None:
+    fake.gpus[0].mig = True
+    fake.gpus[0].instances = [FakeInstance(uuid=f"MIG-{number}", gpu_instance=number) for number in (1, 2)]
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[0].xids = [(43, 2), (79, None)]
+        fake.write()
+        one, two, other_gpu = await after_events(nvml)
+        assert (one.xid_errors, two.xid_errors, other_gpu.xid_errors) == (((79, 1),), ((43, 1), (79, 1)), ())
+
+    run(steps)
+
+
+@pytest.mark.parametrize("function", ["nvmlEventSetCreate", "nvmlDeviceRegisterEvents", "nvmlEventSetWait_v2"])
+def test_a_driver_without_xid_events_costs_nothing_else(fake: FakeNvml, function: str) -> None:
+    fake.errors = {function: 3}
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        for _ in range(2):
+            for reading in await after_events(nvml):
+                assert (reading.failure, reading.xid_errors) == (None, ())
+                assert reading.memory is not None
+
+    run(steps)
+
+    assert ("nvmlEventSetWait_v2 -" in fake.calls()) is (function == "nvmlEventSetWait_v2")

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.proc_tree import BOOT_SECONDS, PAGE_BYTES, TICKS, ProcTree
+from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.vocabulary import Reason, Role, Source
+
+SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ProcTree:
+    return ProcTree(tmp_path)
+
+
+@pytest.fixture
+def processes(tree: ProcTree) -> Processes:
+    return Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0)
+
+
+def read(processes: Processes) -> ProcessReadings:
+    readings = asyncio.run(processes.read(30))
+    assert isinstance(readings, ProcessReadings), readings
+    return readings
+
+
+def roles(processes: Processes) -> dict[int, Role]:
+    return {process.pid: process.role for process in read(processes).engine}
+
+
+def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes) -> None:
+    tree.add(4380, 1, *SERVER, started_ticks=112293, rss_pages=157450)
+    tree.add(4426, 4380, "VLLM::EngineCore", *[""] * 138, started_ticks=113917, rss_pages=148451)
+    tree.add(4425, 4380, "python3.11", "-B", "-c", "from multiprocessing.resource_tracker import main;main(32)")
+    tree.add(5000, 1, "nginx")
+
+    api_server, tracker, core = read(processes).engine
+
+    assert api_server == EngineProcess(
+        pid=4380,
+        role=Role.API_SERVER,
+        rss_bytes=157450 * PAGE_BYTES,
+        started_at_seconds=BOOT_SECONDS + 112293 / TICKS,
+    )
+    assert (core.pid, core.role, core.rss_bytes) == (4426, Role.ENGINE_CORE, 148451 * PAGE_BYTES)
+    assert tracker.role is Role.OTHER
+
+
+def test_of_two_servers_only_the_one_that_serves_the_port_is_measured(tree: ProcTree, processes: Processes) -> None:
+    tree.add(10, 1, *SERVER, "--port", "9000")
+    tree.add(11, 10, "VLLM::EngineCore")
+    tree.add(20, 1, *SERVER)
+    tree.add(21, 20, "VLLM::EngineCore")
+
+    readings = read(processes)
+
+    assert [process.pid for process in readings.engine] == [20, 21]
+    assert readings.ambiguous_roots == 0
+    assert {10, 11} < readings.visible_pids
+
+
+def test_two_servers_that_the_port_does_not_tell_apart_are_counted_and_not_taken(
+    tree: ProcTree, processes: Processes
+) -> None:
+    tree.add(10, 1, *SERVER)
+    tree.add(20, 1, *SERVER)
+
+    assert (read(processes).engine, read(processes).ambiguous_roots) == ((), 2)
+
+
+def test_a_port_far_down_a_long_command_line_is_found(tree: ProcTree, processes: Processes) -> None:
+    tree.add(10, 1, *SERVER, "--chat-template", "x" * 100_000, "--port", "9000")
+    tree.add(20, 1, *SERVER)
+
+    assert roles(processes) == {20: Role.API_SERVER}
+
+
+def test_every_pid_shows(tree: ProcTree, processes: Processes) -> None:
+    tree.add(4380, 1, *SERVER)
+    tree.add(5000, 1, state="Z", name="dead")
+
+    assert read(processes).visible_pids == {1, 4380, 5000, 9999}
+
+
+def test_no_engine_is_no_failure(processes: Processes) -> None:
+    assert read(processes).engine == ()
+
+
+@pytest.mark.parametrize(("namespace", "expected"), [("pid:[4026531836]", True), ("pid:[4026532281]", False)])
+def test_the_first_pid_namespace_is_known_by_its_inode(tmp_path: Path, namespace: str, *, expected: bool) -> None:
+    tree = ProcTree(tmp_path, namespace=namespace)
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: 0.0)
+
+    assert read(processes).sees_host_pids is expected
+
+
+def test_a_namespace_that_cannot_be_told_is_not_the_first(tree: ProcTree, processes: Processes) -> None:
+    (tree.path / "self" / "ns" / "pid").unlink()
+
+    assert read(processes).sees_host_pids is False
+
+
+@pytest.mark.parametrize("name", ["a b", "x) S 1 (y", ") Z 5 5", "((", "tab\tname", ""])
+def test_a_process_may_have_any_name(tree: ProcTree, processes: Processes, name: str) -> None:
+    tree.add(7, 1, *SERVER, name=name)
+    tree.add(8, 7, "sh", name=name)
+
+    assert roles(processes) == {7: Role.API_SERVER, 8: Role.OTHER}
+
+
+def test_a_title_without_a_command_line_is_found_by_the_name(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, name="VLLM::EngineCore")
+
+    assert roles(processes) == {7: Role.ENGINE_CORE}
+
+
+def test_zombies_do_not_count(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 7, "VLLM::Worker_TP0", state="Z")
+
+    assert roles(processes) == {7: Role.API_SERVER}
+
+
+def test_a_process_that_has_given_back_its_memory_is_gone(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 7, "VLLM::Worker_TP0", rss_pages=0)
+
+    assert roles(processes) == {7: Role.API_SERVER}
+
+
+def test_files_that_vanish_or_are_cut_short_are_skipped(tree: ProcTree, processes: Processes) -> None:
+    for pid, file in ((7, "stat"), (8, "statm"), (9, "cmdline")):
+        tree.add(pid, 1, "VLLM::Worker")
+        (tree.path / str(pid) / file).unlink()
+    for pid, file in ((17, "stat"), (18, "statm")):
+        tree.add(pid, 1, "VLLM::Worker")
+        (tree.path / str(pid) / file).write_text("18 ")
+    tree.add(20, 1, "VLLM::Worker")
+
+    assert roles(processes) == {20: Role.WORKER}
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda tree: Path.rename(tree.path, tree.path.with_name("elsewhere")),
+        lambda tree: (tree.path / "stat").unlink(),
+        lambda tree: (tree.path / "stat").write_text("cpu 1\n"),
+        lambda tree: (tree.path / "self").unlink(),
+    ],
+    ids=["no /proc", "no stat", "no boot time", "no self"],
+)
+def test_where_there_is_no_proc_that_is_a_failure(
+    tree: ProcTree, processes: Processes, break_it: Callable[[ProcTree], object]
+) -> None:
+    tree.add(7, 1, *SERVER)
+    break_it(tree)
+
+    problem = asyncio.run(processes.read(30))
+
+    assert isinstance(problem, Failure)
+    assert (problem.source, problem.reason) == (Source.PROCESS, Reason.UNAVAILABLE)
+    assert problem.message.startswith(f"{tree.path} cannot be read (")
+
+
+def test_a_file_that_blocks_is_a_timeout_until_it_lets_go(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    cmdline = tree.path / "7" / "cmdline"
+    cmdline.unlink()
+    os.mkfifo(cmdline)  # opening it blocks until somebody writes
+
+    hung = [asyncio.run(processes.read(0.1)) for _ in range(2)]
+    with cmdline.open("wb") as file:
+        cmdline.unlink()
+        cmdline.write_bytes(b"vllm\0serve\0")
+        file.write(b"vllm\0serve\0")
+    deadline = time.monotonic() + 30
+    while isinstance(readings := asyncio.run(processes.read(30)), Failure):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    assert [problem.reason for problem in hung if isinstance(problem, Failure)] == [Reason.TIMEOUT] * 2
+    assert [process.pid for process in readings.engine] == [7]

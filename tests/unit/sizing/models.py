@@ -1,0 +1,22 @@
+"""Configurations of public models, as their config.json says their sizes, without what nothing here reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.sizing.model_config import parse_model_config
+from vllm_headroom.sizing.shape import ModelShape
+
+FOLDER: Final = Path(__file__).parent / "testdata"
+NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def config_text(name: str) -> str:
+    return (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+
+
+def model(name: str, **overrides: Any) -> ModelShape:
+    shape = parse_model_config(config_text(name), overrides)
+    assert isinstance(shape, ModelShape), shape
+    return shape

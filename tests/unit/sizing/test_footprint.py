@@ -1,0 +1,174 @@
+"""What a model takes of a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.sizing.models import model
+from vllm_headroom.sizing.footprint import (
+    KV_DTYPES,
+    bytes_per_token,
+    engine_bytes_per_token,
+    model_bytes,
+    weights_bytes,
+)
+from vllm_headroom.sizing.shape import ModelShape
+
+sizes = st.integers(min_value=1, max_value=512)
+plain = st.builds(
+    lambda layers, kv_heads, group, size: ModelShape(
+        layers=layers,
+        full_layers=layers,
+        attention_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=size,
+        value_head_size=size,
+    ),
+    sizes,
+    sizes,
+    sizes,
+    sizes,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-3.1-70b", 327_680),
+        ("llama-3.1-8b", 131_072),
+        ("llama-3.1-70b-fp8-kv", 163_840),
+        ("tiny", 512),
+        ("gpt2", 36_864),
+        ("falcon-7b", 8_192),
+        ("deepseek-v3", 70_272),
+        ("gemma-3-27b-it", 507_904),
+        ("qwen3-next-80b-a3b", 24_576),
+    ],
+)
+def test_bytes_per_token_of_public_models(name: str, expected: int) -> None:
+    assert bytes_per_token(model(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("auto", 327_680),
+        ("bfloat16", 327_680),
+        ("fp8", 163_840),
+        ("fp8_e5m2", 163_840),
+        ("int8_per_token_head", 80 * 8 * (256 + 8)),
+        ("int4_per_token_head", 80 * 8 * (128 + 8)),
+        ("nvfp4", 80 * 8 * 144),
+        ("of tomorrow", None),
+    ],
+)
+def test_the_caches_dtype_counts_and_one_that_is_not_known_is_not_guessed(dtype: str, expected: int | None) -> None:
+    assert bytes_per_token(model("llama-3.1-70b"), kv_dtype=dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("llama-3.1-70b", 4, 81_920),
+        ("llama-3.1-70b", 8, 40_960),
+        ("llama-3.1-70b", 16, 40_960),  # heads are repeated
+        ("falcon-7b", 71, 8_192),
+        ("deepseek-v3", 8, 70_272),  # a latent vector cannot be divided
+    ],
+)
+def test_tensor_parallelism_divides_heads_and_repeats_what_it_cannot_divide(
+    name: str, ranks: int, expected: int
+) -> None:
+    assert bytes_per_token(model(name), tensor_parallel=ranks) == expected
+
+
+def test_pipeline_parallelism_divides_layers_and_the_fullest_stage_counts() -> None:
+    assert bytes_per_token(model("llama-3.1-70b"), pipeline_parallel=3) == 27 * 4_096
+
+
+@settings(deadline=None)
+@given(shape=plain, ranks=sizes, stages=sizes, dtype=st.sampled_from(["auto", *KV_DTYPES]))
+def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks: int, stages: int, dtype: str) -> None:
+    whole = bytes_per_token(shape, kv_dtype=dtype) or 0
+    one = bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
+
+    assert 0 < one <= whole
+    if shape.kv_heads % ranks == 0 or ranks > shape.kv_heads:
+        assert one * ranks * stages >= whole
+
+
+@settings(deadline=None)
+@given(shape=plain, ranks=st.sampled_from([1, 2, 4, 8]))
+def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks: int) -> None:
+    one = bytes_per_token(shape, tensor_parallel=ranks) or 0
+
+    assert (bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks) or 0) > one
+    assert (bytes_per_token(replace(shape, kv_heads=shape.kv_heads + ranks), tensor_parallel=ranks) or 0) >= one
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "dtype", "expected"),
+    [
+        ("llama-3.1-70b", 1, "auto", 327_680),
+        ("llama-3.1-70b", 8, "auto", 327_680),
+        ("llama-3.1-70b", None, "auto", 327_680),
+        ("llama-3.1-70b", 16, "auto", None),
+        ("llama-3.1-70b", 8, "fp8", 163_840),
+        ("llama-3.1-70b", 8, "fp8_ds_mla", None),
+        ("deepseek-v3", 1, "auto", 70_272),
+        ("deepseek-v3", 8, "auto", None),
+        ("deepseek-v3", None, "auto", None),
+        ("gemma-3-27b-it", 1, "auto", None),
+        ("qwen3-next-80b-a3b", 1, "auto", None),
+    ],
+)
+def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
+    name: str, gpus: int | None, dtype: str, expected: int | None
+) -> None:
+    assert engine_bytes_per_token(model(name), dtype, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),
+    [
+        ("llama-3.1-70b", 141.1),
+        ("deepseek-v3", 672.9),  # 669.2 in 8 bits and the embeddings in 16
+        ("qwen2.5-7b-awq", 5.57),  # what its checkpoint weighs
+        ("gemma-2-9b", 18.5),
+        ("tiny", 0.001114),
+    ],
+)
+def test_weights_of_public_models(name: str, gigabytes: float) -> None:
+    assert (model_bytes(model(name)) or 0) / 1e9 == pytest.approx(gigabytes, rel=0.001)
+
+
+def test_weights_that_cannot_be_counted_are_not_known_and_can_be_said() -> None:
+    shape = model("nemotron-nano-9b-v2")
+
+    assert model_bytes(shape) is None
+    assert weights_bytes(shape) is None
+    assert model_bytes(shape, parameters=8_888_227_328) == 2 * 8_888_227_328
+    assert model_bytes(replace(shape, vocabulary=None), parameters=5) == 10
+
+
+def test_the_first_and_the_last_stage_hold_one_embedding_each() -> None:
+    shape = model("llama-3.1-70b")
+    embedding = 2 * 128_256 * 8_192
+
+    assert weights_bytes(shape, pipeline_parallel=2) == ceil(68_451_041_280 + embedding)
+
+
+@settings(deadline=None)
+@given(total=st.integers(0, 10**13), ranks=sizes, stages=sizes)
+def test_ranks_hold_all_weights_between_them(total: int, ranks: int, stages: int) -> None:
+    shape = model("llama-3.1-70b")
+    one = weights_bytes(shape, total_bytes=total, tensor_parallel=ranks, pipeline_parallel=stages)
+
+    assert one is not None
+    assert one * ranks * stages >= total
+    assert stages > 1 or one <= ceil(total / ranks)

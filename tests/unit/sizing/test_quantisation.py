@@ -1,0 +1,79 @@
+"""What a parameter weighs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.sizing.models import model
+from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+
+
+@pytest.mark.parametrize(
+    ("name", "weight_bytes", "quantisation"),
+    [
+        ("llama-3.1-8b", 2.0, None),
+        ("deepseek-v3", 1.0, "fp8"),
+        ("gpt-oss-20b", 0.53125, "mxfp4"),
+        ("qwen2.5-7b-awq", 0.51953125, "awq 4-bit"),
+        ("qwen2.5-7b-gptq-int8", 1.0, "gptq 8-bit"),
+        ("llama-3.1-70b-fp8-kv", 1.0, "compressed_tensors 8-bit"),
+        ("gemma-2-9b", 2.0, None),  # of a 32-bit checkpoint, which vLLM serves in 16
+    ],
+)
+def test_a_parameter_weighs_what_its_quantisation_says(
+    name: str, weight_bytes: float, quantisation: str | None
+) -> None:
+    shape = model(name)
+
+    assert (shape.weight_bytes_per_parameter, shape.quantisation) == (weight_bytes, quantisation)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, (1.0, "bitsandbytes 8-bit")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, (0.5625, "bitsandbytes")),
+        ({"quant_method": "modelopt_fp4"}, (0.5625, "modelopt_fp4")),
+        ({"quant_method": "fbgemm-fp8"}, (1.0, "fbgemm_fp8")),
+        ({"quant_method": "of tomorrow"}, (2.0, "of tomorrow")),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": None}}, (2.0, "compressed_tensors")),
+        ({"quant_method": "gptq", "bits": "4"}, (0.51953125, "gptq")),
+        ({}, (2.0, None)),
+        ("fp8", (2.0, None)),
+    ],
+)
+def test_methods_are_known_by_bits_or_name(found: Any, expected: tuple[float, str | None]) -> None:
+    assert weight_bytes_per_parameter({"quantization_config": found}, 2.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"torch_dtype": "bfloat16"}, 2.0),
+        ({"dtype": "float16", "torch_dtype": "float32"}, 2.0),
+        ({"torch_dtype": "torch.float32"}, 4.0),
+        ({"dtype": {"text_config": "bfloat16"}}, 2.0),
+        ({}, 4.0),
+    ],
+)
+def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any], expected: float) -> None:
+    assert stored_bytes(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1.0),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, 2.0),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, 9 / 16),
+        ({"quant_method": "fp8"}, 2.0),
+        (None, 2.0),
+    ],
+)
+def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scales_for(
+    found: Any, expected: float
+) -> None:
+    assert kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
