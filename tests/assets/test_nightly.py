@@ -12,11 +12,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from tests.settings import load_as
 from vllm_headroom.commands.check.options import parsed
 from vllm_headroom.commands.load.options import parser as load_parser
 from vllm_headroom.commands.preflight.options import parser_of_options as preflight_parser
 from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.config.load import load_as
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "deploy" / "ci"

@@ -6,13 +6,16 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, InstanceOf, PlainSerializer, SecretStr
 
 from vllm_headroom.sizing.model_file import read_model
 from vllm_headroom.sizing.shape import ModelShape
-from vllm_headroom.units import size_bytes
+from vllm_headroom.units import MOST_BYTES, RefusedError, size_bytes
+
+if TYPE_CHECKING:
+    import httpx
 
 LAST_PORT: Final = 65535
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
@@ -26,8 +29,8 @@ def lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-def metrics_url(value: str) -> str:
-    """Return an http or https URL, with /metrics where it has no path."""
+def http_url(value: str) -> httpx.URL:
+    """Return an http or https URL."""
     import httpx  # noqa: PLC0415 - it decides what it can fetch, but --help need not wait for it
 
     try:
@@ -38,7 +41,17 @@ def metrics_url(value: str) -> str:
         raise ValueError
     if url.port is not None and not 1 <= url.port <= LAST_PORT:
         raise ValueError
+    return url
+
+
+def metrics_url(value: str) -> str:
+    """Return an http or https URL, with /metrics where it has no path."""
+    url = http_url(value)
     return str(url.copy_with(path="/metrics")) if url.path == "/" else value
+
+
+def _bytes(value: object) -> object:
+    return size_bytes(value) if isinstance(value, str) else value
 
 
 def gpu_names(value: object) -> object:
@@ -69,10 +82,6 @@ def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
     return headers
 
 
-class RefusedError(ValueError):
-    """A value that is refused for a reason that the operator can do something about."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
     """A model's configuration: where it is, and what it says."""
@@ -100,9 +109,7 @@ def redacted(url: str) -> str:
 
 
 Url = Annotated[str, AfterValidator(metrics_url)]
-Size = Annotated[int, BeforeValidator(size_bytes), Field(ge=1, le=2**53)]
-"""Up to what a float counts exactly."""
-
+Size = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=MOST_BYTES)]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
 Model = Annotated[InstanceOf[ModelFile], BeforeValidator(model_file), PlainSerializer(lambda model: str(model.path))]
 Headers = Annotated[dict[str, SecretStr], BeforeValidator(json_mapping), AfterValidator(sendable)]

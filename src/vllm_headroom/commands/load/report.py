@@ -19,6 +19,10 @@ NOT_GOOD: Final = 1
 CANNOT_TELL: Final = 2
 
 
+TOLERATED_RATIO: Final = 0.01
+"""Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
+
+
 class Kind(StrEnum):
     """Whose memory a series is."""
 
@@ -85,7 +89,8 @@ class Report:
         if self.faults:
             return NOT_GOOD
         outcomes = self.outcomes
-        return CANNOT_TELL if outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED] else GOOD
+        unsure = self.stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
+        return CANNOT_TELL if unsure else GOOD
 
     @property
     def preemptions(self) -> float | None:
@@ -103,8 +108,11 @@ def _faults(report: Report) -> Iterator[str]:
     elif any(step.tally.engine_dead for step in report.steps):
         yield "the engine died: its web server says so"
     had_time = outcomes.total() - outcomes[Outcome.NOT_SENT] - (outcomes[Outcome.UNFINISHED] if report.stopped else 0)
+    unserved = had_time - outcomes[Outcome.SUCCEEDED] - outcomes[Outcome.OUT_OF_MEMORY]
     if had_time and not outcomes[Outcome.SUCCEEDED]:
         yield "no request succeeded"
+    elif unserved > TOLERATED_RATIO * had_time:
+        yield f"{unserved} of {had_time} requests were not served"
     for memory in report.memory:
         if memory.growth.verdict is Verdict.LEAKING:
             yield f"GPU {memory.name} leaks" if memory.kind is Kind.GPU else f"host memory of {memory.name} leaks"

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.run import SHARES
+from vllm_headroom.commands.text import paragraphs
 from vllm_headroom.units import size
-from vllm_headroom.vocabulary import CONTROLS
 
 Found = Mapping[str, Any]
 Row = tuple[str, Callable[[Found], str]]
@@ -48,8 +48,8 @@ LATE_SECONDS: Final = 0.05
 """When this process is that late in one case of a hundred, its own delay shows in the figures."""
 
 
-def text(found: Found) -> str:
-    """Return everything there is to tell, the steps side by side."""
+def text(found: Found) -> Iterator[str]:
+    """Yield everything there is to tell, the steps side by side."""
     memory = [*found["gpus"], *found["host"]]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
@@ -59,7 +59,7 @@ def text(found: Found) -> str:
         list(_said(found["said"])),
         list(_end(found)),
     )
-    return "\n\n".join("\n".join(line.translate(CONTROLS) for line in lines) for lines in parts if lines)
+    yield from paragraphs(parts)
 
 
 def _table(steps: Sequence[Found], requests: Found) -> Iterator[str]:

@@ -8,7 +8,6 @@ from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
     Ask,
     asked_bytes,
-    gib,
     highest_utilization,
     usable_bytes,
 )
@@ -16,6 +15,7 @@ from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
 from vllm_headroom.commands.preflight.look import Shm
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason
 
 CERTAIN: Final = frozenset(
@@ -23,12 +23,12 @@ CERTAIN: Final = frozenset(
 )
 """Failures that CUDA meets as well."""
 
-LEAST_SHM_BYTES: Final = 256 * 2**20
+LEAST_SHM_BYTES: Final = 256 * MIB
 """vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
 (vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
 """
 
-ENOUGH_SHM_BYTES: Final = 2**30
+ENOUGH_SHM_BYTES: Final = GIB
 """What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
 
 LARGER_SHM: Final = (
@@ -140,4 +140,4 @@ def shared_memory(shm: Shm | None) -> tuple[Finding, ...]:
 
 
 def _mib(n_bytes: int) -> str:
-    return f"{n_bytes // 2**20} MiB"
+    return f"{n_bytes // MIB} MiB"

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.commands.preflight import checks
-from vllm_headroom.commands.preflight.budget import GIB, Ask, asked_bytes, gib, highest_utilization
+from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict, overall
 from vllm_headroom.commands.preflight.look import Holder, Shm, Sight
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
+from vllm_headroom.units import GIB, gib
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
 
