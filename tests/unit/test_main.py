@@ -1,14 +1,20 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import pytest
 import yaml
 
+from vllm_headroom.__main__ import COMMANDS
+from vllm_headroom.commands.cli import Command, execute
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import key, option
+from vllm_headroom.trace.errors import BadInput
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 
@@ -26,25 +32,52 @@ def vllm_headroom(*argv: str, **environ: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("argv", [("--help",), ("-h",), ("run", "--help"), ("--listen-port", "x", "--help")])
 def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
-    process = vllm_headroom(*argv)
+    process = vllm_headroom(*argv, COLUMNS="80")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("Usage: vllm-headroom [run] [OPTION VALUE]...\n")
+    assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
     assert "\n  demo      The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
     assert all(f"\n  {option(name)} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name: str) -> None:
+    told, version = vllm_headroom(name, "--help", COLUMNS="80"), vllm_headroom(name, "--version")
+    wrong = vllm_headroom(name, "--versoin", "--colour", "--help-me")
+
+    assert (told.returncode, told.stderr) == (version.returncode, version.stderr) == (0, "")
+    assert told.stdout.startswith("usage: vllm-headroom ")
+    assert max(map(len, told.stdout.splitlines())) <= 80
+    assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.splitlines()[:3] == [
+        f"vllm-headroom {name}: --versoin: not an option, did you mean --version?",
+        f"vllm-headroom {name}: --colour: not an option, see --help",
+        f"vllm-headroom {name}: --help-me: not an option, did you mean --help?",
+    ]
+
+
+def test_an_option_that_lacks_its_value_is_no_question_for_the_version() -> None:
+    process = vllm_headroom("load", "--model", "--version", "--concurrency", "1")
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines() == [
+        "vllm-headroom load: --model: got nothing, accepts a text",
+        "vllm-headroom load: --engine-url: needed, accepts an http or https URL without user, password and query",
+    ]
 
 
 def test_the_demo_has_a_help_of_its_own() -> None:
     process = vllm_headroom("demo", "--help")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("Usage: vllm-headroom demo [OPTION VALUE]...\n")
-    assert "Default: healthy. Accepts healthy, leak, burst, neighbour or restart.\n" in process.stdout
+    assert process.stdout.startswith("usage: vllm-headroom demo [OPTION VALUE]...\n")
+    assert "Accepts healthy, leak, burst, neighbour or restart." in " ".join(process.stdout.split())
 
 
 def test_version_is_that_of_the_distribution() -> None:
-    process = vllm_headroom("--version")
+    process = vllm_headroom("--version", HEADROOM_LISTEN_PORT="x")
 
     assert (process.returncode, process.stdout) == (0, f"vllm-headroom {metadata.version('vllm-headroom')}\n")
 
@@ -70,10 +103,10 @@ def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines() == [
-        "--colour: not a setting, see --help",
-        "--listen-port: got 'high', accepts a port number from 0 to 65535",
-        "HEADROOM_GPUS: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas",
-        "HEADROOM_LOG_LEVEL: got 'loud', accepts debug, info, warning or error",
+        "vllm-headroom run: --colour: not an option, see --help",
+        "vllm-headroom run: --listen-port: got 'high', accepts a port number from 0 to 65535",
+        "vllm-headroom run: HEADROOM_GPUS: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas",
+        "vllm-headroom run: HEADROOM_LOG_LEVEL: got 'loud', accepts debug, info, warning or error",
     ]
 
 
@@ -82,10 +115,10 @@ def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -
 
     assert process.returncode == 2
     assert process.stderr.splitlines() == [
-        "--engine-url: not a setting, see --help",
-        "--scenario: got 'x', accepts healthy, leak, burst, neighbour or restart",
-        "--speed: got '0', accepts a number above 0, at most 1000",
-        "--listen-port: got 'x', accepts a port number from 0 to 65535",
+        "vllm-headroom demo: --engine-url: not an option, see --help",
+        "vllm-headroom demo: --scenario: got 'x', accepts healthy, leak, burst, neighbour or restart",
+        "vllm-headroom demo: --speed: got '0', accepts a number above 0, at most 1000",
+        "vllm-headroom demo: --listen-port: got 'x', accepts a port number from 0 to 65535",
     ]
 
 
@@ -94,32 +127,109 @@ def test_only_the_demo_knows_scenarios() -> None:
     assert yaml.safe_load(vllm_headroom("demo", "--scenario=leak", "--print-config").stdout)["scenario"] == "leak"
 
 
-def test_an_unknown_command_is_told_the_known_ones() -> None:
-    process = vllm_headroom("doctr")
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("doctr", "did you mean doctor?"),
+        ("x", "accepts run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"),
+    ],
+)
+def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:
+    process = vllm_headroom(word)
 
     assert (process.returncode, process.stdout) == (2, "")
-    known = "run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"
-    assert process.stderr == f"'doctr': not a command, accepts {known}\n"
+    assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"
 
 
-def test_help_imports_nothing_of_the_daemon() -> None:
-    code = "import sys; from vllm_headroom.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
+@pytest.mark.parametrize("name", ["run", "demo", "plan", "preflight", "check", "advise", "replay"])
+def test_help_imports_nothing_of_the_daemon(name: str) -> None:
+    code = (
+        "import sys; from importlib import import_module; from vllm_headroom.commands.cli import execute;"
+        f" execute(import_module('vllm_headroom.commands.{name}.command').COMMAND, '{name}', ['--help'], {{}});"
+        " print(*sys.modules, file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
+
+    heavy = {"uvloop", "uvicorn", "rich", "plotext", "prometheus_client.asgi"}
+    assert not heavy & set(process.stderr.split())
+
+
+EARLY: Final = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["vllm-headroom", {command!r}]
+from vllm_headroom.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["vllm_headroom.commands.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])
+@pytest.mark.parametrize(("command", "status"), [("run", 0), ("demo", 0), ("doctor", -2)])
+def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, command: str, status: int) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True, env=OWN
+        [sys.executable, "-c", EARLY.format(name=name, command=command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=OWN,
     )
 
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "structlog"} & set(process.stderr.split())
+    assert (process.returncode, process.stdout, process.stderr) == (status, "", "")
 
 
-LIVE = """
+class Answering(NamedTuple):
+    """An answer that a command of the tests gives."""
+
+    text: str
+
+
+def command(run: Callable[[Namespace], Any]) -> Command[Answering]:
+    return Command(
+        usage="%(prog)s",
+        description="",
+        epilog="",
+        options=lambda _parser: None,
+        run=run,
+        text=lambda answer: [answer.text, "the end"],
+        document=lambda answer: {"text": answer.text},
+        status=lambda _answer: 7,
+    )
+
+
+def test_text_stays_on_its_line_and_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    status = execute(command(lambda _given: Answering("\x1b[31mred\nand more")), "test", [], {})
+
+    assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand more\nthe end\n")
+
+
+def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None:
+    execute(command(lambda _given: Answering("\x1b")), "test", ["--json"], {})
+
+    assert capsys.readouterr().out == '{\n  "text": "\\u001b"\n}\n'
+
+
+def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_given: Namespace) -> Answering:
+        raise BadInput("line 1\nof a file")
+
+    assert execute(command(run), "test", [], {}) == 2
+    assert capsys.readouterr() == ("", "vllm-headroom test: line 1\\x0aof a file\n")
+
+
+LIVE: Final = """
 import asyncio, sys
-from vllm_headroom.__main__ import _live
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key, option
-async def daemon():
-    print(type(asyncio.get_running_loop()).__module__)
+from vllm_headroom.commands import cli
+from vllm_headroom.commands.run import command
+async def daemon(given):
+    print(type(asyncio.get_running_loop()).__module__, flush=True)
     {end}
-sys.exit(_live(daemon(), Settings()))
+command.COMMAND = cli.Command(usage="", description="", epilog="", options=lambda parser: None, run=daemon, status=int)
+cli.start({{"run": ("run.command", "")}}, "run", [])
 """
 
 

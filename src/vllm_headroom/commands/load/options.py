@@ -50,8 +50,8 @@ options. Ctrl-C ends the step and reports what there is.
 
 Example:
   vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
-  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 --api chat \\
-    --prompt-tokens 256..8192 --output-tokens 64..512 --shared-prefix 30% \\
+  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
+    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 --shared-prefix 30% \\
     --duration 5m --max-requests 20000 --json
 """
 

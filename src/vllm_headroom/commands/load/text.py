@@ -160,13 +160,16 @@ def _end(found: Found) -> Iterator[str]:
     elif len(found["steps"]) < len(SHARES):
         yield "It ended at --max-requests, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
-    reasons = "; ".join(found["faults"]) or _otherwise(found["requests"])
+    reasons = "; ".join(found["faults"]) or _otherwise(found)
     yield f"{VERDICTS[found['verdict']]}: {reasons}."
 
 
-def _otherwise(requests: Found) -> str:
+def _otherwise(found: Found) -> str:
+    requests = found["requests"]
     if requests[Outcome.NOT_SENT]:
         return f"{requests[Outcome.NOT_SENT]} requests could not be sent by this machine"
+    if found["interrupted"]:
+        return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
     if requests[Outcome.SUCCEEDED]:
         return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
     return "no request had the time to end"

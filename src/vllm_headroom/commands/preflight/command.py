@@ -22,7 +22,6 @@ from vllm_headroom.commands.preflight.wait import settled
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.values import GPU
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.look import PROC
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -31,6 +30,7 @@ PATIENCE_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
 
 DEVICE_SECONDS: Final = 5.0
+PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.unit.commands.check.checking import OWN, check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
 
+A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"
 LIMIT = ("--max-leak-per-thousand-requests", "1MB")
 
 
@@ -58,6 +59,10 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
     ("words", "problem"),
     [
         ((), "--trace: needed, accepts the path of a trace, or - for standard input"),
+        (
+            ("--trace", "x", "--max-bytes-per-request", "2"),
+            f"--max-bytes-per-request: got '2' (without a unit it is bytes: 2GiB?), {A_SIZE}",
+        ),
         (("--trace", "x"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
         (("--trace", "x", "--max-restarts", "3"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
         (("--trace", "x", "--max-growth-over-baseline", "5%"), "--max-growth-over-baseline needs a --baseline"),
@@ -67,7 +72,7 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
         ),
         (
             ("--trace", "x", "--max-leak-per-thousand-requests", "1G"),
-            "--max-leak-per-thousand-requests: got '1G', accepts a size such as 1MiB, or a number of bytes from 1 MiB on",
+            f"--max-leak-per-thousand-requests: got '1G', {A_SIZE}",
         ),
         (
             ("--trace", "x", "--max-discrepancy", "3"),

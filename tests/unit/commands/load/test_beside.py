@@ -18,10 +18,12 @@ from tests.fakes.streaming_server import LOOPBACK, StreamingServer
 from tests.unit.commands.load.asking import asker, run, target, until
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Seen
-from vllm_headroom.commands.load.options import order, parser
+from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.pace import Pace
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
@@ -120,7 +122,9 @@ def test_what_is_read_follows_from_where_the_server_is(
     host: str, words: tuple[str, ...], kinds: tuple[type, type]
 ) -> None:
     async def steps() -> None:
-        made = order(parser().parse_args(["--url", f"http://{host}:8000", "--concurrency", "1", *words]))
+        made = order(
+            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words], {})
+        )
         parts = _parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
         assert (type(parts.gpus), type(parts.processes)) == kinds
