@@ -55,7 +55,7 @@ def vllm_number(text: str) -> int:
         return int(text)
     power = "kmgt".index(number[2].lower()) + 1
     if number[2].isupper():
-        return int(number[1]) * 1024**power  # vLLM takes no fraction here
+        return int(number[1]) * int(1024**power)  # vLLM takes no fraction here
     return int(Decimal(number[1]) * 1000**power)
 
 

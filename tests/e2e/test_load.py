@@ -50,9 +50,10 @@ class Load:
     """A running `load` of ten clients."""
 
     def __init__(self, url: str, trace: Path, *words: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "vllm_headroom", "load", "--engine-url", url, "--trace", str(trace)]
+        usual = {"--trace": str(trace), "--concurrency": "10", "--gpus": "0"}
+        options = (word for pair in usual.items() if pair[0] not in words for word in pair)
         self.process = subprocess.Popen(
-            [*command, "--concurrency", "10", "--gpus", "0", *words],
+            [sys.executable, "-m", "vllm_headroom", "load", "--engine-url", url, *options, *words],
             env=OWN | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

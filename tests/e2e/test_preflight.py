@@ -61,13 +61,13 @@ def test_no_go_ends_with_status_1_and_names_the_process(nvml: FakeNvml) -> None:
     found = document(process)
 
     assert process.returncode == 1
-    assert found["verdict"] == "no_go"
+    assert found["verdict"] == "not_good"
     assert found["highest_gpu_memory_utilization"] == 0.61
     assert found["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
     (process_on_it,) = found["gpus"][1]["processes"]
     assert process_on_it["pid"] == os.getpid()
     assert [(finding["kind"], finding["verdict"], finding["gpu"]) for finding in found["findings"]] == [
-        ("memory", "no_go", 1)
+        ("memory", "not_good", 1)
     ]
 
 
@@ -162,6 +162,9 @@ def test_a_signal_ends_it_while_it_waits(nvml: FakeNvml) -> None:
     assert process.returncode == -signal.SIGINT
 
 
+A_SIZE = "accepts a size such as 72GiB, or a number of bytes from 1 MiB on"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -169,11 +172,10 @@ def test_a_signal_ends_it_while_it_waits(nvml: FakeNvml) -> None:
             ("--gpu-memory-utilization", "92"),
             "--gpu-memory-utilization: got '92', accepts a ratio above 0, at most 1",
         ),
-        (("--bytes", "much"), "--bytes: got 'much', accepts a size such as 72GiB, or a number of bytes from 1 MiB on"),
+        (("--bytes", "much"), f"--bytes: got 'much', {A_SIZE}"),
         (
             ("--bytes", "73"),
-            "--bytes: got '73' (without a unit it is bytes: 73GiB?), accepts a size such as 72GiB, or a number of bytes"
-            " from 1 MiB on",
+            f"--bytes: got '73' (without a unit it is bytes: 73GiB?), {A_SIZE}",
         ),
         (("--gpus", "gpu0"), "--gpus: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size: got '0', accepts a whole number from 1 to 64"),

@@ -44,15 +44,15 @@ class Command(Generic[Answer]):
     document: Callable[[Answer], Mapping[str, Any]] | None = None
 
 
-def start(table: Mapping[str, tuple[str, str]], name: str, words: Sequence[str]) -> NoReturn:
-    """Run the command of this name in the table with these words, and end the process; an error of its own is raised.
+def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) -> NoReturn:
+    """Run the command of this name in the table and end the process; an error of its own is raised.
 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
     if name in table:
         command = importlib.import_module(f"vllm_headroom.commands.{table[name][0]}").COMMAND
-        status = execute(command, name, words, os.environ, table)
+        status = execute(command, name, argv, os.environ, table)
     else:
         status = BAD_INPUT
         closest = difflib.get_close_matches(name, table, n=1)
@@ -65,13 +65,13 @@ def start(table: Mapping[str, tuple[str, str]], name: str, words: Sequence[str])
 def execute(
     command: Command[Any],
     name: str,
-    words: Sequence[str],
+    argv: Sequence[str],
     environ: Mapping[str, str],
     table: Mapping[str, tuple[str, str]] = {},
 ) -> int:
     """Run a command and show its answer; return the exit status."""
     try:
-        given = parser_of(command, name, table).read(words, environ)
+        given = parser_of(command, name, table).read(argv, environ)
         answer = command.run(given)
         if asyncio.iscoroutine(answer):
             answer = _awaited(answer)

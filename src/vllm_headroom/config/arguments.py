@@ -30,10 +30,10 @@ class Typed:
 
 
 def from_arguments(
-    words: Sequence[str], options: Mapping[str, argparse.Action], places: Sequence[argparse.Action]
+    argv: Sequence[str], options: Mapping[str, argparse.Action], places: Sequence[argparse.Action]
 ) -> Found:
     """Read `--name value`, `--name=value` and, for `places`, words by themselves; `_` in a name counts as `-`."""
-    typed, loose = _typed(words, options, len(places))
+    typed, loose = _typed(argv, options, len(places))
     given: list[Given] = []
     mistakes: list[str] = []
     times = Counter(each.action.dest for each in typed if each.action is not None)
@@ -50,11 +50,11 @@ def from_arguments(
     return Found(given=tuple(given), mistakes=tuple(dict.fromkeys(mistakes)))
 
 
-def _typed(words: Sequence[str], options: Mapping[str, argparse.Action], places: int) -> tuple[list[Typed], list[str]]:
+def _typed(argv: Sequence[str], options: Mapping[str, argparse.Action], places: int) -> tuple[list[Typed], list[str]]:
     """Return the options in order, and the words that are no option's."""
     typed: list[Typed] = []
     loose: list[str] = []
-    for word in words:
+    for word in argv:
         name, equals, value = word.partition("=")
         if OPTION.match(word):
             spelt = name.replace("_", "-") if name.startswith("--") else name

@@ -60,19 +60,19 @@ class Parser(argparse.ArgumentParser):
                     help=f"{told}{about(field, 'shown')}".replace("%", "%%"),
                 )
 
-    def read(self, words: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    def read(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
 
         Of these the command line beats the environment, and the environment beats the file. Raises BadOptions with
         every mistake, also in a value that another source overrides, and Told.
         """
         places = [action for action in self._actions if not action.option_strings]
-        arguments = from_arguments(words, self._option_string_actions, places)
+        arguments = from_arguments(argv, self._option_string_actions, places)
         for given in arguments.given:
             if given.setting in {"help", "version"}:
                 raise Told(self.format_help().rstrip() if given.setting == "help" else self._version)
         values, mistakes = self._valued((arguments, *self._other_sources(arguments, environ)))
-        mistakes += self._missing(words)
+        mistakes += self._missing(argv)
         if mistakes:
             raise BadOptions(*mistakes)
         return self._complete(values)
@@ -119,8 +119,8 @@ class Parser(argparse.ArgumentParser):
         kind = next((action.type for action in self._actions if action.dest == given.setting), None)
         return kind if isinstance(kind, Value) else ANYTHING
 
-    def _missing(self, words: Sequence[str]) -> list[str]:
-        typed = {word.partition("=")[0].replace("_", "-") for word in words}
+    def _missing(self, argv: Sequence[str]) -> list[str]:
+        typed = {word.partition("=")[0].replace("_", "-") for word in argv}
         needed = [action for action in self._actions if action.required and action.option_strings]
         lacking = [action for action in needed if not typed & set(action.option_strings)]
         return [f"{action.option_strings[-1]}: needed, accepts {_accepted(action)}" for action in lacking]
@@ -142,5 +142,6 @@ def _accepted(action: argparse.Action) -> str:
 
 def _default(action: argparse.Action) -> object:
     """Return a default; one that is a text is read as if it were given."""
-    is_text = isinstance(action.default, str) and isinstance(action.type, Value)
-    return action.type(action.default) if is_text else action.default
+    if isinstance(action.default, str) and isinstance(action.type, Value):
+        return action.type(action.default)
+    return action.default

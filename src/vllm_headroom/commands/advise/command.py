@@ -12,12 +12,11 @@ from vllm_headroom.commands.advise.history.history import History
 from vllm_headroom.commands.advise.options import DESCRIPTION, EXAMPLES, options, settings_of
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.text import text
-from vllm_headroom.commands.advise.verdict import Answer, Verdict, judge
+from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.read import recorded
 
-STATUS: Final = {Verdict.NOTHING_TO_CHANGE: 0, Verdict.ADVICE: 1, Verdict.CANNOT_TELL: 2}
 ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
 
 
@@ -58,5 +57,5 @@ COMMAND: Final[Command[Answer]] = Command(
     run=_run,
     text=text,
     document=document,
-    status=lambda answer: STATUS[answer.verdict],
+    status=lambda answer: answer.verdict.status,
 )

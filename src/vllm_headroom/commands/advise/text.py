@@ -8,8 +8,9 @@ from typing import Final
 from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Change
 from vllm_headroom.commands.advise.flags import Flag, spelt
-from vllm_headroom.commands.advise.verdict import Answer, Verdict
+from vllm_headroom.commands.advise.verdict import Answer
 from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration, instant
 
 HEAD: Final = 9
@@ -68,7 +69,7 @@ def _number(value: float, flag: Flag | None) -> str:
 
 
 def _end(answer: Answer) -> Iterator[str]:
-    if answer.verdict is Verdict.NOTHING_TO_CHANGE:
+    if answer.verdict is Verdict.GOOD:
         yield "Nothing to change." if answer.facts.origin is Origin.TRACE else "Nothing to change now."
     if answer.verdict is Verdict.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"

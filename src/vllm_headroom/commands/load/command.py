@@ -28,5 +28,5 @@ COMMAND: Final[Command[Report]] = Command(
     run=_run,
     text=lambda report: text(document(report)),
     document=document,
-    status=lambda report: report.status,
+    status=lambda report: report.verdict.status,
 )

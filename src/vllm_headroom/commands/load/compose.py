@@ -21,8 +21,8 @@ from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.report import Report
 from vllm_headroom.commands.load.run import Run, streams_at_most
-from vllm_headroom.commands.load.sampling import Beside, GpusElsewhere, ProcessesElsewhere, new_trace
-from vllm_headroom.commands.load.status import conclude
+from vllm_headroom.commands.load.sampling import GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
+from vllm_headroom.commands.load.status import report_of
 from vllm_headroom.commands.load.target import Target, find, first_model, is_local
 from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.life import signals
@@ -53,7 +53,7 @@ async def load(order: Order) -> Report:
     model = await _model(order, tls, bearer)
     new_trace(order.trace)
     clock = SystemClock()
-    beside = Beside(
+    sampling = Sampling(
         parts=_parts(order, target, clock),
         selection=order.gpus or Selection(),
         interval_seconds=SAMPLE_SECONDS,
@@ -74,15 +74,15 @@ async def load(order: Order) -> Report:
                 seconds=order.seconds,
                 clients=clients,
                 pace=pace,
-                beside=beside,
+                sampling=sampling,
                 screen=shown,
                 now=clock.monotonic,
             )
             steps = await run.steps()
     finally:
         await asker.close()
-        await beside.close()
-    return conclude(order, model, steps, beside, stopped=clients.stopped)
+        await sampling.close()
+    return report_of(order, model, steps, sampling, stopped=clients.stopped)
 
 
 def _check_limits(order: Order, *, tls: bool) -> None:

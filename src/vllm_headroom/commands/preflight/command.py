@@ -13,7 +13,7 @@ from typing import Final
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import look
 from vllm_headroom.commands.preflight.options import DEFAULT_UTILIZATION, DESCRIPTION, EXAMPLES, options
 from vllm_headroom.commands.preflight.report import Report, judge
@@ -25,7 +25,6 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
-STATUS: Final = {Verdict.GO: 0, Verdict.NO_GO: 1, Verdict.CANNOT_TELL: 2}
 PATIENCE_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
 
@@ -91,5 +90,5 @@ COMMAND: Final[Command[Settled]] = Command(
     run=_run,
     text=lambda settled: text(settled.report, settled.waited_seconds),
     document=lambda settled: document(settled.report, settled.waited_seconds),
-    status=lambda settled: STATUS[settled.report.verdict],
+    status=lambda settled: settled.report.verdict.status,
 )

@@ -149,7 +149,7 @@ def test_the_table(steady: str) -> None:
         "             limit                              of     found                   at most",
         "passed       engine restarts                           0                       0",
         "cannot tell  leak per thousand requests         GPU 0  none seen               97.7 KiB",
-        "             one at the limit would not have been seen in 2 h 29 min and 179,900 requests, only one of 781 KiB",
+        f"{' ' * 13}one at the limit would not have been seen in 2 h 29 min and 179,900 requests, only one of 781 KiB",
         "             or more: record about 8 times as many",
         "FAILED       bytes per running request          GPU 0  1.71 GiB at 40 running  1.4 GiB",
         "             68.4 GiB held at this load",
