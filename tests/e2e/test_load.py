@@ -147,7 +147,11 @@ def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Pa
     assert {name: count for name, count in found["requests"].items() if count and name != "began"} == truth
     assert found["requests"]["began"] == server.ways.total()
     assert total(found, "generation_tokens") == server.generation_tokens
-    assert found["faults"] == [f"{truth['out_of_memory']} answers were out of memory"]
+    unserved = truth.total() - truth["succeeded"] - truth["out_of_memory"]
+    assert found["faults"] == [
+        f"{truth['out_of_memory']} answers were out of memory",
+        f"{unserved} of {truth.total()} requests were not served",
+    ]
     assert {said["outcome"] for said in found["said"]} == {"failed", "out_of_memory", "rejected"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import importlib
 import json
@@ -12,7 +11,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from io import TextIOWrapper
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -73,7 +71,7 @@ def execute(
     try:
         given = parser_of(command, name, table).read(argv, environ)
         answer = command.run(given)
-        if asyncio.iscoroutine(answer):
+        if isinstance(answer, Coroutine):
             answer = _awaited(answer)
     except Told as told:
         say(str(told))
@@ -91,7 +89,7 @@ def execute(
 
 def parser_of(command: Command[Any], name: str, table: Mapping[str, tuple[str, str]] = {}) -> Parser:
     """Return the parser of a command's options; the help of the table's first command lists them all."""
-    parser = Parser(f"{PROGRAM} {name}", f"{PROGRAM} {metadata.version(PROGRAM)}")
+    parser = Parser(f"{PROGRAM} {name}", _version)
     parser.usage, parser.description, parser.epilog = command.usage, command.description, command.epilog
     if table and name == next(iter(table)):
         lines = (f"  {each:<10}{summary}" for each, (_, summary) in table.items())
@@ -102,9 +100,17 @@ def parser_of(command: Command[Any], name: str, table: Mapping[str, tuple[str, s
     return parser
 
 
+def _version() -> str:
+    from importlib import metadata  # noqa: PLC0415 - only --version asks, and it takes 20 ms
+
+    return f"{PROGRAM} {metadata.version(PROGRAM)}"
+
+
 def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whatever the command answers
     """Return what a coroutine comes to on uvloop, which is left open."""
-    import uvloop  # noqa: PLC0415 - commands that wait for nothing need no loop
+    import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
+
+    import uvloop  # noqa: PLC0415 - the same
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from vllm_headroom.config.sources import Found, Given, unknown
+from vllm_headroom.config.given import Found, Given, unknown
 
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a negative number is a value."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from vllm_headroom.config.arguments import from_arguments
-from vllm_headroom.config.fields import about, setting_value
+from vllm_headroom.config.given import Found, Given
 from vllm_headroom.config.kinds import ANYTHING, Value
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import CONFIG, Found, Given, from_environment, from_file, option, variable
-from vllm_headroom.config.text import SOURCES, settings_yaml
 from vllm_headroom.units import RefusedError
 from vllm_headroom.vocabulary import CONTROLS
+
+if TYPE_CHECKING:
+    from vllm_headroom.config.settings import Settings
 
 A_CONFIG: Final = Value(read=str, accepts="the path of a YAML file")
 
@@ -33,32 +33,35 @@ class Told(Exception):  # noqa: N818 - no error: what was asked for in place of 
 class Parser(argparse.ArgumentParser):
     """A command's options; a default that is a list takes an option as often as it is given."""
 
-    def __init__(self, prog: str, version: str = "") -> None:
+    def __init__(self, prog: str, version: Callable[[], str] = str) -> None:
         super().__init__(
             prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, add_help=False
         )
         self._version = version
         self._settings: type[Settings] | None = None
+        self._values: dict[str, Value[Any]] = {}
         self.add_argument("-h", "--help", action="store_true", help="show this and exit")
         self.add_argument("--version", action="store_true", help="show the version and exit")
 
     def add_settings(self, kind: type[Settings]) -> None:
-        """Add the settings of `kind`, its own first, which the environment and a file may give as well."""
+        """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
+        from vllm_headroom.config.fields import about, setting_value  # noqa: PLC0415 - most commands have no settings
+        from vllm_headroom.config.sources import option, variable  # noqa: PLC0415 - the same
+        from vllm_headroom.config.text import SOURCES, own_first  # noqa: PLC0415 - the same
+
         self._settings = kind
+        self._values = {name: setting_value(kind, name) for name in own_first(kind)}
         self.add_argument("--config", metavar="FILE", type=A_CONFIG, help="read settings from it, as HEADROOM_CONFIG")
         self.add_argument("--print-config", action="store_true", help="show what is in force, as such a file, and exit")
         group = self.add_argument_group("settings", SOURCES)
-        for name in sorted(kind.model_fields, key=lambda name: name in Settings.model_fields):
+        for name, value in self._values.items():
             if name not in kind.no_options:
                 field = kind.model_fields[name]
-                told = f"{field.description} Accepts {about(field, 'accepts')}. {variable(name)}; default: "
-                group.add_argument(
-                    option(name),
-                    dest=name,
-                    metavar=about(field, "word"),
-                    type=setting_value(kind, name),
-                    help=f"{told}{about(field, 'shown')}".replace("%", "%%"),
+                told = (
+                    f"{field.description} Accepts {value.accepts}. {variable(name)}; default: {about(field, 'shown')}"
                 )
+                metavar = about(field, "word")
+                group.add_argument(option(name), dest=name, metavar=metavar, type=value, help=told.replace("%", "%%"))
 
     def read(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
@@ -70,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         arguments = from_arguments(argv, self._option_string_actions, places)
         for given in arguments.given:
             if given.setting in {"help", "version"}:
-                raise Told(self.format_help().rstrip() if given.setting == "help" else self._version)
+                raise Told(self.format_help().rstrip() if given.setting == "help" else self._version())
         values, mistakes = self._valued((arguments, *self._other_sources(arguments, environ)))
         mistakes += self._missing(argv)
         if mistakes:
@@ -85,11 +88,13 @@ class Parser(argparse.ArgumentParser):
         """Yield what the environment gives and the file that the command line or else the environment names."""
         if self._settings is None:
             return
-        environment = from_environment(environ, {*self._settings.model_fields, CONFIG})
+        from vllm_headroom.config.sources import CONFIG, from_environment, from_file  # noqa: PLC0415 - see add_settings
+
+        environment = from_environment(environ, {*self._values, CONFIG})
         yield environment
         for given in (*arguments.given, *environment.given):
             if given.setting == CONFIG:
-                yield from_file(str(given.value), given.name, self._settings.model_fields)
+                yield from_file(str(given.value), given.name, self._values)
                 return
 
     def _valued(self, sources: Sequence[Found]) -> tuple[dict[str, Any], list[str]]:
@@ -114,8 +119,8 @@ class Parser(argparse.ArgumentParser):
         return values, mistakes
 
     def _kind(self, given: Given) -> Value[Any]:
-        if self._settings is not None and given.setting in self._settings.model_fields:
-            return setting_value(self._settings, given.setting)
+        if given.setting in self._values:
+            return self._values[given.setting]
         kind = next((action.type for action in self._actions if action.dest == given.setting), None)
         return kind if isinstance(kind, Value) else ANYTHING
 
@@ -128,9 +133,10 @@ class Parser(argparse.ArgumentParser):
     def _complete(self, values: dict[str, Any]) -> argparse.Namespace:
         given = argparse.Namespace(**{action.dest: _default(action) for action in self._actions} | values)
         if self._settings is not None:
-            given.settings = self._settings.model_validate(
-                {name: value for name, value in values.items() if name in self._settings.model_fields}
-            )
+            from vllm_headroom.config.text import settings_yaml  # noqa: PLC0415 - see add_settings
+
+            settings = {name: value for name, value in values.items() if name in self._values}
+            given.settings = self._settings.model_validate(settings)
             if given.print_config:
                 raise Told(settings_yaml(given.settings).rstrip())
         return given

@@ -9,7 +9,7 @@ from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom.config.fields import NONE, seconds, setting
-from vllm_headroom.config.values import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
+from vllm_headroom.config.types import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 

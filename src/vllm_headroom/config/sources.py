@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
 import yaml
 
-PREFIX: Final = "HEADROOM_"
+from vllm_headroom.config.given import PREFIX, Found, Given, unknown
+
 CONFIG: Final = "config"
 """The option that is no setting: it names the file."""
 
@@ -20,23 +19,6 @@ SERVICE_VARIABLE: Final = re.compile(
 )
 SERVICE_PORT: Final = re.compile(r"HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*")
 """What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """One setting as its author wrote it; `name` is how and where, `value` text or, from YAML, a list or mapping."""
-
-    setting: str
-    name: str
-    value: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What one source gives, and its mistakes, one line each."""
-
-    given: tuple[Given, ...] = ()
-    mistakes: tuple[str, ...] = ()
 
 
 def key(setting: str) -> str:
@@ -125,16 +107,3 @@ def _text(node: yaml.Node) -> str | None:
 
 def _of_a_service(name: str, value: str) -> bool:
     return bool(SERVICE_VARIABLE.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={value}"))
-
-
-def unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
-    """Say that there is no such thing; its value is not shown, for it may be a secret under a wrong name."""
-    spelt = {_plain(each): each for each in sorted(known)}
-    meant = _plain(name.split(maxsplit=1)[0])
-    containing = sorted((each for each in spelt if f"_{meant}_" in f"_{each}_"), key=len)
-    closest = containing or difflib.get_close_matches(meant, spelt, n=1)
-    return f"{name}: not {what}, " + (f"did you mean {spelt[closest[0]]}?" if closest else "see --help")
-
-
-def _plain(name: str) -> str:
-    return name.lower().lstrip("-").removeprefix(PREFIX.lower()).replace("-", "_")

@@ -20,6 +20,11 @@ The command line beats the environment, and the environment beats the file.
 An empty environment variable counts as not set."""
 
 
+def own_first(kind: type[Settings]) -> list[str]:
+    """Return the names of a command's settings, its own before those of the daemon."""
+    return sorted(kind.model_fields, key=lambda name: name in Settings.model_fields)
+
+
 def settings_table() -> str:
     """Return the README's table of settings, in Markdown."""
     rows = [

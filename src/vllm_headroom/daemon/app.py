@@ -39,14 +39,12 @@ GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
 CLOSE_SECONDS: Final = 0.3
-
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
 """Scrapes in progress may take as long beside it."""
 
 RECORD_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
-
 
 NO_BYTES: Final = (
     "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
@@ -68,12 +66,9 @@ class Parts:
 async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     clock = SystemClock()
+    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     parts = Parts(
-        engine=page_reader(
-            settings,
-            settings.engine_url,
-            timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
-        ),
+        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
         clock=clock,

@@ -40,8 +40,8 @@ it sees the GPUs and the processes.
 
 EXAMPLES: Final = """\
 LENGTHS are a number of tokens, or two such as 256..2048: all lengths between
-them, each doubling as likely as the next. Of prompts they are about so many, for
-words stand in for tokens; the report has the server's own counts.
+them, each doubling as likely as the next. Of prompts they are about so many:
+words stand in for tokens, and the report has the server's own counts.
 
 It ends with status 0 when requests were served, next to none failed and no
 answer was out of memory; with 1 when one was, when more failed, when the engine
@@ -51,8 +51,8 @@ options. Ctrl-C ends the step and reports what there is.
 Example:
   vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64
   vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 200 \\
-    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 --shared-prefix 30% \\
-    --duration 5m --max-requests 20000 --json
+    --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
+    --shared-prefix 30% --duration 5m --max-requests 20000 --json
 """
 
 Add = Callable[..., Any]
