@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm_headroom.config.arguments import from_arguments
 from vllm_headroom.config.given import Found, Given
@@ -80,10 +80,6 @@ class Parser(argparse.ArgumentParser):
             raise BadOptions(*mistakes)
         return self._complete(values)
 
-    def error(self, message: str) -> NoReturn:
-        """Raise BadOptions."""
-        raise BadOptions(message)
-
     def _other_sources(self, arguments: Found, environ: Mapping[str, str]) -> Iterator[Found]:
         """Yield what the environment gives and the file that the command line or else the environment names."""
         if self._settings is None:
@@ -121,14 +117,12 @@ class Parser(argparse.ArgumentParser):
     def _kind(self, given: Given) -> Value[Any]:
         if given.setting in self._values:
             return self._values[given.setting]
-        kind = next((action.type for action in self._actions if action.dest == given.setting), None)
-        return kind if isinstance(kind, Value) else ANYTHING
+        return next((_kind(action) for action in self._actions if action.dest == given.setting), ANYTHING)
 
     def _missing(self, argv: Sequence[str]) -> list[str]:
         typed = {word.partition("=")[0].replace("_", "-") for word in argv}
-        needed = [action for action in self._actions if action.required and action.option_strings]
-        lacking = [action for action in needed if not typed & set(action.option_strings)]
-        return [f"{action.option_strings[-1]}: needed, accepts {_accepted(action)}" for action in lacking]
+        lacking = [action for action in self._actions if action.required and not typed & set(action.option_strings)]
+        return [f"{action.option_strings[-1]}: needed, accepts {_kind(action).accepts}" for action in lacking]
 
     def _complete(self, values: dict[str, Any]) -> argparse.Namespace:
         given = argparse.Namespace(**{action.dest: _default(action) for action in self._actions} | values)
@@ -142,12 +136,10 @@ class Parser(argparse.ArgumentParser):
         return given
 
 
-def _accepted(action: argparse.Action) -> str:
-    return action.type.accepts if isinstance(action.type, Value) else ANYTHING.accepts
+def _kind(action: argparse.Action) -> Value[Any]:
+    return action.type if isinstance(action.type, Value) else ANYTHING
 
 
 def _default(action: argparse.Action) -> object:
     """Return a default; one that is a text is read as if it were given."""
-    if isinstance(action.default, str) and isinstance(action.type, Value):
-        return action.type(action.default)
-    return action.default
+    return _kind(action)(action.default) if isinstance(action.default, str) else action.default
