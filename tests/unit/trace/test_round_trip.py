@@ -109,9 +109,9 @@ def test_a_number_that_no_reader_takes_is_left_out(fact: str) -> None:
 
 
 def test_the_names_of_the_format_are_those_of_the_contract() -> None:
-    full = engine(**{each.name: 1.0 for each in fields(EngineReading) if each.metadata})
+    facts: dict[str, Any] = {each.name: 1.0 for each in fields(EngineReading) if each.metadata}
 
-    (entry,) = record_of(snapshot(engines=page(full), gpus=(gpu(used_peak_bytes=950),)))["engines"]
+    (entry,) = record_of(snapshot(engines=page(engine(**facts)), gpus=(gpu(used_peak_bytes=950),)))["engines"]
 
     assert set(entry) == {
         *("model_name", "engine", "running", "waiting", "kv_used_ratio", "kv_capacity_tokens", "finished_total"),
