@@ -42,10 +42,10 @@ def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot | CutOff | str]:
     number, rest = 0, iter(lines)
     for number, line in enumerate(rest, start=1):
         record = _record(line)
-        found = record if isinstance(record, str) else _sample(record)
         if number == 1 and not _is_header(record):
             yield f"line 1: {NO_TRACE}"
             return
+        found = record if isinstance(record, str) else _sample(record)
         if isinstance(found, Snapshot):
             yield found
         elif found is not None:
