@@ -23,15 +23,15 @@ that is too little. It needs no GPU and no vLLM.
 """
 
 EXAMPLES: Final = """\
-Figures are of each GPU. It ends with status 0 when vLLM would start, with 1 when
-it would not, and with 2 when that cannot be told: bad input, something is not
-known, or too close to call.
+Figures are of each GPU. It ends with status 0 when vLLM would start, with 1
+when it would not, and with 2 when that cannot be told: bad input, something is
+not known, or too close to call.
 
 Example:
-  vllm-headroom plan --model-config Llama-3.1-70B/config.json --gpu-memory 80GiB \\
-    -tp 4 --max-model-len 32K --max-num-seqs 64
-  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 --hidden-size 8192 \\
-    --vocabulary 128256 --parameters 70.6B --gpu-memory 141GiB --max-model-len 8k
+  vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
+    --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
+  vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
+    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B --gpu-memory 141GiB
 """
 
 SIZES: Final = (
