@@ -31,7 +31,8 @@ Example:
   vllm-headroom plan --model-config Llama-3.1-70B/config.json \\
     --gpu-memory 80GiB -tp 4 --max-model-len 32K --max-num-seqs 64
   vllm-headroom plan --layers 80 --kv-heads 8 --head-size 128 \\
-    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B --gpu-memory 141GiB
+    --hidden-size 8192 --vocabulary 128256 --parameters 70.6B \\
+    --gpu-memory 141GiB
 """
 
 SIZES: Final = (
