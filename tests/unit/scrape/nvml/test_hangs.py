@@ -179,8 +179,9 @@ def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: F
         hang(fake, 0)
         fake.forget_calls()
         reading = asyncio.create_task(nvml.read(FOR_EVER))
-        while f"{MEMORY} GPU-0" not in fake.calls():
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PROMPTLY_SECONDS):
+            while f"{MEMORY} GPU-0" not in fake.calls():  # noqa: ASYNC110 - what changes is a file
+                await asyncio.sleep(0.01)
         reading.cancel()
         await asyncio.wait([reading])
         async with asyncio.timeout(PROMPTLY_SECONDS):
