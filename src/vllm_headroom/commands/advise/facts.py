@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from vllm_headroom.commands.advise.settings import Settings
@@ -157,6 +157,19 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """An end of an engine that served: what ran and what was left of a GPU at the last sample, None where not known.
+
+    `orphan_bytes` is what processes of its own went on to hold.
+    """
+
+    seconds: float
+    running: float | None
+    room_bytes: float | None
+    orphan_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """One role of the engine's processes on the host."""
 
@@ -183,7 +196,8 @@ class Facts:
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    failed_starts: tuple[Start, ...] = field(default=())
+    failed_starts: tuple[Start, ...] = ()
+    endings: tuple[Ending, ...] = ()
 
     @property
     def span_seconds(self) -> float:

@@ -10,6 +10,7 @@ from vllm_headroom.commands.advise.figures import called
 from vllm_headroom.commands.advise.finding import Advice
 from vllm_headroom.commands.advise.flags import NEWEST, Flag, spelt
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
+from vllm_headroom.commands.advise.rules.crash import crash, sudden
 from vllm_headroom.commands.advise.rules.prefix import believed, busy, enough, rarely_hits
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import LeakState
@@ -27,6 +28,7 @@ A_MOMENT: Final = (
     " not on it. A trace has them (HEADROOM_TRACE_FILE)."
 )
 BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
+ENDED: Final = "while requests ran, with memory left: a restart that was meant, or a crash, of which vLLM's log tells."
 SET_NOW: Final = (
     "What is set now is not in this trace: --engine-url, or the option of that name, makes values of the differences."
 )
@@ -41,7 +43,7 @@ def _missing(facts: Facts) -> Iterator[str]:
     if facts.age_seconds is not None and facts.age_seconds > STALE_SECONDS:
         yield f"the page is {duration(facts.age_seconds)} old: the sidecar has stopped sampling"
     if facts.origin is Origin.TRACE and facts.span_seconds < SHORTEST_SECONDS:
-        yield f"{duration(facts.span_seconds)} of history, an hour at the least"
+        yield f"a longer history: there are {duration(facts.span_seconds)} of it, and an hour is the least"
     if not facts.gpus:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
@@ -89,6 +91,9 @@ def notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         )
     if any(change.difference is not None for change in changes):
         told.append(SET_NOW)
+    endings = sudden(facts)
+    if endings and crash(facts) is None:
+        told.append(f"The engine ended at {instant(endings[0].seconds)} {ENDED}")
     if not facts.hosts:
         told.append("The engine's processes were not seen, so that host memory is not judged.")
     told += {note: None for engine in facts.engines if (note := _prefix_note(facts, engine)) is not None}

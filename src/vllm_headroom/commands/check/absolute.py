@@ -86,16 +86,22 @@ def _cost(cost: Cost) -> str:
 
 
 def preemptions(record: Record, before: Record | None, most: float) -> Judgement:
-    """Return how often a request was preempted."""
-    value = per_thousand(record)
+    """Return how often a request was preempted.
+
+    In a trace of few requests the limit is exceeded only where it would be even if the requests that are missing to
+    enough had come without a preemption.
+    """
+    value, total = per_thousand(record), record.preemptions.total
     missing = doubt(record, record.engine, "the engine")
     if value is None and missing is None:
         missing = "the engine does not say how often it preempted a request"
+    least = None if value is None or total is None else 1000 * total / max(LEAST_REQUESTS, record.finished.total or 0.0)
+    outcome = compared(least, most, missing)
     past = None if before is None else per_thousand(before)
     return Judgement(
         limit=PREEMPTIONS,
         of="",
-        outcome=compared(value, most, missing),
+        outcome=outcome,
         unit=Unit.COUNT,
         value=value,
         most=most,
@@ -103,16 +109,21 @@ def preemptions(record: Record, before: Record | None, most: float) -> Judgement
         found="unknown" if value is None else f"{value:.3g}",
         allowed=f"{most:.3g}",
         before=None if past is None else f"{past:.3g}",
-        why=missing or f"{record.preemptions.total:,.0f} in all",
+        why=_preempted(record, above=value is not None and value > most, missing=missing, outcome=outcome),
     )
 
 
+def _preempted(record: Record, *, above: bool, missing: str | None, outcome: Outcome) -> str:
+    counted = f"{record.preemptions.total:,.0f} in all, of {record.finished.total:,.0f} requests" if above or not missing else ""
+    if missing is None or outcome is Outcome.FAILED:
+        return counted
+    return f"{missing}; above the limit so far, {counted}" if above else missing
+
+
 def per_thousand(record: Record) -> float | None:
-    """Return the preemptions per thousand requests; None where they are unknown or requests are too few."""
+    """Return the preemptions per thousand requests; None where they are unknown or no request finished."""
     done, preempted = record.finished.total, record.preemptions.total
-    if preempted is None or not done or done < LEAST_REQUESTS:
-        return None
-    return 1000 * preempted / done
+    return None if preempted is None or not done else 1000 * preempted / done
 
 
 def restarts(record: Record, before: Record | None, most: int) -> Judgement:

@@ -23,7 +23,7 @@ def told(outcome: Outcome, judgements: Sequence[Judgement]) -> str:
         return f"Passed: all {len(judgements)} limits kept."
     failed, unknown = counts[Outcome.FAILED], counts[Outcome.CANNOT_TELL]
     if outcome is Outcome.CANNOT_TELL:
-        return f"Cannot tell: none of {len(judgements)} limits exceeded, but {unknown} cannot be judged."
+        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Outcome.PASSED]} kept."
     also = f", {unknown} cannot be judged" if unknown else ""
     return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
 

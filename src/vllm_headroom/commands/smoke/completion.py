@@ -39,7 +39,6 @@ LOG: Final = "look for the cause in the engine's log"
 async def completed(reach: Reach, deadline_seconds: float) -> Step:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
-    ends = now() + deadline_seconds
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
         return _failed(listed.message)
@@ -50,7 +49,7 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
     for path, prompt in FORMS:
         began = now()
         body = {"model": model, "max_tokens": TOKENS, "temperature": 0, **prompt}
-        answer = await reach.post(path, body, max(0.1, ends - began))
+        answer = await reach.post(path, body, deadline_seconds)
         trouble = _trouble(answer, reach.address(path))
         if trouble is None:
             return _completed(model, answer, now() - began)

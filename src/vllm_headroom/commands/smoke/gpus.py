@@ -19,6 +19,7 @@ NO_GPU: Final = "none of the visible GPUs can be told to be the engine's: HEADRO
 NO_REPORT: Final = (
     "vLLM does not say what it should hold (--kv-cache-memory-bytes replaces its budget): HEADROOM_REPORTED_BYTES does"
 )
+NO_ENGINE: Final = "the page has no series of an engine, and so no budget: HEADROOM_REPORTED_BYTES says what it should hold"
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
 
 
@@ -34,7 +35,8 @@ async def within(settings: Settings, page: EnginePage | Failure, limit_ratio: fl
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
-    return judged(discrepancy(snapshot, configured_bytes=settings.reported_bytes), limit_ratio)
+    samples = discrepancy(snapshot, configured_bytes=settings.reported_bytes)
+    return judged(samples, limit_ratio) if samples or page.engines else _skipped(NO_ENGINE)
 
 
 def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:

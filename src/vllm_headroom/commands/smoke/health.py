@@ -26,7 +26,7 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
     while True:
-        answer = await reach.text(PATH, max(0.1, min(ANSWER_SECONDS, ends - now())))
+        answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
             return Step(name=Name.HEALTH, state=State.OK, text=f"healthy after {duration(now() - began)}")
         if answer.reason in LASTING:

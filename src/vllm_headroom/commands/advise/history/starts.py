@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.commands.advise.facts import Start
-from vllm_headroom.commands.advise.history.gpu_history import others_bytes
+from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import GIB
 
@@ -38,7 +38,7 @@ class Starts:
             self._now = None
         if life is None:
             self._served = None
-            self._idle_room = _room(gpus)
+            self._idle_room = room_bytes(gpus)
         elif life != self._served:
             self._life, self._now = life, self._grown(gpus)
 
@@ -46,7 +46,7 @@ class Starts:
         """Return the start that goes on with one more reading, or a new one."""
         held = max((gpu.held_bytes or 0 for gpu in gpus), default=0)
         others = max((others_bytes(gpu) or 0.0 for gpu in gpus), default=0.0)
-        room, before = _room(gpus), self._now
+        room, before = room_bytes(gpus), self._now
         if before is None:
             return Start(
                 most_held_bytes=held,
@@ -71,7 +71,16 @@ def _life(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> str | None:
     return f"{min(started):.2f}" if started else None
 
 
-def _room(gpus: tuple[Gpu, ...]) -> float | None:
+def others_bytes(gpu: Gpu) -> float | None:
+    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
+    memory = gpu.reading.memory
+    if memory is None or gpu.engine_bytes is None:
+        return None
+    rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
+    return rest if rest > SOMEBODY_BYTES else 0.0
+
+
+def room_bytes(gpus: tuple[Gpu, ...]) -> float | None:
     """Return the least that is left on a GPU; None where none was read."""
     memories = [gpu.reading.memory for gpu in gpus if gpu.reading.memory is not None]
     rooms = [memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes for memory in memories]
