@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, GpuFacts, Leak, Origin
-from vllm_headroom.commands.advise.figures import called
-from vllm_headroom.commands.advise.finding import Advice
+from vllm_headroom.commands.advise.facts import EngineFacts, Facts, Leak, Origin
+from vllm_headroom.commands.advise.finding import Advice, called
 from vllm_headroom.commands.advise.flags import NEWEST, Flag, spelt
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
 from vllm_headroom.commands.advise.rules.crash import crash, sudden
@@ -34,12 +33,8 @@ SET_NOW: Final = (
 )
 
 
-def missing(facts: Facts) -> tuple[str, ...]:
-    """Return what has to be known before it can be said that there is nothing to change."""
-    return tuple(_missing(facts))
-
-
-def _missing(facts: Facts) -> Iterator[str]:
+def missing(facts: Facts) -> Iterator[str]:
+    """Yield what has to be known before it can be said that there is nothing to change."""
     if facts.age_seconds is not None and facts.age_seconds > STALE_SECONDS:
         yield f"the page is {duration(facts.age_seconds)} old: the sidecar has stopped sampling"
     if facts.origin is Origin.TRACE and facts.span_seconds < SHORTEST_SECONDS:
@@ -47,7 +42,9 @@ def _missing(facts: Facts) -> Iterator[str]:
     if not facts.gpus:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
-        yield from _of_gpu(gpu)
+        if gpu.room_bytes is None and gpu.least_room_bytes is None:
+            yield f"GPU {gpu.index}: its memory was not read"
+        yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
     for host in facts.hosts:
         if host.leak.state is not LeakState.UNKNOWN:
             yield from _of_leak(f"host memory of {host.process}", host.leak)
@@ -60,25 +57,15 @@ def _of_engines(facts: Facts) -> Iterator[str]:
     elif not any(engine.most_running or engine.finished for engine in facts.engines):
         yield "work: no request ran, and what load would do is not known"
     for engine in facts.engines:
-        yield from _of_engine(called(facts, engine), engine)
-
-
-def _of_gpu(gpu: GpuFacts) -> Iterator[str]:
-    if gpu.room_bytes is None and gpu.least_room_bytes is None:
-        yield f"GPU {gpu.index}: its memory was not read"
-    yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
+        if not engine.kv_known:
+            yield f"{called(facts, engine)}: how much of its KV cache is in use is not known"
+        if not engine.preemptions_known:
+            yield f"{called(facts, engine)}: its preemptions are not known"
 
 
 def _of_leak(name: str, leak: Leak) -> Iterator[str]:
     if leak.state in WHY:
         yield f"{name}: {WHY[leak.state]}"
-
-
-def _of_engine(name: str, engine: EngineFacts) -> Iterator[str]:
-    if not engine.kv_known:
-        yield f"{name}: how much of its KV cache is in use is not known"
-    if not engine.preemptions_known:
-        yield f"{name}: its preemptions are not known"
 
 
 def notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:

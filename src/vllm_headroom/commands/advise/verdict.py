@@ -65,7 +65,7 @@ def judge(facts: Facts) -> Answer:
     always = _ask(EVEN_WITH_A_LEAK, facts)
     found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
     advice, left_out = _that_exist(found, facts)
-    unknown = missing(facts)
+    unknown = tuple(missing(facts))
     verdict = Verdict.NOT_GOOD if advice else Verdict.CANNOT_TELL if unknown else Verdict.GOOD
     told = (*((NOTHING_ELSE,) if growing else ()), *left_out, *notes(facts, advice))
     return Answer(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)

@@ -50,17 +50,17 @@ async def counted(
     if problem is None and more < 1:
         problem = UNCOUNTED.format(finished_before)
     if isinstance(page, Failure) or problem is not None:
-        return Step(name=Name.METRICS, state=State.FAILED, text=problem or ""), page
-    return Step(name=Name.METRICS, state=State.OK, text=f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
+        return Step(Name.METRICS, State.FAILED, problem or ""), page
+    return Step(Name.METRICS, State.OK, f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
 
 
 def offered(page: EnginePage | Failure) -> Step:
     """Return what the page offers when there is no completion to count."""
     problem = _lacking(page, NOTHING_OFFERED)
     if isinstance(page, Failure) or problem is not None:
-        return Step(name=Name.METRICS, state=State.FAILED, text=problem or "")
+        return Step(Name.METRICS, State.FAILED, problem or "")
     text = f"{_inputs(page)}; there is no completion to look for in them"
-    return Step(name=Name.METRICS, state=State.SKIPPED, text=text)
+    return Step(Name.METRICS, State.SKIPPED, text)
 
 
 def finished(page: EnginePage) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import Ending
@@ -33,53 +32,31 @@ class Orphans:
         return rest if rest > SOMEBODY_BYTES else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Served:
-    """The newest sample in which the engine served."""
-
-    life: str | None
-    finished: float | None
-    running: float | None
-    held_bytes: float
-    room_bytes: float | None
-
-
 class Endings:
     """Follows an engine that serves until its page tells of another life, or is gone together with its memory."""
 
     def __init__(self) -> None:
         self.found: list[Ending] = []
-        self._served: _Served | None = None
+        self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
 
     def step(self, snapshot: Snapshot, orphan_bytes: float) -> None:
         """Go on to the next sample; `orphan_bytes` is what its processes left behind."""
         gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
         page = snapshot.engines if isinstance(snapshot.engines, EnginePage) and named(snapshot.engines) else None
-        before = self._served
-        if before is not None and _ended(before, page, gpus):
-            ending = Ending(
-                seconds=snapshot.time_seconds,
-                running=before.running,
-                room_bytes=before.room_bytes,
-                orphan_bytes=orphan_bytes,
-            )
+        if self._served is not None and _ended(*self._served, page, gpus):
+            running, room = running_requests(self._served[0]), room_bytes(self._served[1])
+            ending = Ending(seconds=snapshot.time_seconds, running=running, room_bytes=room, orphan_bytes=orphan_bytes)
             self.found.append(ending)
             self._served = None
         if page is not None:
-            self._served = _Served(
-                life=life(page),
-                finished=finished(page),
-                running=running_requests(page),
-                held_bytes=_held(gpus) or 0.0,
-                room_bytes=room_bytes(gpus),
-            )
+            self._served = page, gpus
 
 
-def _ended(before: _Served, page: EnginePage | None, gpus: tuple[Gpu, ...]) -> bool:
+def _ended(before: EnginePage, had: tuple[Gpu, ...], page: EnginePage | None, gpus: tuple[Gpu, ...]) -> bool:
     if page is not None:
-        return begun_anew(before.life, life(page), before.finished, finished(page))
+        return begun_anew(life(before), life(page), finished(before), finished(page))
     held = _held(gpus)
-    return held is not None and held < GONE_SHARE * before.held_bytes
+    return held is not None and held < GONE_SHARE * (_held(had) or 0.0)
 
 
 def _held(gpus: tuple[Gpu, ...]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final
 
 from vllm_headroom import catalog
@@ -122,16 +122,8 @@ def _shown_by(engine: EngineReading) -> Version:
 
 
 def _leak(course: Course) -> Leak:
-    last, intervals = course.last, course.leaking
-    if last is None:
+    if course.last is None:
         return Leak(state=course.state)
-    return Leak(
-        state=course.state,
-        leaked=True,
-        ended_seconds=intervals[-1][1] if intervals else None,
-        bytes_per_second=last.bytes_per_second,
-        bytes_per_request=last.bytes_per_request,
-        leaked_bytes=last.leaked_bytes,
-        time_to_oom_seconds=last.time_to_oom_seconds,
-        time_to_oom_seconds_lower=last.time_to_oom_seconds_lower,
-    )
+    figures = {each.name: getattr(course.last, each.name) for each in fields(Leak) if hasattr(course.last, each.name)}
+    ended = course.leaking[-1][1] if course.leaking else None
+    return Leak(state=course.state, leaked=True, ended_seconds=ended, **figures)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm_headroom.commands.advise.facts import Start
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
@@ -44,22 +46,15 @@ class Starts:
 
     def _grown(self, gpus: tuple[Gpu, ...]) -> Start:
         """Return the start that goes on with one more reading, or a new one."""
-        held = max((gpu.held_bytes or 0 for gpu in gpus), default=0)
-        others = max((others_bytes(gpu) or 0.0 for gpu in gpus), default=0.0)
-        room, before = room_bytes(gpus), self._now
-        if before is None:
-            return Start(
-                most_held_bytes=held,
-                least_room_bytes=room,
-                most_others_bytes=others,
-                room_before_bytes=self._idle_room,
-            )
-        rooms = [known for known in (room, before.least_room_bytes) if known is not None]
-        return Start(
-            most_held_bytes=max(held, before.most_held_bytes),
+        before = self._now or Start(
+            most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
+        )
+        rooms = [known for known in (room_bytes(gpus), before.least_room_bytes) if known is not None]
+        return replace(
+            before,
+            most_held_bytes=max([before.most_held_bytes, *(gpu.held_bytes or 0 for gpu in gpus)]),
             least_room_bytes=min(rooms, default=None),
-            most_others_bytes=max(others, before.most_others_bytes),
-            room_before_bytes=before.room_before_bytes,
+            most_others_bytes=max([before.most_others_bytes, *(others_bytes(gpu) or 0 for gpu in gpus)]),
         )
 
 

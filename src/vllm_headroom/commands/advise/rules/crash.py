@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.commands.advise.facts import Ending, Facts
-from vllm_headroom.commands.advise.figures import count, memory
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count
 from vllm_headroom.commands.advise.limits import FAILED_STARTS, LOW_BYTES
-from vllm_headroom.units import instant
+from vllm_headroom.units import instant, size
 
 
 def crash(facts: Facts) -> Advice | None:
@@ -41,13 +40,13 @@ def sudden(facts: Facts) -> tuple[Ending, ...]:
 def _evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     last = found[-1]
     times = "once" if len(found) == 1 else f"{len(found)} times"
-    yield Evidence(name="crashes", value=len(found), text=f"it ended {times}, the last at {instant(last.seconds)}")
+    yield Evidence("crashes", len(found), f"it ended {times}, the last at {instant(last.seconds)}")
     if last.running is not None:
-        yield Evidence(name="running", value=last.running, text=f"{count(last.running)} requests ran just before")
+        yield Evidence("running", last.running, f"{count(last.running)} requests ran just before")
     if last.room_bytes is not None:
-        left = f"{memory(last.room_bytes)} were left then"
-        yield Evidence(name="room_bytes", value=last.room_bytes, text=left)
+        left = f"{size(last.room_bytes)} were left then"
+        yield Evidence("room_bytes", last.room_bytes, left)
     orphans = max(ending.orphan_bytes for ending in found)
     if orphans:
-        text = f"processes that it left behind went on to hold {memory(orphans)}: not another's"
-        yield Evidence(name="orphan_bytes", value=orphans, text=text)
+        text = f"processes that it left behind went on to hold {size(orphans)}: not another's"
+        yield Evidence("orphan_bytes", orphans, text)

@@ -1,9 +1,10 @@
-"""What was found, in words for people."""
+"""What was found, in words for people and as the one object of `replay --json`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.trace.course import Course, Interval, Moment
@@ -85,3 +86,42 @@ def _rate(moment: Moment) -> str:
     if moment.bytes_per_request is not None:
         text += f", {size(1000 * moment.bytes_per_request)} per thousand requests"
     return text
+
+
+def document(watch: Watch) -> dict[str, Any]:
+    """Return the object; times are the trace's, None is what is unknown."""
+    begin, end = watch.span
+    return {
+        "samples": watch.samples,
+        "span_seconds": end - begin,
+        "gpus": [_gpu(index, uuid, course) for index, uuid, course in watch.gpus],
+        "host": [
+            {
+                "process": role,
+                "state": course.state,
+                "leaking_intervals": course.leaking,
+                "first_leaking": _figures(course.first),
+            }
+            for role, course in watch.host
+        ],
+    }
+
+
+def _gpu(index: int, uuid: str, course: Course) -> dict[str, Any]:
+    return {
+        "gpu": index,
+        "uuid": None if uuid == unnamed(index) else uuid,
+        "state": course.state,
+        "growing_intervals": course.growing,
+        "leaking_intervals": course.leaking,
+        "first_leaking": _figures(course.first),
+        "last_leaking": _figures(course.last),
+    }
+
+
+def _figures(moment: Moment | None) -> dict[str, float | None] | None:
+    if moment is None:
+        return None
+    figures = asdict(moment)
+    del figures["by_requests"]
+    return {"t": figures.pop("seconds"), **figures}
