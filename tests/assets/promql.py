@@ -63,7 +63,7 @@ def vocabulary() -> dict[str, Labels]:
 
 
 def agreed() -> Iterator[tuple[str, Labels]]:
-    """Yield the metrics that the contract has and the daemon not yet: where they are absent, their alerts are silent."""
+    """Yield the metrics that the contract has and the daemon does not yet: without them their alerts are silent."""
     for line in CONTRACT.read_text(encoding="utf-8").splitlines():
         if line.startswith("later "):
             _, name, _, named = line.split()
