@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,9 +22,8 @@ SLICE: Final = 9.75
 L4: Final = 22.5
 
 
-def level(minutes: int = HOURS * 60, **more: float) -> Phase:
-    """Return an engine that serves as on any day, but for this."""
-    return replace(Phase(minutes=minutes, running=20, finished=60, kv=0.4), **more)
+level: Final = partial(Phase, minutes=HOURS * 60, running=20, finished=60, kv=0.4)
+"""An engine that serves as on any day, but for what is said."""
 
 
 def asleep(minutes: int, held: float) -> Phase:
@@ -37,23 +36,39 @@ HEALTHY: Final = (
         name="h100-3.6-outside",
         card=H100,
         share=0.92,
-        phases=(level(240, outside=3.6), level(120, outside=4.1, running=180, kv=0.9), level(240, outside=4.1)),
+        phases=(
+            level(minutes=240, outside=3.6),
+            level(minutes=120, outside=4.1, running=180, kv=0.9),
+            level(minutes=240, outside=4.1),
+        ),
     ),
-    Engine(name="slice-1g.10gb", card=SLICE, share=0.92, phases=(level(60, outside=0.55), level(540, outside=0.62))),
-    Engine(name="slice-12gb", card=11.75, share=0.92, phases=(level(60, outside=0.6), level(540, outside=0.68))),
-    Engine(name="l4-0.95", card=L4, share=0.95, phases=(level(30, outside=0.7), level(570, outside=0.85))),
+    Engine(
+        name="slice-1g.10gb",
+        card=SLICE,
+        share=0.92,
+        phases=(level(minutes=60, outside=0.55), level(minutes=540, outside=0.62)),
+    ),
+    Engine(
+        name="slice-12gb",
+        card=11.75,
+        share=0.92,
+        phases=(level(minutes=60, outside=0.6), level(minutes=540, outside=0.68)),
+    ),
+    Engine(
+        name="l4-0.95", card=L4, share=0.95, phases=(level(minutes=30, outside=0.7), level(minutes=570, outside=0.85))
+    ),
     Engine(name="v0-before-its-first-request", card=22.0, share=0.85, phases=(Phase(minutes=600),), was_asked=False),
     Engine(
         name="slice-that-sleeps",
         card=SLICE,
         share=0.92,
-        phases=(level(180, outside=0.5), asleep(300, 2.6), level(120, outside=0.5)),
+        phases=(level(minutes=180, outside=0.5), asleep(300, 2.6), level(minutes=120, outside=0.5)),
     ),
     Engine(
         name="sleeps-every-8-minutes",
         card=H100,
         share=0.8,
-        phases=tuple(each for _ in range(60) for each in (level(6, outside=3), asleep(4, 3.5))),
+        phases=tuple(each for _ in range(60) for each in (level(minutes=6, outside=3), asleep(4, 3.5))),
     ),
     Engine(
         name="preempts-every-4-minutes",
@@ -71,17 +86,17 @@ HEALTHY: Final = (
         name="loads-for-40-minutes",
         card=H100,
         share=0.92,
-        phases=(Phase(minutes=40, state="starting", held=40), level(560, outside=2)),
+        phases=(Phase(minutes=40, state="starting", held=40), level(minutes=560, outside=2)),
     ),
     Engine(
         name="restarted-with-more-outside",
         card=H100,
         share=0.92,
         phases=(
-            level(300, outside=0.7),
+            level(minutes=300, outside=0.7),
             Phase(minutes=2, state="down", ended=1),
             Phase(minutes=12, state="starting"),
-            level(286, outside=3.6),
+            level(minutes=286, outside=3.6),
         ),
     ),
     Engine(
@@ -89,14 +104,16 @@ HEALTHY: Final = (
         card=H100,
         share=0.92,
         phases=tuple(
-            each for _ in range(20) for each in (level(12), level(18, running=1, waiting=2, finished=0, kv=0.9))
+            each
+            for _ in range(20)
+            for each in (level(minutes=12), level(minutes=18, running=1, waiting=2, finished=0, kv=0.9))
         ),
     ),
     Engine(
         name="scaled-to-zero",
         card=H100,
         share=0.92,
-        phases=(level(240), Phase(minutes=1, state="down", ended=1), Phase(minutes=359, state=None)),
+        phases=(level(minutes=240), Phase(minutes=1, state="down", ended=1), Phase(minutes=359, state=None)),
     ),
     Engine(
         name="rolled-out",
@@ -106,7 +123,7 @@ HEALTHY: Final = (
             Phase(minutes=200, state=None),
             Phase(minutes=8, state="down", ended=7),
             Phase(minutes=25, state="starting"),
-            level(367, outside=2),
+            level(minutes=367, outside=2),
         ),
     ),
     Engine(
@@ -114,12 +131,12 @@ HEALTHY: Final = (
         card=H100,
         share=0.92,
         phases=(
-            level(200, outside=3.6),
+            level(minutes=200, outside=3.6),
             Phase(minutes=10, missed=True),
-            level(200, outside=3.6),
+            level(minutes=200, outside=3.6),
             Phase(minutes=10, missed=True, state="starting", ended=1),
             Phase(minutes=10, state="starting"),
-            level(170, outside=3),
+            level(minutes=170, outside=3),
         ),
     ),
 )
@@ -130,16 +147,18 @@ ILL: Final = {
             name="dies",
             card=H100,
             share=0.92,
-            phases=(level(300, outside=2), Phase(minutes=300, state="down", ended=1)),
+            phases=(level(minutes=300, outside=2), Phase(minutes=300, state="down", ended=1)),
         ),
         {"HeadroomEngineDown"},
     ),
     "grows": (
-        Engine(name="grows", card=H100, share=0.9, phases=(level(300, outside=2), level(300, outside=6))),
+        Engine(
+            name="grows", card=H100, share=0.9, phases=(level(minutes=300, outside=2), level(minutes=300, outside=6))
+        ),
         {"HeadroomMemoryDiscrepancy", "HeadroomMemoryDiscrepancyHigh"},
     ),
     "hangs": (
-        Engine(name="hangs", card=H100, share=0.92, phases=(level(300), Phase(minutes=300, state="stalled"))),
+        Engine(name="hangs", card=H100, share=0.92, phases=(level(minutes=300), Phase(minutes=300, state="stalled"))),
         {"HeadroomEngineStalled"},
     ),
 }
