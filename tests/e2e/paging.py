@@ -156,14 +156,17 @@ def knows_its_alertmanager(address: str) -> bool:
 
 
 def hurried_rules(text: str) -> str:
-    """Return rules that wait a second for each five minutes, so that what waited longer still does."""
+    """Return rules that wait a second for each five minutes, so that what waited longer still does.
+
+    Of the windows only those are cut that delay what is told; the longer ones remember.
+    """
     text = re.sub(
         r"^( +(?:for|keep_firing_for): )(\d+)([mh])$",
         lambda found: f"{found[1]}{max(1, int(found[2]) * {'m': 1, 'h': 60}[found[3]] // 5)}s",
         text,
         flags=re.MULTILINE,
     )
-    return re.sub(r"\[(\d+)m\]", r"[\1s]", text)
+    return re.sub(r"\[(\d)m\]", r"[\1s]", text)
 
 
 def grouped_by_workload(text: str) -> str:

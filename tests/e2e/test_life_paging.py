@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: apt-get i
 
 STATES: Final = ("unknown", "down", "starting", "serving", "stalled", "asleep")
 REPLICAS: Final = 20
-ENOUGH_SCRAPES: Final = 10
-"""Ten times as many as any rule, group or repeat waits for here."""
+ENOUGH_SCRAPES: Final = 6
+"""A scrape a second: more than a rule, a group or a repeat waits for here."""
 
 
 def living(state: str, *, exits: int = 0, out_of_memory: int = 0) -> Answer:
@@ -31,17 +33,29 @@ def living(state: str, *, exits: int = 0, out_of_memory: int = 0) -> Answer:
     return page("\n".join((*lines, "")), headers=("Content-Type: text/plain; version=0.0.4",))
 
 
-@pytest.fixture
-def engine() -> Iterator[EngineServer]:
-    with EngineServer(living("serving")) as server:
-        yield server
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Replicas in the namespace `prod` that Prometheus has seen serve, and who is told of them."""
+
+    pagerduty: PagerDuty
+    replicas: dict[str, EngineServer]
 
 
-@pytest.fixture
-def pagerduty() -> Iterator[PagerDuty]:
-    with PagerDuty(KEYS.values()) as server:
-        yield server
-        assert not server.refused
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    replicas = {name: EngineServer(living("serving")) for name in ("down", "full", "loops")}
+    targets = [target(engine, name) for name, engine in replicas.items()]
+    with PagerDuty(KEYS.values()) as pagerduty, paging(tmp_path_factory.mktemp("life"), pagerduty.url, targets):
+        scraped(replicas["down"], ENOUGH_SCRAPES)
+        yield Bench(pagerduty=pagerduty, replicas=replicas)
+    for engine in replicas.values():
+        engine.close()
+    assert not pagerduty.refused
+
+
+def target(engine: EngineServer, pod: str) -> Target:
+    labels = {"namespace": "prod", "app": "llama", "pod": pod}
+    return Target(address=f"127.0.0.1:{engine.port}", labels=labels)
 
 
 def scraped(engine: EngineServer, times: int) -> None:
@@ -50,26 +64,10 @@ def scraped(engine: EngineServer, times: int) -> None:
     eventually(lambda: len(engine.requests) >= wanted, f"{times} more scrapes", DEADLINE_SECONDS)
 
 
-def target(engine: EngineServer, pod: str) -> Target:
-    labels = {"namespace": "prod", "app": "llama", "pod": pod}
-    return Target(address=f"127.0.0.1:{engine.port}", labels=labels)
-
-
-@pytest.fixture
-def replica(
-    engine: EngineServer, pagerduty: PagerDuty, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineServer]:
-    """Yield the engine of the pod llama-0 when Prometheus has seen it serve."""
-    with paging(tmp_path_factory.mktemp("life"), pagerduty.url, [target(engine, "llama-0")]):
-        scraped(engine, ENOUGH_SCRAPES)
-        yield engine
-
-
-def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(
-    replica: EngineServer, pagerduty: PagerDuty
-) -> None:
+def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["down"]
     replica.answer = living("down", exits=1)
-    opened = first(pagerduty, source="prod/llama-0", severity="critical")
+    opened = first(pagerduty, source="prod/down", severity="critical")
     replica.answer = living("starting", exits=1)
     scraped(replica, ENOUGH_SCRAPES)
     told = [event.action for event in history(pagerduty, opened)]
@@ -78,45 +76,44 @@ def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(
 
     assert "resolve" not in told, "to load is not to serve"
     assert opened.routing_key == KEYS["ml-platform"]
-    assert opened.payload["summary"] == "llama is down. prod/llama-0"
+    assert opened.payload["summary"] == "llama is down. prod/down"
     assert opened.body["links"][0]["href"] == "https://runbooks.example/HeadroomEngineDown"
 
 
-def test_a_life_that_ran_out_of_memory_is_paged_with_its_cause_though_the_next_one_loads(
-    replica: EngineServer, pagerduty: PagerDuty
-) -> None:
+def test_a_life_that_ran_out_of_memory_is_paged_with_its_cause_though_the_next_one_loads(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["full"]
     replica.answer = living("starting", out_of_memory=1)
-    opened = first(pagerduty, source="prod/llama-0", severity="critical")
+    opened = first(pagerduty, source="prod/full", severity="critical")
     replica.answer = living("serving", out_of_memory=1)
     closed(pagerduty, opened)
 
     assert (
-        "prod/llama-0: the engine ended and does not serve; it ran out of GPU memory."
+        "prod/full: the engine ended and does not serve; it ran out of GPU memory."
         in (opened.payload["custom_details"]["firing"])
     )
 
 
-def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(
-    replica: EngineServer, pagerduty: PagerDuty
-) -> None:
+def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["loops"]
     for ends in (1, 2):
         replica.answer = living("serving", exits=ends)
         scraped(replica, ENOUGH_SCRAPES)
-    before = list(pagerduty.events)
+    before = found(pagerduty, source="prod/loops")
     replica.answer = living("serving", exits=3)
-    opened = first(pagerduty, source="prod/llama-0", severity="critical")
+    opened = first(pagerduty, source="prod/loops", severity="critical")
 
     assert before == []
     assert opened.routing_key == KEYS["ml-platform"]
-    assert opened.payload["summary"] == "llama ends again and again. prod/llama-0"
+    assert opened.payload["summary"] == "llama ends again and again. prod/loops"
     assert "ended 3 times" in opened.payload["custom_details"]["firing"]
 
 
-def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(
-    engine: EngineServer, pagerduty: PagerDuty, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    targets = [target(engine, f"llama-{number}") for number in range(REPLICAS)]
-    with paging(tmp_path_factory.mktemp("workload"), pagerduty.url, targets, by_workload=True):
+def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(tmp_path: Path) -> None:
+    with (
+        PagerDuty(KEYS.values()) as pagerduty,
+        EngineServer(living("serving")) as engine,
+        paging(tmp_path, pagerduty.url, [target(engine, f"{each}") for each in range(REPLICAS)], by_workload=True),
+    ):
         scraped(engine, ENOUGH_SCRAPES * REPLICAS)
         engine.answer = living("down", exits=1)
         eventually(
