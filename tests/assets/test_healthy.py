@@ -93,7 +93,8 @@ HEALTHY: Final = (
         card=H100,
         share=0.92,
         phases=(
-            level(minutes=300, outside=0.7),
+            level(minutes=295, outside=0.7),
+            Phase(minutes=5, outside=0.7),
             Phase(minutes=2, state="down", ended=1),
             Phase(minutes=12, state="starting"),
             level(minutes=286, outside=3.6),
@@ -149,7 +150,7 @@ ILL: Final = {
             share=0.92,
             phases=(level(minutes=300, outside=2), Phase(minutes=300, state="down", ended=1)),
         ),
-        {"HeadroomEngineDown"},
+        {"HeadroomEngineDied", "HeadroomEngineDown"},
     ),
     "grows": (
         Engine(
