@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without ENGINE_URL a simulation runs: healthy, leak, burst, neighbour or restart, so many times as fast as the clock.
 ENGINE_URL ?=
+SCENARIO ?= healthy
+SPEED ?= 120
 ENGINE_FOLDER ?= .engine
 IMAGE_FOLDER ?= .image
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
@@ -12,7 +15,7 @@ SCORE ?=
 
 run: $(VENV)/.run
 ifeq ($(ENGINE_URL),)
-	$(BIN)/vllm-headroom demo
+	$(BIN)/vllm-headroom demo --scenario '$(SCENARIO)' --speed '$(SPEED)'
 else
 	$(BIN)/vllm-headroom run --engine-url '$(ENGINE_URL)'
 endif
