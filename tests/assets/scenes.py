@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.assets.console import ROOT
-from tests.assets.terminal import Scene
+from tests.assets.terminal import COMMANDS, OWN, Scene
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.advise.traces import too_many_requests
@@ -59,11 +59,11 @@ def model(folder: Path) -> Iterator[Scene]:
 @contextmanager
 def busy_gpu(folder: Path) -> Iterator[Scene]:
     """A GPU on which somebody trains."""
-    (folder / "train.py").write_text("input()")
-    with subprocess.Popen(["python", "train.py"], cwd=folder, stdin=subprocess.PIPE) as training:
+    (folder / "train.py").write_text("import sys; sys.stdin.read()")
+    command = ["python", "train.py"]
+    with subprocess.Popen(command, cwd=folder, env=OWN | {"PATH": COMMANDS}, stdin=subprocess.PIPE) as training:
         gpu = _gpu(used_bytes=12 * GIB, processes={training.pid: 9 * GIB})
         yield Scene(environment=_nvml(folder, gpu).environment(), real={"(pid 31295)": f"(pid {training.pid})"})
-        training.kill()
 
 
 @contextmanager
