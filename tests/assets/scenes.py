@@ -15,6 +15,7 @@ from tests.assets.console import ROOT
 from tests.assets.terminal import COMMANDS, OWN, Scene
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.prometheus_server import PrometheusServer
+from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.advise.traces import too_many_requests
 from tests.unit.commands.check.engine_traces import MIB, engine
 from tests.unit.commands.doctor.looking import Vllm as WatchedVllm
@@ -94,6 +95,15 @@ def started_vllm(folder: Path) -> Iterator[Scene]:
 
 
 @contextmanager
+def streaming_vllm(folder: Path) -> Iterator[Scene]:
+    """A vLLM that streams its answers, a token in 4 ms."""
+    traces = {"/dev/shm/load": str(folder / "load")}  # noqa: S108 - where a page puts it, not this test
+    with StreamingServer(interval_seconds=0.004) as server:
+        beside = _beside(server.url, _nvml(folder, _gpu(used_bytes=74 * GIB)))
+        yield Scene(environment=beside.environment, real=beside.real | traces)
+
+
+@contextmanager
 def leak_recorded(folder: Path) -> Iterator[Scene]:
     """The trace of an engine that leaks with each request."""
     _write(folder / "trace.jsonl", leaking(18))
@@ -154,6 +164,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         freed_gpu,
         two_gpus,
         started_vllm,
+        streaming_vllm,
         leak_recorded,
         history_in_prometheus,
         two_versions_recorded,
