@@ -16,6 +16,7 @@ from tests.assets.terminal import COMMANDS, OWN, Scene
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.fakes.streaming_server import StreamingServer
+from tests.fakes.vllm_processes import serving
 from tests.unit.commands.advise.traces import too_many_requests
 from tests.unit.commands.check.engine_traces import MIB, engine
 from tests.unit.commands.doctor.looking import Vllm as WatchedVllm
@@ -80,11 +81,11 @@ def freed_gpu(folder: Path) -> Iterator[Scene]:
 
 
 @contextmanager
-def two_gpus(folder: Path) -> Iterator[Scene]:
-    """A busy vLLM and two GPUs, of which nothing says which is its own."""
-    nvml = _nvml(folder, _gpu(used_bytes=74 * GIB), FakeGpu(uuid="GPU-9d24e5f0", used_bytes=30 * GIB))
-    with WatchedVllm() as server:
-        yield _beside(server.url, nvml)
+def beside_vllm(folder: Path) -> Iterator[Scene]:
+    """A busy vLLM on the second of two GPUs. Its processes tell it from any other vLLM on this machine."""
+    with WatchedVllm() as server, serving(folder, server.port) as core:
+        gpu = _gpu(used_bytes=74 * GIB, processes={core: 74 * GIB})
+        yield _beside(server.url, _nvml(folder, FakeGpu(uuid="GPU-9d24e5f0", used_bytes=30 * GIB), gpu))
 
 
 @contextmanager
@@ -162,7 +163,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         model,
         busy_gpu,
         freed_gpu,
-        two_gpus,
+        beside_vllm,
         started_vllm,
         streaming_vllm,
         leak_recorded,

@@ -27,7 +27,7 @@ _LINK: Final = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _ROW: Final = re.compile(r"^\| \[`(\w+)`\]\(docs/commands/(\w+)\.md\) \|", re.MULTILINE)
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-_OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
 
 each_page = pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -78,7 +78,7 @@ def _help(name: str) -> str:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_commands_page_names_options_that_it_has(name: str, options: dict[str, set[str]]) -> None:
     text = (COMMAND_PAGES / f"{name}.md").read_text(encoding="utf-8")
-    named = {option for code in _CODE.findall(text) for option in _OPTION.findall(code)}
+    named = {option.replace("_", "-") for code in _CODE.findall(text) for option in _OPTION.findall(code)}
 
     assert named - OF_VLLM - OF_OTHERS <= set().union(*options.values())
 
