@@ -21,10 +21,10 @@ from vllm_headroom.commands.advise.facts import (
     PrefixFacts,
     Shortage,
     Spell,
-    Start,
 )
 from vllm_headroom.commands.advise.finding import Cause, Change
 from vllm_headroom.commands.advise.flags import FIRST, Flag
+from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.verdict import judge

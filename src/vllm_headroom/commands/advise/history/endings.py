@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Ending
 from vllm_headroom.commands.advise.history.starts import room_bytes
 from vllm_headroom.commands.advise.limits import GONE_SHARE, SOMEBODY_BYTES
+from vllm_headroom.commands.advise.lives import Ending
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_headroom.commands.advise.facts import Start
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
+from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import GIB
 

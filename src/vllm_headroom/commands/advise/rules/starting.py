@@ -8,10 +8,11 @@ from math import floor
 from statistics import median
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Facts, Start
+from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.rules.cache import split
 from vllm_headroom.commands.advise.rules.room import ran_short, take_less
 from vllm_headroom.units import size
