@@ -12,6 +12,8 @@ from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
+from vllm_headroom.derive.life.life import life
+from vllm_headroom.derive.life.service import in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
@@ -33,13 +35,16 @@ def derivations(
     return (
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
+        stateless("life", life),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
         stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="leak", initial=LeakMemory(), step=leaks),
+        Derivation(name="leak", initial=LeakMemory(), step=in_service(leaks)),
         Derivation(
-            name="baseline", initial=Baselines(), step=partial(baseline, configured_bytes=baseline_bytes_per_request)
+            name="baseline",
+            initial=Baselines(),
+            step=in_service(partial(baseline, configured_bytes=baseline_bytes_per_request)),
         ),
     )

@@ -15,6 +15,7 @@ INPUTS: Final[tuple[tuple[str, str], ...]] = (
     ("preemptions", "preemptions_total"),
     ("prompt_tokens", "prompt_tokens_total"),
     ("generation_tokens", "generation_tokens_total"),
+    ("scheduler_steps", "steps_total"),
     ("kv_cache_usage", "kv_used_ratio"),
     ("kv_cache_capacity", "kv_capacity_tokens"),
     ("kv_cache_dtype", "kv_cache_dtype"),

@@ -9,6 +9,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.vocabulary import LeakState, Role
@@ -39,6 +40,7 @@ class Watch:
         self._last_seconds = 0.0
         self._detector = _detector()
         self._memory = self._detector.initial
+        self._life = LifeState()
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
@@ -69,6 +71,7 @@ class Watch:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
+        self._life, snapshot = lived(self._life, snapshot)
         self._memory, samples = answer(self._detector, self._memory, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
             course.state = LeakState.UNKNOWN
