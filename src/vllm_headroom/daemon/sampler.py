@@ -13,7 +13,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -29,9 +29,6 @@ from vllm_headroom.vocabulary import Reason, Source
 
 T = TypeVar("T")
 log = structlog.get_logger()
-
-LIFE: Final = "engine's life"
-"""The name of the state that every derivation's snapshot rests on."""
 
 HIDDEN: Final = Failure(
     source=Source.PROCESS,

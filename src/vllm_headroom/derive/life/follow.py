@@ -13,6 +13,9 @@ from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.model import Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
+LIFE: Final = "engine_life"
+"""The name of this state among those of the derivations, which rest on it."""
+
 STALLED_SECONDS: Final = 60.0
 """How long nothing may move while there is work, and how long the page may be missing while its processes live.
 

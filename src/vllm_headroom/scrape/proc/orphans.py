@@ -19,10 +19,10 @@ class Orphans:
         self._left: dict[int, ProcEntry] = {}
 
     def among(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
-        """Return the pids of processes that were the engine's and hang from none of its roots, and of their children.
+        """Return the pids of what was the engine's and hangs from none of its roots now, and of their children.
 
-        Init, or whoever takes over orphans, is their parent now; so a later engine is never taken for theirs. A root that is
-        no server has a program above it, and is an orphan without it.
+        Init, or whoever takes over orphans, is their parent now, and no later engine is. A root that is no server has a
+        program above it, and is an orphan without it.
         """
         roots = {pid for pid, root in self._roots.items() if _lives_on(root, entries.get(pid))}
         known = {**self._left, **self._members}

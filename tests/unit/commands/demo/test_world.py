@@ -47,7 +47,10 @@ def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
 
 
 def test_the_scenarios_are_those_of_the_command_line() -> None:
-    assert SCENARIOS == ("healthy", "leak", "burst", "neighbour", "restart")
+    assert SCENARIOS == (
+        *("healthy", "leak", "burst", "neighbour", "restart"),
+        *("crash", "hang", "slow-start", "sleep"),
+    )
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
