@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from vllm_headroom.derive.admission import Batches, within_batch
 from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
@@ -38,7 +39,11 @@ def derivations(
         stateless("life", life),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
-        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        Derivation(
+            name="kv_cache",
+            initial=Batches(),
+            step=within_batch(partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        ),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
         Derivation(name="leak", initial=LeakMemory(), step=in_service(leaks)),
