@@ -14,7 +14,7 @@ from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.derive.life.life import life
-from vllm_headroom.derive.life.service import in_service
+from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
@@ -46,7 +46,7 @@ def derivations(
         ),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="leak", initial=LeakMemory(), step=in_service(leaks)),
+        Derivation(name="leak", initial=LeakMemory(), step=leaks_in_service(leaks)),
         Derivation(
             name="baseline",
             initial=Baselines(),
