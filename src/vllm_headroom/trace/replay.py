@@ -80,8 +80,8 @@ class Watch:
             if place:
                 self._indices[name] = int(place[0])
             course = (self._gpus if place else self._host).setdefault(name, Course())
-            track = (self._memory.gpus if place else self._memory.host).tracks[name]
-            driven = None if track.estimate is None else track.estimate.by_requests
+            track = (self._memory.gpus if place else self._memory.host).tracks.get(name)
+            driven = None if track is None or track.estimate is None else track.estimate.by_requests
             course.step(state, Moment(seconds=snapshot.time_seconds, by_requests=driven, **figures))
 
 

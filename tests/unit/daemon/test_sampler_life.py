@@ -17,11 +17,13 @@ from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, ProcessReadings, Sample
+from vllm_headroom.model import EnginePage, Failure, ProcessReadings, Sample
 from vllm_headroom.vocabulary import LeakState
 
 
-def sampler(said: Said, *, parse: Callable[[str], EnginePage] = parsed, engine_is_here: bool = False) -> Sampler:
+def sampler(
+    said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed, engine_is_here: bool = False
+) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
