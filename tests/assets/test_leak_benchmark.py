@@ -104,7 +104,7 @@ def verdict(name: str, seed: int, *, hours: float = HOURS, attributed: bool = Tr
     return judged
 
 
-def usable(past: Iterable[Snapshot | str]) -> Iterator[Snapshot]:
+def usable(past: Iterable[object]) -> Iterator[Snapshot]:
     for each in past:
         assert isinstance(each, Snapshot), each
         yield each

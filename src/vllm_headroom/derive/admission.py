@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import engine_labels, named
+from vllm_headroom.derive.page_facts import named
+from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
 
 TIMES: Final = 3

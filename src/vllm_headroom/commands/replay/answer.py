@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.trace.parse import unnamed
+from vllm_headroom.trace.entries import unnamed
 from vllm_headroom.trace.replay import Watch
 
 

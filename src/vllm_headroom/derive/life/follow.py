@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from vllm_headroom.derive.leak.gpus import awake
 from vllm_headroom.derive.life.exits import rooms
 from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
 from vllm_headroom.derive.life.signs import Answer, Signs, signs
+from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason
 

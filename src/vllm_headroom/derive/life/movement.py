@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.derive.readings import engine_labels, named
+from vllm_headroom.derive.page_facts import named
+from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EnginePage, EngineReading
 
 IDLE_SECONDS: Final = 60.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
-from vllm_headroom.derive.leak.gpus import finished
-from vllm_headroom.derive.leak.gpus import life as page_life
+from vllm_headroom.derive.page_facts import finished
+from vllm_headroom.derive.page_facts import life as page_life
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Reason
 

@@ -232,3 +232,11 @@ def test_another_page_is_refused_with_its_reason(page: str, why: str) -> None:
 
     assert isinstance(found, str)
     assert found.startswith(why)
+
+
+def test_requests_that_one_engine_does_not_tell_are_unknown_in_all() -> None:
+    crowded = healthy(engine_mib=80_700)
+    other = {line(catalog.ENGINE_INFO, {"model_name": "m", "engine": "1", "profile": "vllm"}): 1.0}
+
+    assert facts(crowded).gpus[0].spells[0].running == 80
+    assert facts(crowded | other).gpus[0].spells[0].running is None

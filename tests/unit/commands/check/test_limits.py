@@ -56,7 +56,7 @@ def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> 
 
     assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
     assert found["discrepancy"]["why"] == (
-        "a trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
+        "the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
     )
 
 

@@ -114,7 +114,7 @@ def test_the_annotations_of_a_failure(leaking: str) -> None:
         "::error title=vllm-headroom check::leak per thousand requests, GPU 0: 12.8 MB, at most 1 MB"
         " (the detector's alarm; 95 %25: 12.3 MB to 13.3 MB, 2.19 GB in all)\n"
         "::warning title=vllm-headroom check::discrepancy, GPU 0: unknown, at most 3%25"
-        " (a trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes)\n"
+        " (the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes)\n"
         "::error title=vllm-headroom check::bytes per running request, GPU 0: 1.86 GB at 40 running, at most 1 GB"
         " (74.6 GB held at this load)\n"
     )

@@ -128,6 +128,7 @@ def test_host_memory_has_its_own_verdict() -> None:
     assert (core["process"], core["state"]) == ("engine_core", "leaking")
     assert core["leaking_intervals"] == [[core["first_leaking"]["t"], None]]
     assert core["first_leaking"]["bytes_per_second"] == pytest.approx(128_000, rel=0.3)
+    assert core["first_leaking"]["bytes_per_second_lower"] < core["first_leaking"]["bytes_per_second"]
     assert core["first_leaking"]["time_to_oom_seconds"] is None
     assert worker == {"process": "worker", "state": "stable", "leaking_intervals": [], "first_leaking": None}
 

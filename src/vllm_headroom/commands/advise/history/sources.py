@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import urljoin
 
-from vllm_headroom.commands.advise.flags import SIZES_CACHE_IN_BYTES, version_of
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.flags import version_of
+from vllm_headroom.commands.advise.settings import Settings, with_page
 from vllm_headroom.config.values import redacted
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse import parse_engines
@@ -62,16 +62,6 @@ async def _read(url: str) -> str | Failure:
 
 
 def _added(settings: Settings, page: EnginePage, about: str | Failure) -> Settings:
-    ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
-    sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
-    ratio = ratios.pop() if len(ratios) == 1 else None
-    size = sizes.pop() if len(sizes) == 1 else None
     told = None if isinstance(about, Failure) else server_version(about)
-    return replace(
-        settings,
-        version=settings.version or (version_of(told) if told else None),
-        gpu_memory_utilization=settings.gpu_memory_utilization or ratio,
-        at_least=settings.at_least if size is None else SIZES_CACHE_IN_BYTES,
-        sizes_cache_in_bytes=size is not None,
-        kv_cache_memory_bytes=size,
-    )
+    version = settings.version or (version_of(told) if told else None)
+    return replace(with_page(settings, page), version=version)
