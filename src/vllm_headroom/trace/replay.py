@@ -84,9 +84,8 @@ class Watch:
         course = (self._gpus if place else self._host).setdefault(name, Course())
         track = _tracks(self._memory, on_gpu=bool(place)).get(name)  # none before the engine has worked
         old = _tracks(before, on_gpu=bool(place)).get(name)
-        anew = (
-            old is not None and track is not None and track.seconds < old.seconds
-        )
+        # a track's own time begins anew with each life
+        anew = old is not None and track is not None and track.seconds < old.seconds
         course.step(LeakState(state), _moment(self._last_seconds, None if track is None else track.estimate), anew=anew)
 
 
