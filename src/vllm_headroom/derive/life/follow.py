@@ -61,7 +61,8 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     now = snapshot.monotonic_seconds
     newest = state.lives.newest
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
-    seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes)
+    asleep = state.state is EngineState.ASLEEP
+    seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
     movements = {} if seen.page is None else moved(state.movements, seen.page, now)
     answered = seen.answer is Answer.GIVEN
@@ -81,7 +82,7 @@ def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
         return EngineState.UNKNOWN
     if not life.ready:
         return EngineState.STARTING
-    if now - (state.answered_seconds or now) < STALLED_SECONDS:
+    if state.answered_seconds is not None and now - state.answered_seconds < STALLED_SECONDS:
         return state.state
     return EngineState.UNKNOWN if seen.answer is Answer.UNREADABLE else EngineState.STALLED
 

@@ -98,6 +98,14 @@ def test_unseen_it_ends_when_its_memory_is_let_go() -> None:
     assert watch.look(REFUSED, gpus=(card(10),)).restarts == 1
 
 
+def test_unseen_a_sleeper_that_does_not_answer_has_not_ended() -> None:
+    watch = serving(processes=UNSEEN)
+    watch.look(working(20, running=0.0, awake=False), gpus=(card(1),))
+
+    assert exits(watch.look(SILENT)) == {}
+    assert watch.look(working(20, running=0.0, awake=True), gpus=(card(70),)).restarts == 0
+
+
 def test_a_gpu_that_ran_full_since_it_was_ready_tells_an_out_of_memory() -> None:
     watch = serving()
     watch.look(working(30), gpus=(card(79.9),))
