@@ -119,7 +119,6 @@ ENGINE_PROGRESS_AGE: Final = _gauge(
     "engine_progress_age_seconds",
     (),
     "Time since a token, a prefill or a request last moved; absent while there is nothing to do.",
-    needs=("running",),
 )
 ENGINE_KV_STRANDED: Final = _gauge(
     "engine_kv_cache_stranded_ratio",
