@@ -152,7 +152,7 @@ def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Pa
 
 def test_requests_that_take_too_long_are_timed_out(trace: Path) -> None:
     with StreamingServer(lambda _: Way.STALL) as server:
-        found = Load(server.url, trace, "--json", "--timeout", "0.2s", "--max-requests", "3", *BRIEF).found(1)
+        found = Load(server.url, trace, "--json", "--timeout", "1s", "--max-requests", "3", *BRIEF).found(1)
 
         assert found["requests"]["timed_out"] == found["requests"]["began"] == server.ways.total() == 3
     assert found["faults"] == ["no request succeeded"]

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_headroom.commands.advise.document import document
@@ -148,6 +148,15 @@ def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
     )
 
 
+ENDED_BESIDE_OTHERS = Start(most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=2e9, room_before_bytes=2.1e9)
+MORE_WAS_FREE_THAN_IS_THERE = Facts(
+    origin=Origin.TRACE,
+    settings=Settings(),
+    gpus=(GpuFacts(index=0, uuid="GPU-a", leak=Leak(state=LeakState.STABLE), usable_bytes=1e9),),
+    failed_starts=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
+)
+
+
 def changes(found: Facts) -> list[tuple[Cause, Change]]:
     return [(advice.cause, change) for advice in judge(found).advice for change in advice.changes]
 
@@ -163,6 +172,7 @@ def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> Non
 
 
 @given(facts(HEALTHY) | facts())
+@example(MORE_WAS_FREE_THAN_IS_THERE)
 @settings(max_examples=300, deadline=None)
 def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
     for _, change in changes(found):
