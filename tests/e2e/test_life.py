@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -15,54 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.vllm import Vllm
+from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.vllm_processes import text
 from tests.process import Daemon, Page, daemon, eventually
 
-ROOT = Path(__file__).parents[2]
 HURRIED = {"module": "tests.e2e.hurried", "SPEED": "20"}
 STATES = ("unknown", "down", "starting", "serving", "stalled", "asleep")
-
-
-class Vllm:
-    """A server, a core and a worker, which holds `held_gib` of a GPU."""
-
-    def __init__(self, folder: Path, nvml: FakeNvml, port: int, *, ready: bool = True, held_gib: int = 60) -> None:
-        folder.mkdir()
-        self._folder, self._nvml = folder, nvml
-        program = folder / "vllm"
-        program.write_text((ROOT / "tests" / "fakes" / "vllm_processes.py").read_text())
-        if ready:
-            self.become_ready()
-        self.process = subprocess.Popen(
-            [sys.executable, str(program), "serve", "m", "--port", str(port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder)},
-            start_new_session=True,
-        )
-        pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
-        self.server, self.core, self.worker = map(int, str(pids).split())
-        self.hold(held_gib)
-
-    def become_ready(self) -> None:
-        (self._folder / "ready").touch()
-
-    def hold(self, gib: int) -> None:
-        """Hold so much of the GPU, whatever else is held there; nothing ends it."""
-        self._nvml.gpus[0].processes = {**self._nvml.gpus[0].processes, self.worker: gib * GIB}
-        if not gib:
-            del self._nvml.gpus[0].processes[self.worker]
-        self._nvml.gpus[0].used_bytes = sum(held or 0 for held in self._nvml.gpus[0].processes.values())
-        self._nvml.write()
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        if pid == self.server:
-            self.process.wait(30)
-
-    def end(self) -> None:
-        """End whatever is left of it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
 
 
 Start = Callable[..., Vllm]
@@ -200,3 +159,24 @@ def test_lives_are_counted_over_restarts_of_the_daemon(start: Start, nvml: FakeN
     with daemon(**kept) as running:
         assert becomes(running, "serving").value("engine_restarts_total") == 1
         assert time.time() - running.page().value("engine_start_timestamp_seconds") < 600
+
+
+def test_a_daemon_that_sees_no_process_but_its_own_says_so(tmp_path: Path) -> None:
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives out no namespaces")
+    log = tmp_path / "log"
+    with EngineServer(page(text(steps=1, started=1.0))) as engine, log.open("wb") as stream:
+        options = ["--engine-url", engine.url, "--listen-port", "0", "--listen-host", "127.0.0.1"]
+        command = [*alone, sys.executable, "-m", "vllm_headroom", *options]
+        process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
+        try:
+            eventually(lambda: "first sample published" in log.read_text(), "a first sample")
+        finally:
+            process.kill()
+            process.wait(30)
+
+    said = log.read_text()
+    assert "source=process reason=unavailable" in said
+    assert "shareProcessNamespace" in said
+    assert 'event="engine is serving"' in said
