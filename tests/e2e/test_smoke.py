@@ -78,8 +78,8 @@ def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:
     process = smoke("--deadline", "soon", "--max-discrepancy=x", "--completion-deadline", "0s", "--listen-port", "1")
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.splitlines() == [
-        "--listen-port: not a setting, see --help",
+    assert [line.removeprefix("vllm-headroom smoke: ") for line in process.stderr.splitlines()] == [
+        "--listen-port: not an option, see --help",
         "--deadline: got 'soon', accepts a duration above 0, at most a day, such as 90s or 15m",
         "--max-discrepancy: got 'x', accepts a share such as 5% or 0.05, at most 100%",
         "--completion-deadline: got '0s', accepts a duration above 0, at most a day, such as 90s or 15m",

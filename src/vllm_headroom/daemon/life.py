@@ -26,11 +26,11 @@ BEYOND_REPAIR: Final = 3
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
-FARE_WELL_SECONDS: Final = 0.5
+SHUTDOWN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A loop is not called ill for less: at the shortest interval, a busy machine alone can take three of them."""
+"""A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
 
 
 async def every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
@@ -56,7 +56,7 @@ class Heartbeat:
         self._turned = self._clock.monotonic()
         self._turned_on_machine = self._machine_seconds()
 
-    def illness(self) -> str | None:
+    def unhealthy(self) -> str | None:
         """Say that the loop has not turned for three intervals; None while it turns."""
         silent = self._clock.monotonic() - self._turned
         if silent <= 3 * self._interval_seconds:
@@ -102,17 +102,18 @@ class Ending:
 
 
 @contextlib.contextmanager
-def signals(ending: Ending) -> Iterator[None]:
-    """Let SIGTERM and SIGINT ask for the stop while the block runs."""
+def signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and SIGINT ask for the stop while the block runs, and do what they did before afterwards."""
     loop = asyncio.get_running_loop()
-    wanted = (signal.SIGTERM, signal.SIGINT)
-    for number in wanted:
-        loop.add_signal_handler(number, ending.ask, STOPPED)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in wanted:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def live(
@@ -129,6 +130,6 @@ async def live(
         for task in turning:
             task.cancel()
         server.should_exit = True
-        await asyncio.wait({serving}, timeout=FARE_WELL_SECONDS)
+        await asyncio.wait({serving}, timeout=SHUTDOWN_SECONDS)
         serving.cancel()
     return ending.status

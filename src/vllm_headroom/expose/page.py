@@ -8,6 +8,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.model import Metric, Published, Sample
+from vllm_headroom.units import GIB
 
 _STYLE: Final = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:58rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
@@ -15,7 +16,6 @@ _STYLE: Final = (
     "th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap}"
     ".bad{color:#b42318;font-weight:600}.notice{background:#fff4ce;padding:.5rem .8rem;border-radius:.3rem}"
 )
-_GIB: Final = 2**30
 
 
 def landing_page(published: Published | None, *, version: str, notice: str) -> str:
@@ -104,7 +104,7 @@ def _shower(samples: tuple[Sample, ...]) -> Callable[[Metric, tuple[str, ...], C
 
 
 def _gib(value: float) -> str:
-    return f"{value / _GIB:.2f} GiB"
+    return f"{value / GIB:.2f} GiB"
 
 
 def _percent(value: float) -> str:

@@ -7,7 +7,8 @@ from typing import Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import VLLM, engine_fixes, setting
-from vllm_headroom.commands.doctor.look import PATIENCE_SECONDS, Sight
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.daemon.look import PATIENCE_SECONDS
 from vllm_headroom.daemon.transitions import NOTHING_OFFERED
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.model import EnginePage, Failure

@@ -9,7 +9,7 @@ from vllm_headroom.trace.entries import unnamed
 from vllm_headroom.trace.replay import Watch
 
 
-def found(watch: Watch) -> dict[str, Any]:
+def document(watch: Watch) -> dict[str, Any]:
     """Return the object; times are the trace's, None is what is unknown."""
     begin, end = watch.span
     return {

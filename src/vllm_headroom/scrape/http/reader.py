@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import re
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,13 +15,13 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
+from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.scrape.http.failures import broken_body, failure, no_answer, refusal, without_user
 from vllm_headroom.vocabulary import Reason
 
 _KEEP_ALIVE_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
 
-_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 T = TypeVar("T")
 
 
@@ -139,12 +137,11 @@ class PageReader:
     def _opened_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
             try:
-                trust = ssl.create_default_context(cafile=self._ca_file) if self._ca_file else True
-            except OSError as error:
-                problem = f"the CA file {self._ca_file} cannot be used ({error.strerror or error})"
-                return failure(Reason.CREDENTIALS, f"{problem}: make it a readable file of PEM certificates")
+                verify = trust(self._ca_file) if self._ca_file else True
+            except Unusable as problem:
+                return failure(Reason.CREDENTIALS, str(problem))
             self._client = httpx.AsyncClient(
-                verify=trust,
+                verify=verify,
                 timeout=None,  # noqa: S113 - fetch bounds the whole, where httpx would bound each part
                 trust_env=False,  # a sidecar talks to its neighbour; the environment's proxies are for the world
                 limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS),
@@ -155,13 +152,9 @@ class PageReader:
         if self._bearer_token_file is None:
             return self._headers
         try:
-            token = self._bearer_token_file.read_bytes().decode("ascii", "replace").strip()
-        except OSError as error:
-            problem = f"the token file {self._bearer_token_file} cannot be read ({error.strerror})"
-            return failure(Reason.CREDENTIALS, f"{problem}: make it readable for this user")
-        if not _TOKEN.fullmatch(token):
-            problem = f"the token file {self._bearer_token_file} is empty or holds more than a token"
-            return failure(Reason.CREDENTIALS, f"{problem}: write one token to it")
+            token = bearer_token(self._bearer_token_file)
+        except Unusable as problem:
+            return failure(Reason.CREDENTIALS, str(problem))
         headers = self._headers.copy()
         headers["Authorization"] = f"Bearer {token}"
         return headers

@@ -28,7 +28,8 @@ from vllm_headroom.commands.advise.finding import Cause, Change
 from vllm_headroom.commands.advise.flags import FIRST, Flag
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.text import text
-from vllm_headroom.commands.advise.verdict import Verdict, judge
+from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.vocabulary import LeakState
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url"}
@@ -167,7 +168,7 @@ def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> Non
     told = judge(found)
     there = {str(flag) for flag in Flag if FIRST[flag] <= found.settings.known}
 
-    for words in (text(told), json.dumps(document(told), allow_nan=False)):
+    for words in ("\n".join(text(told)), json.dumps(document(told), allow_nan=False)):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS
 
 
@@ -226,6 +227,6 @@ def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
 def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
     told = judge(found)
 
-    assert (told.verdict is Verdict.ADVICE) == bool(told.advice)
-    if told.verdict is Verdict.NOTHING_TO_CHANGE:
+    assert (told.verdict is Verdict.NOT_GOOD) == bool(told.advice)
+    if told.verdict is Verdict.GOOD:
         assert not told.missing

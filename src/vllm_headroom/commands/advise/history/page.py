@@ -32,11 +32,9 @@ def facts_of(text: str, settings: Settings) -> Facts | str:
     try:
         page = Page(text)
     except (ValueError, IndexError):
-        return (
-            "the page is not in Prometheus's format: --url takes the address of vllm-headroom, not of what it watches"
-        )
+        return "the page is not in Prometheus's format: --headroom-url is vllm-headroom's, not that of what it watches"
     if page.value(catalog.BUILD_INFO) is None:
-        return "the page is not vllm-headroom's: --url takes its address, port 9839 unless it is set otherwise"
+        return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
     if {labels.get("profile") for labels, _ in page.each(catalog.ENGINE_INFO)} - {"vllm"}:
         return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
     return Facts(
