@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 
 from vllm_headroom.__main__ import main
@@ -12,4 +11,4 @@ from vllm_headroom.daemon import app
 
 if __name__ == "__main__":
     vars(app)["SystemClock"] = partial(ScaledClock, float(os.environ["SPEED"]))
-    sys.exit(main())
+    main()
