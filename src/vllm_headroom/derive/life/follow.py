@@ -64,7 +64,8 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
-    movements = {} if seen.page is None else moved(state.movements, seen.page, now)
+    movements = state.movements if lives.restarts == state.lives.restarts else {}
+    movements = movements if seen.page is None else moved(movements, seen.page, now)
     answered = seen.answer is Answer.GIVEN
     since = now if answered or state.answered_seconds is None else state.answered_seconds
     state = replace(state, lives=lives, movements=movements, answered_seconds=since, answered=answered)
@@ -105,13 +106,13 @@ def _broken(life: OneLife | None, seen: Signs) -> bool:
 def _life(state: LifeState, seen: Signs, now: float) -> Life:
     life = state.lives.newest
     goes_on = life is not None and life.worked and not life.ended and not _broken(life, seen)
-    idle = state.state is EngineState.ASLEEP
+    movements = {} if seen.page is None else state.movements
     return Life(
         state=state.state,
         in_service=goes_on and state.state is not EngineState.DOWN,
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in EXITS),
-        progress_age_seconds=None if idle else progress_age(state.movements, now),
-        stranded=stranded(state.movements, now),
+        progress_age_seconds=None if state.state is EngineState.ASLEEP else progress_age(movements, now),
+        stranded=stranded(movements, now),
     )
