@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.vllm import Vllm
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
-from tests.fakes.vllm_processes import text
+from tests.fakes.working_vllm import text
 from tests.process import Daemon, Page, daemon, eventually
 
 HURRIED = {"module": "tests.e2e.hurried", "SPEED": "20"}

@@ -22,7 +22,7 @@ class Vllm:
         folder.mkdir()
         self._folder, self._nvml = folder, nvml
         program = folder / "vllm"
-        program.write_text((ROOT / "tests" / "fakes" / "vllm_processes.py").read_text())
+        program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
         if ready:
             self.become_ready()
         self.process = subprocess.Popen(
