@@ -114,7 +114,8 @@ def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -
     assert process.returncode == 2
     assert process.stderr.splitlines() == [
         "vllm-headroom demo: --engine-url: not an option, see --help",
-        "vllm-headroom demo: --scenario: got 'x', accepts healthy, leak, burst, neighbour, restart, crash, hang, slow-start or sleep",
+        "vllm-headroom demo: --scenario: got 'x', accepts healthy, leak, burst, neighbour, restart, crash, hang,"
+        " slow-start or sleep",
         "vllm-headroom demo: --speed: got '0', accepts a number above 0, at most 1000",
         "vllm-headroom demo: --listen-port: got 'x', accepts a port number from 0 to 65535",
     ]
