@@ -22,10 +22,11 @@ def crash(facts: Facts) -> Advice | None:
     )
     return Advice(
         cause=Cause.CRASH,
-        summary="The engine crashes, and not for want of GPU memory.",
+        summary="The engine crashed, and not for want of GPU memory.",
         evidence=tuple(_evidence(found)),
         changes=(Change(text=look, cost="none to this engine"),),
-        remark="No option that sizes GPU memory has a part in it.",
+        remark="No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look"
+        " the same where nothing was left behind.",
     )
 
 
@@ -40,8 +41,8 @@ def sudden(facts: Facts) -> tuple[Ending, ...]:
 
 def _evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     last = found[-1]
-    times = "once" if len(found) == 1 else f"{len(found)} times"
-    yield Evidence("crashes", len(found), f"it ended {times}, the last at {instant(last.seconds)}")
+    times = "once," if len(found) == 1 else f"{len(found)} times, the last"
+    yield Evidence("crashes", len(found), f"it ended {times} at {instant(last.seconds)}")
     if last.running is not None:
         yield Evidence("running", last.running, f"{count(last.running)} requests ran just before")
     if last.room_bytes is not None:
