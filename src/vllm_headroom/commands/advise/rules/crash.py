@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count
 from vllm_headroom.commands.advise.limits import FAILED_STARTS, LOW_BYTES
 from vllm_headroom.commands.advise.lives import Ending
 from vllm_headroom.units import instant, size
+
+REMARK: Final = (
+    "No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look the same"
+    " where nothing was left behind."
+)
 
 
 def crash(facts: Facts) -> Advice | None:
@@ -25,8 +31,7 @@ def crash(facts: Facts) -> Advice | None:
         summary="The engine crashed, and not for want of GPU memory.",
         evidence=tuple(_evidence(found)),
         changes=(Change(text=look, cost="none to this engine"),),
-        remark="No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look"
-        " the same where nothing was left behind.",
+        remark=REMARK,
     )
 
 
