@@ -12,8 +12,8 @@ from vllm_headroom.commands.advise.lives import Ending
 from vllm_headroom.units import instant, size
 
 REMARK: Final = (
-    "No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look the same"
-    " where nothing was left behind."
+    "No option that sizes GPU memory has a part in it. Restarts that were meant, in the midst of requests, look the"
+    " same where nothing was left behind."
 )
 
 
