@@ -11,7 +11,7 @@ import generate
 import pytest
 import score
 
-from vllm_headroom.commands.replay.answer import document
+from vllm_headroom.commands.replay.report import document
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.replay import Watch

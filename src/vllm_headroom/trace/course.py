@@ -31,13 +31,15 @@ class Moment:
 class Course:
     """Follows the states of one series.
 
-    `state` is the newest; `first` and `last` are the samples in state leaking.
+    `state` is the newest; `first` and `last` are the samples in state leaking. `settled` is whether the detector ever
+    had seen enough to say that nothing grows.
     """
 
     def __init__(self) -> None:
         self.state = LeakState.UNKNOWN
         self.first: Moment | None = None
         self.last: Moment | None = None
+        self.settled = False
         self._warning: Moment | None = None
         self._cut_off = False
         self._known = LeakState.UNKNOWN
@@ -66,6 +68,7 @@ class Course:
     def step(self, state: LeakState, moment: Moment, *, anew: bool = False) -> None:
         """Go on to the next sample, of another life if `anew`; one that could not be read ends no interval."""
         self.state = state
+        self.settled = self.settled or state in (LeakState.STABLE, LeakState.UNSETTLED)
         self._cut_off = self._cut_off or (anew and self._known is LeakState.GROWING)
         if state is LeakState.GROWING:
             self._warning = moment

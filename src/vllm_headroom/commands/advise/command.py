@@ -1,21 +1,76 @@
-"""The command `advise`: where the facts come from."""
+"""The command `advise`: its options, and where the facts come from."""
 
 from __future__ import annotations
 
+import argparse
 from argparse import Namespace
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from vllm_headroom.commands.advise.document import document
 from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.flags import Version, version_of
 from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.options import DESCRIPTION, EXAMPLES, options, settings_of
+from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.commands.advise.text import text
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.config.options import BadOptions
+from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
+from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.read import recorded
+
+DESCRIPTION: Final = """\
+Says which of the known causes of memory trouble fits an engine, the figures
+that show it, and the change to make: vLLM's own option, its value computed from
+this engine's figures, the least costly first.
+
+TRACE is a file that HEADROOM_TRACE_FILE let the daemon record, or - for
+standard input: a day of it says most. A sidecar's page is only the present.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 when there is nothing to change, 1 when there is advice,
+and 2 when it cannot tell or cannot use its input.
+
+Example:
+  vllm-headroom advise trace.jsonl --engine-url http://127.0.0.1:8000
+  vllm-headroom advise --headroom-url http://gpu-7:9839 --json
+"""
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
+    parser.add_argument("--trace", dest="trace_option", metavar="TRACE", type=TRACE, help="the same")
+    page = page_url("http://gpu-7:9839")
+    parser.add_argument("--headroom-url", metavar="URL", type=page, help="a sidecar to read instead of a trace")
+    add = parser.add_argument_group("what the engine was started with, for values that depend on it").add_argument
+    engine = page_url("http://127.0.0.1:8000")
+    add("--engine-url", metavar="URL", type=engine, help="vLLM itself, to ask for its version and its share of the GPU")
+    version = Value(read=_version, accepts="a version of vLLM from 0.4 on, such as 0.11.2")
+    told = "only options that this version has are advised; without it, that all have that it may be"
+    add("--vllm-version", metavar="VERSION", type=version, help=told)
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    for name, kind in (("num-seqs", whole()), ("model-len", tokens()), ("num-batched-tokens", tokens())):
+        add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """Return what the operator told of the engine."""
+    return Settings(
+        version=given.vllm_version,
+        gpu_memory_utilization=given.gpu_memory_utilization,
+        max_num_seqs=given.max_num_seqs,
+        max_model_len=given.max_model_len,
+        max_num_batched_tokens=given.max_num_batched_tokens,
+    )
+
+
+def _version(text: str) -> Version:
+    version = version_of(text)
+    if version is None:
+        raise ValueError
+    return version
+
 
 ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
 

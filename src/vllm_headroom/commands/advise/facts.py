@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
+from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.vocabulary import LeakState
 
@@ -144,19 +145,6 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """A start of the engine that ended before it served: what it held at the most, what was left at the least.
-
-    `room_before_bytes` is what was left before it; None where not known.
-    """
-
-    most_held_bytes: float
-    least_room_bytes: float | None
-    most_others_bytes: float
-    room_before_bytes: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
     """One role of the engine's processes on the host."""
 
@@ -183,7 +171,8 @@ class Facts:
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
-    failed_starts: tuple[Start, ...] = field(default=())
+    failed_starts: tuple[Start, ...] = ()
+    endings: tuple[Ending, ...] = ()
 
     @property
     def span_seconds(self) -> float:

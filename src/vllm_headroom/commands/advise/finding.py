@@ -1,10 +1,12 @@
-"""What a rule says: a cause, what shows it, and what to do about it."""
+"""What a rule says: a cause, the figures that show it as people read them, and what to do about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isinf
 
+from vllm_headroom.commands.advise.facts import EngineFacts, Facts
 from vllm_headroom.commands.advise.flags import Flag
 
 
@@ -13,6 +15,7 @@ class Cause(StrEnum):
 
     GPU_LEAK = "gpu_leak"
     HOST_LEAK = "host_leak"
+    CRASH = "crash"
     ANOTHER_TENANT = "another_tenant"
     START_UP = "start_up"
     MODEL_DOES_NOT_FIT = "model_does_not_fit"
@@ -24,7 +27,7 @@ class Cause(StrEnum):
     PREFIX_CACHE = "prefix_cache"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """One figure that shows a cause; `name` ends in its unit, `text` says it to people."""
 
@@ -63,3 +66,24 @@ class Advice:
 def several(*changes: Change | None) -> tuple[Change, ...]:
     """Return those there are."""
     return tuple(change for change in changes if change is not None)
+
+
+def count(value: float) -> str:
+    """Return a count with its thousands set apart."""
+    return f"{value:,.0f}"
+
+
+def percent(ratio: float) -> str:
+    """Return a ratio in percent."""
+    return f"{100 * ratio:.3g} %"
+
+
+def per_request(preemptions: float, finished: float) -> str:
+    """Return preemptions for each finished request, where any finished."""
+    ratio = preemptions / finished if finished else float("inf")
+    return f"{count(preemptions)} and no request finished" if isinf(ratio) else f"{ratio:.2g} for each finished request"
+
+
+def called(facts: Facts, engine: EngineFacts) -> str:
+    """Return what an engine is called: its model, and its rank where there are several."""
+    return f"{engine.model_name}, engine {engine.engine}" if len(facts.engines) > 1 else engine.model_name

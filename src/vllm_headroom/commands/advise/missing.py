@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, GpuFacts, Leak, Origin
-from vllm_headroom.commands.advise.figures import called
-from vllm_headroom.commands.advise.finding import Advice
+from vllm_headroom.commands.advise.facts import EngineFacts, Facts, Leak, Origin
+from vllm_headroom.commands.advise.finding import Advice, called
 from vllm_headroom.commands.advise.flags import NEWEST, Flag, spelt
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
+from vllm_headroom.commands.advise.rules.crash import crash, sudden
 from vllm_headroom.commands.advise.rules.prefix import believed, busy, enough, rarely_hits
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import LeakState
@@ -27,25 +27,24 @@ A_MOMENT: Final = (
     " not on it. A trace has them (HEADROOM_TRACE_FILE)."
 )
 BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
+ENDED: Final = "while requests ran, with memory left: a restart that was meant, or a crash, of which vLLM's log tells."
 SET_NOW: Final = (
     "What is set now is not in this trace: --engine-url, or the option of that name, makes values of the differences."
 )
 
 
-def missing(facts: Facts) -> tuple[str, ...]:
-    """Return what has to be known before it can be said that there is nothing to change."""
-    return tuple(_missing(facts))
-
-
-def _missing(facts: Facts) -> Iterator[str]:
+def missing(facts: Facts) -> Iterator[str]:
+    """Yield what has to be known before it can be said that there is nothing to change."""
     if facts.age_seconds is not None and facts.age_seconds > STALE_SECONDS:
         yield f"the page is {duration(facts.age_seconds)} old: the sidecar has stopped sampling"
     if facts.origin is Origin.TRACE and facts.span_seconds < SHORTEST_SECONDS:
-        yield f"{duration(facts.span_seconds)} of history, an hour at the least"
+        yield f"a longer history: there are {duration(facts.span_seconds)} of it, and an hour is the least"
     if not facts.gpus:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
-        yield from _of_gpu(gpu)
+        if gpu.room_bytes is None and gpu.least_room_bytes is None:
+            yield f"GPU {gpu.index}: its memory was not read"
+        yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
     for host in facts.hosts:
         if host.leak.state is not LeakState.UNKNOWN:
             yield from _of_leak(f"host memory of {host.process}", host.leak)
@@ -58,25 +57,15 @@ def _of_engines(facts: Facts) -> Iterator[str]:
     elif not any(engine.most_running or engine.finished for engine in facts.engines):
         yield "work: no request ran, and what load would do is not known"
     for engine in facts.engines:
-        yield from _of_engine(called(facts, engine), engine)
-
-
-def _of_gpu(gpu: GpuFacts) -> Iterator[str]:
-    if gpu.room_bytes is None and gpu.least_room_bytes is None:
-        yield f"GPU {gpu.index}: its memory was not read"
-    yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
+        if not engine.kv_known:
+            yield f"{called(facts, engine)}: how much of its KV cache is in use is not known"
+        if not engine.preemptions_known:
+            yield f"{called(facts, engine)}: its preemptions are not known"
 
 
 def _of_leak(name: str, leak: Leak) -> Iterator[str]:
     if leak.state in WHY:
         yield f"{name}: {WHY[leak.state]}"
-
-
-def _of_engine(name: str, engine: EngineFacts) -> Iterator[str]:
-    if not engine.kv_known:
-        yield f"{name}: how much of its KV cache is in use is not known"
-    if not engine.preemptions_known:
-        yield f"{name}: its preemptions are not known"
 
 
 def notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
@@ -89,6 +78,9 @@ def notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         )
     if any(change.difference is not None for change in changes):
         told.append(SET_NOW)
+    endings = sudden(facts)
+    if endings and crash(facts) is None:
+        told.append(f"The engine ended at {instant(endings[0].seconds)} {ENDED}")
     if not facts.hosts:
         told.append("The engine's processes were not seen, so that host memory is not judged.")
     told += {note: None for engine in facts.engines if (note := _prefix_note(facts, engine)) is not None}

@@ -11,6 +11,7 @@ from vllm_headroom.commands.advise.finding import Advice
 from vllm_headroom.commands.advise.flags import FIRST, Flag, spelt
 from vllm_headroom.commands.advise.missing import missing, notes
 from vllm_headroom.commands.advise.rules.cache import kv_cache_blow_out, too_many_requests, too_small_a_cache
+from vllm_headroom.commands.advise.rules.crash import crash
 from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
 from vllm_headroom.commands.advise.rules.prefix import prefix_cache
 from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
@@ -27,6 +28,7 @@ EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_
 """What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
+    crash,
     configuration_overshoot,
     chronic,
     burst,
@@ -63,7 +65,7 @@ def judge(facts: Facts) -> Answer:
     always = _ask(EVEN_WITH_A_LEAK, facts)
     found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
     advice, left_out = _that_exist(found, facts)
-    unknown = missing(facts)
+    unknown = tuple(missing(facts))
     verdict = Verdict.NOT_GOOD if advice else Verdict.CANNOT_TELL if unknown else Verdict.GOOD
     told = (*((NOTHING_ELSE,) if growing else ()), *left_out, *notes(facts, advice))
     return Answer(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)

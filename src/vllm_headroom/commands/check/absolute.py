@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.costs import Cost
 from vllm_headroom.commands.check.doubts import LEAST_REQUESTS, doubt, too_little, unread
 from vllm_headroom.commands.check.excess import Excess
 from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, PREEMPTIONS, RESTARTS, Judgement, Unit, compared
 from vllm_headroom.commands.check.record import Record, paired
+from vllm_headroom.commands.check.series import Cost
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.derive.leak.baseline import READINGS
 from vllm_headroom.units import instant, size
 
@@ -28,7 +29,7 @@ def discrepancies(record: Record, before: Record | None, most: float) -> Iterato
         yield Judgement(
             limit=DISCREPANCY,
             of=name,
-            outcome=compared(None if excess is None else excess.ratio, most, missing),
+            verdict=compared(None if excess is None else excess.ratio, most, missing),
             unit=Unit.RATIO,
             value=None if excess is None else excess.ratio,
             most=most,
@@ -65,7 +66,7 @@ def costs(record: Record, before: Record | None, most: float) -> Iterator[Judgem
         yield Judgement(
             limit=COST,
             of=name,
-            outcome=compared(comparable, most, missing),
+            verdict=compared(comparable, most, missing),
             unit=Unit.BYTES,
             value=value,
             most=most,
@@ -86,16 +87,24 @@ def _cost(cost: Cost) -> str:
 
 
 def preemptions(record: Record, before: Record | None, most: float) -> Judgement:
-    """Return how often a request was preempted."""
-    value = per_thousand(record)
+    """Return how often a request was preempted.
+
+    Of few requests it is exceeded only where it would be if all that are missing to enough had come without one.
+    """
     missing = doubt(record, record.engine, "the engine")
-    if value is None and missing is None:
-        missing = "the engine does not say how often it preempted a request"
-    past = None if before is None else per_thousand(before)
+    value, past = per_thousand(record), None if before is None else per_thousand(before)
+    if value is None:
+        verdict, why = Verdict.CANNOT_TELL, missing or "the engine does not say how often it preempted a request"
+    else:
+        total, done = record.preemptions.total or 0.0, record.finished.total or 0.0
+        verdict = compared(1000 * total / max(done, LEAST_REQUESTS), most, missing)
+        counted = f"{total:,.0f} in all, of {done:,.0f} requests"
+        so_far = f"{missing}; above the limit so far, {counted}" if value > most else missing
+        why = counted if missing is None or verdict is Verdict.NOT_GOOD else so_far or ""
     return Judgement(
         limit=PREEMPTIONS,
         of="",
-        outcome=compared(value, most, missing),
+        verdict=verdict,
         unit=Unit.COUNT,
         value=value,
         most=most,
@@ -103,16 +112,14 @@ def preemptions(record: Record, before: Record | None, most: float) -> Judgement
         found="unknown" if value is None else f"{value:.3g}",
         allowed=f"{most:.3g}",
         before=None if past is None else f"{past:.3g}",
-        why=missing or f"{record.preemptions.total:,.0f} in all",
+        why=why,
     )
 
 
 def per_thousand(record: Record) -> float | None:
-    """Return the preemptions per thousand requests; None where they are unknown or requests are too few."""
+    """Return the preemptions per thousand requests; None where they are unknown or no request finished."""
     done, preempted = record.finished.total, record.preemptions.total
-    if preempted is None or not done or done < LEAST_REQUESTS:
-        return None
-    return 1000 * preempted / done
+    return None if preempted is None or not done else 1000 * preempted / done
 
 
 def restarts(record: Record, before: Record | None, most: int) -> Judgement:
@@ -121,7 +128,7 @@ def restarts(record: Record, before: Record | None, most: int) -> Judgement:
     return Judgement(
         limit=RESTARTS,
         of="",
-        outcome=compared(record.restarts, most, missing),
+        verdict=compared(record.restarts, most, missing),
         unit=Unit.COUNT,
         value=float(record.restarts),
         most=most,

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.check.excess import Report
-from vllm_headroom.commands.check.github import commands
 from vllm_headroom.commands.check.judge import judge
-from vllm_headroom.commands.check.judgement import STATUS, Judgement, overall
-from vllm_headroom.commands.check.junit import broken, report
-from vllm_headroom.commands.check.limits import Limits
-from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, limits_of, options
+from vllm_headroom.commands.check.judgement import Judgement, overall
+from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, Limits, limits_of, options
 from vllm_headroom.commands.check.record import Record
+from vllm_headroom.commands.check.reports import broken, commands, report
 from vllm_headroom.commands.check.text import document, table
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.trace.errors import BadInput
@@ -83,5 +81,5 @@ COMMAND: Final[Command[Checked]] = Command(
     run=_run,
     text=_text,
     document=lambda checked: document(checked.traces, checked.judgements),
-    status=lambda checked: STATUS[overall(checked.judgements)],
+    status=lambda checked: overall(checked.judgements).status,
 )

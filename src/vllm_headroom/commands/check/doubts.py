@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.check.coverage import Coverage
 from vllm_headroom.commands.check.record import Record
+from vllm_headroom.commands.check.series import Coverage
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
 from vllm_headroom.units import duration

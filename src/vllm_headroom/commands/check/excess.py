@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.check.coverage import Coverage
+from vllm_headroom.commands.check.series import Coverage
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.model import Failure, Snapshot
 

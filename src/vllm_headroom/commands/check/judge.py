@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from vllm_headroom.commands.check.absolute import costs, discrepancies, preemptions, restarts
-from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, GROWTH, HOST_LEAK, LEAK, Judgement, Outcome, Unit
+from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, GROWTH, HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.leaks import leak
-from vllm_headroom.commands.check.limits import Limits
+from vllm_headroom.commands.check.options import Limits
 from vllm_headroom.commands.check.record import Record, paired
 from vllm_headroom.commands.check.relative import growths
+from vllm_headroom.commands.verdict import Verdict
 
 
 def judge(limits: Limits, record: Record, before: Record | None) -> Iterator[Judgement]:
@@ -50,7 +51,7 @@ def _nothing(limit: str) -> Judgement:
     return Judgement(
         limit=limit,
         of="",
-        outcome=Outcome.CANNOT_TELL,
+        verdict=Verdict.CANNOT_TELL,
         unit=Unit.BYTES,
         value=None,
         most=None,

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-
-class Outcome(StrEnum):
-    """Whether a limit holds."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    CANNOT_TELL = "cannot_tell"
+from vllm_headroom.commands.verdict import Verdict
 
 
 class Unit(StrEnum):
@@ -36,9 +30,6 @@ HOST_GROWTH: Final = "host memory over baseline"
 CAPACITY: Final = "KV cache against baseline"
 """The names of the limits."""
 
-STATUS: Final = {Outcome.PASSED: 0, Outcome.FAILED: 1, Outcome.CANNOT_TELL: 2}
-"""The exit statuses."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
@@ -50,7 +41,7 @@ class Judgement:
 
     limit: str
     of: str
-    outcome: Outcome
+    verdict: Verdict
     unit: Unit
     value: float | None
     most: float | None
@@ -67,16 +58,16 @@ class Judgement:
         return f"{self.limit}, {self.of}" if self.of else self.limit
 
 
-def overall(judgements: Iterable[Judgement]) -> Outcome:
+def overall(judgements: Iterable[Judgement]) -> Verdict:
     """Return failed if any limit is exceeded, else that it cannot be told if one cannot, else passed."""
-    found = {judgement.outcome for judgement in judgements}
-    return next((each for each in (Outcome.FAILED, Outcome.CANNOT_TELL) if each in found), Outcome.PASSED)
+    found = {judgement.verdict for judgement in judgements}
+    return next((each for each in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if each in found), Verdict.GOOD)
 
 
-def compared(value: float | None, most: float | None, doubt: str | None) -> Outcome:
+def compared(value: float | None, most: float | None, doubt: str | None) -> Verdict:
     """Return what a value amounts to: above the limit it fails in any case, below it passes only without a doubt."""
     if value is None or most is None:
-        return Outcome.CANNOT_TELL
+        return Verdict.CANNOT_TELL
     if value > most:
-        return Outcome.FAILED
-    return Outcome.PASSED if doubt is None else Outcome.CANNOT_TELL
+        return Verdict.NOT_GOOD
+    return Verdict.GOOD if doubt is None else Verdict.CANNOT_TELL

@@ -7,10 +7,11 @@ from math import inf
 from typing import Final
 
 from vllm_headroom.commands.check.doubts import doubt
-from vllm_headroom.commands.check.judgement import Judgement, Outcome, Unit
+from vllm_headroom.commands.check.judgement import Judgement, Unit
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.sensitivity import faintest
 from vllm_headroom.commands.check.series import Series
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.units import duration, size
 
@@ -22,7 +23,7 @@ LONGER: Final = "record for longer, or send more requests"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
-    outcome: Outcome
+    verdict: Verdict
     value: float | None
     found: str
     why: str
@@ -35,7 +36,7 @@ def leak(limit: str, record: Record, series: Series, past: Series | None, most: 
     return Judgement(
         limit=limit,
         of=series.name,
-        outcome=told.outcome,
+        verdict=told.verdict,
         unit=Unit.BYTES,
         value=told.value,
         most=most,
@@ -51,13 +52,13 @@ def _alarm(found: Moment, most: float) -> _Told:
     """Judge an alarm: it fails at its best figure, and passes only when its whole interval is below the limit."""
     value, ends = _per_thousand(found), _interval(found)
     if value is None or ends is None or found.leaked_bytes is None:
-        return _Told(outcome=Outcome.FAILED, value=None, found="a leak", why=NO_RATE)
+        return _Told(verdict=Verdict.NOT_GOOD, value=None, found="a leak", why=NO_RATE)
     low, high = ends
     why = f"the detector's alarm; 95 %: {size(low)} to {size(high)}, {size(found.leaked_bytes)} in all"
-    outcome = Outcome.FAILED if value > most else Outcome.PASSED if high <= most else Outcome.CANNOT_TELL
-    if outcome is Outcome.CANNOT_TELL:
+    verdict = Verdict.NOT_GOOD if value > most else Verdict.GOOD if high <= most else Verdict.CANNOT_TELL
+    if verdict is Verdict.CANNOT_TELL:
         why += f"; {LONGER}"
-    return _Told(outcome=outcome, value=value, found=size(value), why=why)
+    return _Told(verdict=verdict, value=value, found=size(value), why=why)
 
 
 def _interval(found: Moment) -> tuple[float, float] | None:
@@ -74,20 +75,20 @@ def _quiet(course: Course, record: Record, series: Series, most: float) -> _Told
     if course.undecided:
         why = f"an early warning, and steady growth takes an hour or more to be called a leak: {LONGER}"
         value = _per_thousand(_newest(course))
-        return _Told(outcome=Outcome.CANNOT_TELL, value=value, found=_words(course), why=why)
+        return _Told(verdict=Verdict.CANNOT_TELL, value=value, found=_words(course), why=why)
     missing = doubt(record, series.coverage, series.name)
     if missing is not None:
-        return _Told(outcome=Outcome.CANNOT_TELL, value=None, found=NONE_SEEN, why=missing)
+        return _Told(verdict=Verdict.CANNOT_TELL, value=None, found=NONE_SEEN, why=missing)
     seen = faintest(series.readings, most / THOUSAND)
     least = inf if seen is None else THOUSAND * seen
     done = f"in {duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
     if least <= most:
         why = f"one of {size(least)} or more would have been seen {done}"
-        return _Told(outcome=Outcome.PASSED, value=None, found=NONE_SEEN, why=why)
+        return _Told(verdict=Verdict.GOOD, value=None, found=NONE_SEEN, why=why)
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
         why += f", only one of {size(least)} or more: record about {least / most:.0f} times as many"
-    return _Told(outcome=Outcome.CANNOT_TELL, value=None, found=NONE_SEEN, why=why)
+    return _Told(verdict=Verdict.CANNOT_TELL, value=None, found=NONE_SEEN, why=why)
 
 
 def _words(course: Course) -> str:

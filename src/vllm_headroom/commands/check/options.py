@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.commands.check.limits import Limits
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 
@@ -31,6 +30,19 @@ TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
 SIZE: Final = size("1MiB")
 ONE_OUTPUT: Final = "--json and --format cannot both be given"
 ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits that were given: each is kept up to its value; None is no limit."""
+
+    discrepancy_ratio: float | None = None
+    leak_bytes: float | None = None
+    host_leak_bytes: float | None = None
+    bytes_per_request: float | None = None
+    preemptions: float | None = None
+    growth_ratio: float | None = None
+    restarts: int = 0
 
 
 def limits_of(given: argparse.Namespace) -> Limits:

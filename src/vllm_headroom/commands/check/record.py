@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_headroom.commands.check.coverage import Counted, Coverage
 from vllm_headroom.commands.check.excess import Excesses, Report
-from vllm_headroom.commands.check.series import Series
+from vllm_headroom.commands.check.series import Counted, Coverage, Series
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observation

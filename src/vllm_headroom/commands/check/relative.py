@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.costs import Cost
 from vllm_headroom.commands.check.doubts import doubt
 from vllm_headroom.commands.check.judgement import CAPACITY, GROWTH, HOST_GROWTH, Judgement, Unit, compared
 from vllm_headroom.commands.check.record import Record, paired
-from vllm_headroom.commands.check.series import Series
+from vllm_headroom.commands.check.series import Cost, Series
 from vllm_headroom.units import size
 
 SAME_SIZE: Final = 0.01
@@ -73,7 +72,7 @@ def _growth(
     return Judgement(
         limit=limit,
         of=name,
-        outcome=compared(now, most, missing),
+        verdict=compared(now, most, missing),
         unit=Unit.BYTES,
         value=now,
         most=most,
@@ -111,7 +110,7 @@ def _capacity(engine: str, now: float | None, then: float | None, ratio: float, 
     return Judgement(
         limit=CAPACITY,
         of=f"engine {engine}",
-        outcome=compared(None if now is None else -now, None if least is None else -least, missing),
+        verdict=compared(None if now is None else -now, None if least is None else -least, missing),
         unit=Unit.TOKENS,
         value=now,
         most=None,

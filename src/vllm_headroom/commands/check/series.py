@@ -1,11 +1,88 @@
-"""One series of memory readings: a GPU's, or a role's on the host."""
+"""Readings over a trace: of a memory, of a counter, and of what was held at which load."""
 
 from __future__ import annotations
 
-from vllm_headroom.commands.check.costs import Costs
-from vllm_headroom.commands.check.coverage import Coverage
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.trace.course import Course
+
+LONGEST_STEP_SECONDS: Final = 300.0
+"""The longest sampling interval that can be set: what lies further apart was not watched in between."""
+
+
+class Coverage:
+    """The time in which something was read without a gap."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def step(self, now: float) -> None:
+        """Add a reading; a clock that was set back begins anew."""
+        if self._last is not None and 0 < now - self._last <= LONGEST_STEP_SECONDS:
+            self.seconds += now - self._last
+        self._last = now
+
+
+class Counted:
+    """What a counter of the engine's rose by; None until it was read."""
+
+    def __init__(self) -> None:
+        self.total: float | None = None
+        self._last = 0.0
+
+    def step(self, value: float | None, *, anew: bool) -> None:
+        """Add a reading; `anew` says that the engine began to count from 0 since the last one."""
+        if value is None:
+            return
+        if self.total is None:
+            self.total = 0.0
+        else:
+            self.total += value if anew else max(0.0, value - self._last)
+        self._last = value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Memory while about as many requests ran: means over the readings."""
+
+    held_bytes: float
+    running: float
+
+    @property
+    def bytes_per_request(self) -> float:
+        """Memory over running requests."""
+        return self.held_bytes / self.running
+
+
+class Costs:
+    """Gathers readings by load, in the bands in which the daemon compares them."""
+
+    def __init__(self) -> None:
+        self._bands: dict[int, tuple[int, float, float]] = {}
+
+    def step(self, held_bytes: float, running: float) -> None:
+        """Add a reading; `running` is above 0."""
+        band = load_band(running)
+        count, held, ran = self._bands.get(band, (0, 0.0, 0.0))
+        self._bands[band] = (count + 1, held + held_bytes, ran + running)
+
+    @property
+    def at_load(self) -> dict[int, Cost]:
+        """The costs by band, from the idlest to the busiest; bands of too few readings are left out."""
+        return {
+            band: Cost(held_bytes=held / count, running=ran / count)
+            for band, (count, held, ran) in sorted(self._bands.items())
+            if count >= READINGS
+        }
+
+    @property
+    def busiest(self) -> Cost | None:
+        """The cost at the highest load with enough readings; None when no load has as many."""
+        return next(reversed(self.at_load.values()), None)
 
 
 class Series:

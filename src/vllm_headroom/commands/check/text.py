@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from vllm_headroom.commands.check.judgement import Judgement, Outcome, overall
+from vllm_headroom.commands.check.judgement import Judgement, overall
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration
 
-MARKS: Final = {Outcome.PASSED: "passed", Outcome.FAILED: "FAILED", Outcome.CANNOT_TELL: "cannot tell"}
+MARKS: Final = {Verdict.GOOD: "passed", Verdict.NOT_GOOD: "FAILED", Verdict.CANNOT_TELL: "cannot tell"}
+OUTCOMES: Final = {Verdict.GOOD: "passed", Verdict.NOT_GOOD: "failed", Verdict.CANNOT_TELL: "cannot_tell"}
+"""The words of --json."""
+
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
 """The width of the marks: a reason stands below the limit's name."""
 
 
-def told(outcome: Outcome, judgements: Sequence[Judgement]) -> str:
+def told(judgements: Sequence[Judgement]) -> str:
     """Return the sum in a line."""
-    counts = {each: sum(judgement.outcome is each for judgement in judgements) for each in Outcome}
-    if outcome is Outcome.PASSED:
+    verdict = overall(judgements)
+    counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Verdict}
+    if verdict is Verdict.GOOD:
         return f"Passed: all {len(judgements)} limits kept."
-    failed, unknown = counts[Outcome.FAILED], counts[Outcome.CANNOT_TELL]
-    if outcome is Outcome.CANNOT_TELL:
-        return f"Cannot tell: none of {len(judgements)} limits exceeded, but {unknown} cannot be judged."
+    failed, unknown = counts[Verdict.NOT_GOOD], counts[Verdict.CANNOT_TELL]
+    if verdict is Verdict.CANNOT_TELL:
+        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Verdict.GOOD]} kept."
     also = f", {unknown} cannot be judged" if unknown else ""
     return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
 
@@ -38,11 +43,11 @@ def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement])
     for judgement, line in zip(judgements, lines[1:], strict=True):
         shown += [line, *wrapped(INDENT, judgement.why)]
     heads = [f"{name}: {_extent(record)}" for name, record in traces]
-    return [*heads, "", *shown, "", told(overall(judgements), judgements)]
+    return [*heads, "", *shown, "", told(judgements)]
 
 
 def _row(judgement: Judgement) -> tuple[str, ...]:
-    mark = MARKS[judgement.outcome]
+    mark = MARKS[judgement.verdict]
     return mark, judgement.limit, judgement.of, judgement.found, judgement.allowed, judgement.before or ""
 
 
@@ -61,7 +66,7 @@ def document(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgemen
     """Return what --json prints; None is what is unknown, or was not given."""
     (trace, *others) = [_summary(name, record) for name, record in traces]
     return {
-        "outcome": overall(judgements),
+        "outcome": OUTCOMES[overall(judgements)],
         "trace": trace,
         "baseline": others[0] if others else None,
         "limits": [_judged(judgement) for judgement in judgements],
@@ -82,7 +87,7 @@ def _judged(judgement: Judgement) -> dict[str, Any]:
     return {
         "limit": judgement.limit,
         "of": judgement.of or None,
-        "outcome": judgement.outcome,
+        "outcome": OUTCOMES[judgement.verdict],
         "unit": judgement.unit,
         "value": judgement.value,
         "most": judgement.most,

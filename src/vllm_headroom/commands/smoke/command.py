@@ -59,7 +59,7 @@ async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None
     health = await healthy(reach, settings.deadline, say)
     if health.state is State.FAILED:
         others = (name for name in Name if name is not Name.HEALTH)
-        return (health, *(Step(name=name, state=State.SKIPPED, text="vLLM is not healthy") for name in others))
+        return (health, *(Step(name, State.SKIPPED, "vLLM is not healthy") for name in others))
     before = await read_page(reach)
     completion = await completed(reach, settings.completion_deadline)
     if completion.state is State.FAILED:

@@ -39,31 +39,34 @@ LOG: Final = "look for the cause in the engine's log"
 async def completed(reach: Reach, deadline_seconds: float) -> Step:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
-    ends = now() + deadline_seconds
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
-        return _failed(listed.message)
+        return Step(Name.COMPLETION, State.FAILED, listed.message)
     model = _first_model(listed)
     if model is None:
-        return _failed(f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port")
+        return Step(
+            Name.COMPLETION,
+            State.FAILED,
+            f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
+        )
     troubles: list[str] = []
     for path, prompt in FORMS:
         began = now()
         body = {"model": model, "max_tokens": TOKENS, "temperature": 0, **prompt}
-        answer = await reach.post(path, body, max(0.1, ends - began))
+        answer = await reach.post(path, body, deadline_seconds)
         trouble = _trouble(answer, reach.address(path))
         if trouble is None:
             return _completed(model, answer, now() - began)
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return _failed(trouble)
+            return Step(Name.COMPLETION, State.FAILED, trouble)
         troubles.append(trouble)
-    return _failed(troubles[0])
+    return Step(Name.COMPLETION, State.FAILED, troubles[0])
 
 
 def _completed(model: str, answer: Answer | Failure, seconds: float) -> Step:
     tokens = 0 if isinstance(answer, Failure) else _tokens(_document(answer.text))
     text = f"{model} gave {tokens} tokens in {seconds:.2f} s"
-    return Step(name=Name.COMPLETION, state=State.OK, text=text)
+    return Step(Name.COMPLETION, State.OK, text)
 
 
 def _trouble(answer: Answer | Failure, address: str) -> str | None:
@@ -115,7 +118,3 @@ def _document(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _failed(text: str) -> Step:
-    return Step(name=Name.COMPLETION, state=State.FAILED, text=text)

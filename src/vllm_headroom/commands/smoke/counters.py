@@ -17,6 +17,15 @@ COUNTED_SECONDS: Final = 15.0
 
 NEEDED: Final = ("requests_running", "requests_waiting", "requests_finished")
 
+NO_COUNTERS: Final = (
+    "the page answers and has no counters of vLLM's, although it completes: take --disable-log-stats out of vLLM's"
+    " options; if it is not there, HEADROOM_ENGINE_URL is not vLLM's own port"
+)
+UNCOUNTED: Final = (
+    "finished requests stay at {:.0f} after a completion: check that HEADROOM_ENGINE_URL is the page of the server that"
+    " answers beside it"
+)
+
 
 async def read_page(reach: Reach) -> EnginePage | Failure:
     """Return the engine's page, understood."""
@@ -33,19 +42,25 @@ async def counted(
     ends = now() + patience_seconds
     while True:
         page = await read_page(reach)
-        if not isinstance(page, Failure) and finished(page) >= finished_before + 1:
-            return _found(page, finished(page) - finished_before), page
-        if now() >= ends:
-            return _missed(page, finished_before), page
+        more = 0.0 if isinstance(page, Failure) else finished(page) - finished_before
+        if more >= 1 or now() >= ends:
+            break
         await asyncio.sleep(POLL_SECONDS)
+    problem = _lacking(page, NO_COUNTERS)
+    if problem is None and more < 1:
+        problem = UNCOUNTED.format(finished_before)
+    if isinstance(page, Failure) or problem is not None:
+        return Step(Name.METRICS, State.FAILED, problem or ""), page
+    return Step(Name.METRICS, State.OK, f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
 
 
 def offered(page: EnginePage | Failure) -> Step:
     """Return what the page offers when there is no completion to count."""
-    if isinstance(page, Failure) or _missing(page):
-        return _missed(page, 0.0)
+    problem = _lacking(page, NOTHING_OFFERED)
+    if isinstance(page, Failure) or problem is not None:
+        return Step(Name.METRICS, State.FAILED, problem or "")
     text = f"{_inputs(page)}; there is no completion to look for in them"
-    return Step(name=Name.METRICS, state=State.SKIPPED, text=text)
+    return Step(Name.METRICS, State.SKIPPED, text)
 
 
 def finished(page: EnginePage) -> float:
@@ -53,35 +68,16 @@ def finished(page: EnginePage) -> float:
     return sum(engine.finished_total or 0.0 for engine in page.engines)
 
 
-def _found(page: EnginePage, more: float) -> Step:
-    missing = _missing(page)
-    if missing:
-        return _missed(page, 0.0)
-    return Step(name=Name.METRICS, state=State.OK, text=f"{_inputs(page)}; finished requests rose by {more:.0f}")
-
-
-def _missed(page: EnginePage | Failure, finished_before: float) -> Step:
-    return Step(name=Name.METRICS, state=State.FAILED, text=_why(page, finished_before))
-
-
-def _why(page: EnginePage | Failure, finished_before: float) -> str:
+def _lacking(page: EnginePage | Failure, nothing: str) -> str | None:
+    """Return what keeps a request from being found on the page, `nothing` where it has no engine; None if nothing."""
     if isinstance(page, Failure):
         return page.message
     if not page.engines:
-        return NOTHING_OFFERED
-    missing = _missing(page)
-    if missing:
-        return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more"
-    return (
-        f"finished requests stay at {finished_before:.0f} after a completion: check that HEADROOM_ENGINE_URL is the"
-        " page of the server that answers beside it"
-    )
+        return nothing
+    missing = [name for name, is_there in page.inputs if name in NEEDED and not is_there]
+    return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more" if missing else None
 
 
 def _inputs(page: EnginePage) -> str:
     there = sum(is_there for _, is_there in page.inputs)
     return f"{there} of {len(page.inputs)} inputs are on the page"
-
-
-def _missing(page: EnginePage) -> list[str]:
-    return [name for name, is_there in page.inputs if name in NEEDED and not is_there]

@@ -19,22 +19,28 @@ NO_GPU: Final = "none of the visible GPUs can be told to be the engine's: HEADRO
 NO_REPORT: Final = (
     "vLLM does not say what it should hold (--kv-cache-memory-bytes replaces its budget): HEADROOM_REPORTED_BYTES does"
 )
+NO_ENGINE: Final = (
+    "the page has no series of an engine, and so no budget: HEADROOM_REPORTED_BYTES says what it should hold"
+)
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
 
 
 async def within(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
-        return _skipped(f"the engine's page, which has its budget, cannot be read: {page.message}")
+        return Step(
+            Name.DISCREPANCY, State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}"
+        )
     here = await machine(settings)
     if isinstance(here.readings, Failure):
-        return _skipped(f"the GPUs cannot be read: {here.readings.message}")
+        return Step(Name.DISCREPANCY, State.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        return _skipped(NO_GPU)
+        return Step(Name.DISCREPANCY, State.SKIPPED, NO_GPU)
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
-    return judged(discrepancy(snapshot, configured_bytes=settings.reported_bytes), limit_ratio)
+    samples = discrepancy(snapshot, configured_bytes=settings.reported_bytes)
+    return judged(samples, limit_ratio) if samples or page.engines else Step(Name.DISCREPANCY, State.SKIPPED, NO_ENGINE)
 
 
 def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
@@ -43,17 +49,17 @@ def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
         (sample.labels[0], sample.value) for sample in samples if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     ]
     if not ratios:
-        return _skipped(UNKNOWN_HOLDERS if samples else NO_REPORT)
+        return Step(Name.DISCREPANCY, State.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
     told = ", ".join(f"GPU {gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
         text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return Step(name=Name.DISCREPANCY, state=State.FAILED, text=text)
+        return Step(Name.DISCREPANCY, State.FAILED, text)
     if strangers:
-        return _skipped(f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
-    return Step(name=Name.DISCREPANCY, state=State.OK, text=f"{told}, {limit_ratio:.1%} is allowed")
-
-
-def _skipped(text: str) -> Step:
-    return Step(name=Name.DISCREPANCY, state=State.SKIPPED, text=text)
+        return Step(
+            Name.DISCREPANCY,
+            State.SKIPPED,
+            f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
+        )
+    return Step(Name.DISCREPANCY, State.OK, f"{told}, {limit_ratio:.1%} is allowed")

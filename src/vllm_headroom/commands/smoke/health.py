@@ -26,18 +26,14 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
     began = say_at = now()
     ends, said = began + deadline_seconds, ""
     while True:
-        answer = await reach.text(PATH, max(0.1, min(ANSWER_SECONDS, ends - now())))
+        answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
-            return Step(name=Name.HEALTH, state=State.OK, text=f"healthy after {duration(now() - began)}")
+            return Step(Name.HEALTH, State.OK, f"healthy after {duration(now() - began)}")
         if answer.reason in LASTING:
-            return _failed(answer.message)
+            return Step(Name.HEALTH, State.FAILED, answer.message)
         if now() >= ends:
-            return _failed(f"not healthy within {duration(deadline_seconds)}: {answer.message}")
+            return Step(Name.HEALTH, State.FAILED, f"not healthy within {duration(deadline_seconds)}: {answer.message}")
         if answer.message != said or now() >= say_at:
             said, say_at = answer.message, now() + SAY_SECONDS
             say(f"waiting, {duration(ends - now())} left: {said}")
         await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
-
-
-def _failed(text: str) -> Step:
-    return Step(name=Name.HEALTH, state=State.FAILED, text=text)

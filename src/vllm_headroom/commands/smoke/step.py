@@ -23,7 +23,7 @@ class State(StrEnum):
     SKIPPED = "skipped"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """How it went with one thing; `text` says what was seen, or why it failed or was skipped, and what to do."""
 

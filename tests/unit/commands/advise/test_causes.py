@@ -53,6 +53,8 @@ HEALTHY: tuple[Trace, ...] = (
 CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.gpu_leak, Cause.GPU_LEAK),
     (traces.host_leak, Cause.HOST_LEAK),
+    (traces.crash_with_an_orphan, Cause.CRASH),
+    (traces.crashes, Cause.CRASH),
     (traces.another_tenant, Cause.ANOTHER_TENANT),
     (traces.start_up_runs_out, Cause.START_UP),
     (traces.start_up_beside_others, Cause.START_UP),
@@ -164,6 +166,19 @@ def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
 
     assert [advice.cause for advice in told.advice] == [Cause.GPU_LEAK, Cause.ANOTHER_TENANT]
     assert [flags(advice) for advice in told.advice] == [[], []]
+
+
+def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
+    advice = only(traces.crash_with_an_orphan)
+
+    assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500 + 20) * traces.MIB
+    assert flags(advice) == []
+
+
+def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:
+    (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "ended at" in note]
+
+    assert "a restart that was meant, or a crash" in note
 
 
 def test_another_tenant_moves_first_and_else_vllm_takes_so_much_less_that_both_have_room() -> None:

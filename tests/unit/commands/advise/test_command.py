@@ -103,7 +103,7 @@ def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> No
 
     assert (process.returncode, process.stderr) == (2, "")
     assert "Cannot tell whether anything should be changed. Missing:\n" in process.stdout
-    assert "11 min 30 s of history, an hour at the least" in process.stdout
+    assert "a longer history: there are 11 min 30 s of it, and an hour is the least" in process.stdout
 
 
 def test_a_sidecars_page_is_read() -> None:

@@ -159,7 +159,7 @@ def test_a_short_trace_is_not_called_healthy() -> None:
     told = judge(traces.facts(traces.healthy(0.5)))
 
     assert told.verdict is Verdict.CANNOT_TELL
-    assert "29 min 30 s of history, an hour at the least" in told.missing
+    assert "a longer history: there are 29 min 30 s of it, and an hour is the least" in told.missing
 
 
 def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.advise.document import document
 from vllm_headroom.commands.advise.facts import (
     CappedFacts,
     EngineFacts,
@@ -22,12 +21,12 @@ from vllm_headroom.commands.advise.facts import (
     PrefixFacts,
     Shortage,
     Spell,
-    Start,
 )
 from vllm_headroom.commands.advise.finding import Cause, Change
 from vllm_headroom.commands.advise.flags import FIRST, Flag
+from vllm_headroom.commands.advise.lives import Start
+from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.commands.advise.text import text
 from vllm_headroom.commands.advise.verdict import judge
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.vocabulary import LeakState

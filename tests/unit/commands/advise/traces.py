@@ -153,6 +153,25 @@ def another_tenant() -> Iterator[Record]:
         yield sample(step, other_mib=5_300 if 400 <= step < 700 else 0)
 
 
+def crash_with_an_orphan() -> Iterator[Record]:
+    """The engine's core is killed, and its worker, which nobody finds any more, holds the memory for two minutes."""
+    life = BEGAN + 4 * 3600
+    for step in steps(8):
+        t = BEGAN + step * STEP
+        if life - 180 <= t < life - 60:
+            yield down(step, other_mib=HEALTHY_MIB - 500)
+        elif life - 60 <= t < life:
+            yield down(step)
+        else:
+            yield sample(step, life=life if t >= life else BEGAN)
+
+
+def crashes() -> Iterator[Record]:
+    """The engine ends every two hours, between two samples, with room left."""
+    for step in steps(8):
+        yield sample(step, life=BEGAN + step // 240 * 240 * STEP)
+
+
 def start_up_runs_out() -> Iterator[Record]:
     """Three starts that fill the GPU and end."""
     yield from _starts(lambda minute: [8_000, 16_000, 75_000, 80_900][minute], other_mib=0)

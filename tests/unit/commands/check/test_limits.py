@@ -108,6 +108,33 @@ def test_preemptions_are_counted_per_thousand_requests(tmp_path: Path, most: str
     assert judgement["value"] == pytest.approx(2)
 
 
+@pytest.mark.parametrize(
+    ("most", "status", "outcome", "why"),
+    [
+        ("10", 1, "failed", "151 in all, of 429 requests"),
+        ("200", 2, "cannot_tell", "and 1,000 are the least; above the limit so far, 151 in all, of 429 requests"),
+        ("400", 2, "cannot_tell", "too little load: 429 requests finished, and 1,000 are the least"),
+    ],
+)
+def test_preemptions_of_few_requests_are_judged_by_how_many_there_were(
+    tmp_path: Path, most: str, status: int, outcome: str, why: str
+) -> None:
+    trace = written(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
+    ended, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", most)
+    judgement = found["preemptions per thousand requests"]
+
+    assert (ended, judgement["outcome"]) == (status, outcome)
+    assert judgement["value"] == pytest.approx(352, abs=1)
+    assert judgement["why"].endswith(why)
+
+
+def test_what_cannot_be_judged_is_not_said_to_be_kept(tmp_path: Path) -> None:
+    trace = written(tmp_path / "t", engine(1, per_second=429 / 3595, preempted_per_thousand=151_000 / 429))
+    told = check("--trace", trace, "--max-preemptions-per-thousand-requests", "200").stdout
+
+    assert told.endswith("Cannot tell: 2 of 2 limits cannot be judged, 0 kept.\n")
+
+
 def test_unknown_preemptions_cannot_be_told(tmp_path: Path) -> None:
     trace = written(tmp_path / "t", spoilt(engine(1), with_engine(preemptions_total=None)))
     status, found = judged("--trace", trace, "--max-preemptions-per-thousand-requests", "1")

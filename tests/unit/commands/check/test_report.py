@@ -10,9 +10,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.unit.commands.check.checking import check
-from vllm_headroom.commands.check.github import commands
-from vllm_headroom.commands.check.judgement import Judgement, Outcome, Unit
-from vllm_headroom.commands.check.junit import report
+from vllm_headroom.commands.check.judgement import Judgement, Unit
+from vllm_headroom.commands.check.reports import commands, report
+from vllm_headroom.commands.verdict import Verdict
 
 ATTRIBUTES: Final = {
     "testsuites": {"name", "time", "tests", "failures", "disabled", "errors"},
@@ -53,11 +53,11 @@ def well_formed(xml: bytes) -> ET.Element:
     return suite
 
 
-def judgement(outcome: Outcome, *, why: str = "", found: str = "2 GB") -> Judgement:
+def judgement(verdict: Verdict, *, why: str = "", found: str = "2 GB") -> Judgement:
     return Judgement(
         limit="memory",
         of="GPU 0",
-        outcome=outcome,
+        verdict=verdict,
         unit=Unit.BYTES,
         value=2e9,
         most=1e9,
@@ -84,7 +84,7 @@ def test_the_junit_report_has_a_test_for_each_judgement(
 
 
 def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> None:
-    (case,) = well_formed(report((judgement(Outcome.FAILED, why="at the highest <&>"),)))
+    (case,) = well_formed(report((judgement(Verdict.NOT_GOOD, why="at the highest <&>"),)))
 
     assert case[0].get("message") == "memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"
     assert case[0].text == "at the highest <&>"
@@ -128,7 +128,7 @@ def test_the_annotation_of_a_pass(steady: str) -> None:
 
 
 def test_an_annotation_is_one_line_whatever_it_says() -> None:
-    (line,) = commands((judgement(Outcome.CANNOT_TELL, why="50%\r\n::error::x"),))
+    (line,) = commands((judgement(Verdict.CANNOT_TELL, why="50%\r\n::error::x"),))
 
     assert line == (
         "::warning title=vllm-headroom check::memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"
@@ -154,7 +154,7 @@ def test_the_table(steady: str) -> None:
         "FAILED       bytes per running request          GPU 0  1.71 GiB at 40 running  1.4 GiB",
         "             68.4 GiB held at this load",
         "passed       preemptions per thousand requests         0                       0",
-        "             0 in all",
+        "             0 in all, of 179,900 requests",
         "",
         "FAILED: 1 of 4 limits exceeded, 1 cannot be judged.",
     ]

@@ -156,6 +156,22 @@ def test_a_trace_without_samples_is_an_answer() -> None:
     assert replay("-", trace=f"{HEADER}\n").stdout == "The trace has no samples.\n"
 
 
+@pytest.mark.parametrize("seconds", [180, 3000])
+def test_a_past_too_short_for_an_alarm_is_no_proof(seconds: int) -> None:
+    process = replay("-", trace=text(flat(seconds / 3600)))
+
+    assert "GPU 0 (GPU-a): cannot be told from " in process.stdout
+    assert "growth has to last 10 min for an early warning, about 60 for an alarm; " in process.stdout
+    assert "no leak" not in process.stdout
+
+
+def test_a_past_in_which_the_engine_slept_is_no_proof() -> None:
+    awake = (sample(BEGAN + step * 60, 70_000 * MIB) for step in range(120))
+    asleep = ({**each, "engines": [{**each["engines"][0], "awake": False}]} for each in awake)
+
+    assert "GPU 0 (GPU-a): cannot be told, the detector never" in replay("-", trace=text(asleep)).stdout
+
+
 def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(leak)

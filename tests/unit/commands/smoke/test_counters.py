@@ -3,11 +3,13 @@ import re
 
 import pytest
 
+from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
 from vllm_headroom.commands.smoke.counters import counted, read_page
+from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import Name, State, Step
@@ -62,7 +64,10 @@ def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (page("python_info 1\n"), "the page has no series of an engine: check that HEADROOM_ENGINE_URL"),
+        (
+            page((FOLDER / "vllm-0.32.0-disable-log-stats" / "idle.prom").read_text()),
+            "take --disable-log-stats out of vLLM's options",
+        ),
         (page("<html>"), "page is not metrics, it starts with"),
         (page("", status="500 Internal Server Error"), "answers 500 Internal Server Error"),
         (page('vllm:num_requests_running{model_name="m"} 0\n'), "does not offer requests_waiting, requests_finished"),
@@ -85,3 +90,13 @@ def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
 
     assert step.state is State.SKIPPED
     assert step.text.endswith(" inputs are on the page; there is no completion to look for in them")
+
+
+def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
+    vllm.answers["/metrics"] = page("python_info 1\n")
+    settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {})
+
+    async def step() -> Step:
+        return await within(settings, await read_page(Reach(settings)), 0.05)
+
+    assert asyncio.run(step()).text.startswith("the page has no series of an engine, and so no budget")

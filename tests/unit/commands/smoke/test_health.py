@@ -1,15 +1,23 @@
+import asyncio
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.engine_server import LOOPBACK, hang, page, reset
-from tests.unit.commands.smoke.serving import Vllm
+from tests.settings import load_as
+from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
+from vllm_headroom.commands.smoke.completion import completed
+from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
+from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import Name, State
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.reader import Answer
+from vllm_headroom.vocabulary import Reason, Source
 
 pytestmark = pytest.mark.usefixtures("nvml")
 REST_SKIPPED = [State.FAILED, State.SKIPPED, State.SKIPPED, State.SKIPPED]
@@ -116,3 +124,39 @@ def test_what_no_waiting_mends_fails_at_once(vllm: Vllm, tmp_path: Path) -> None
 
     assert states(steps) == REST_SKIPPED
     assert "missing cannot be read (No such file or directory)" in steps[Name.HEALTH].text
+
+
+class Asked(Reach):
+    """Never answers as wanted, and remembers how long each question was given."""
+
+    def __init__(self) -> None:
+        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}))
+        self.seconds: list[float] = []
+
+    async def text(self, path: str, seconds: float) -> str | Failure:
+        if path == "v1/models":
+            return MODELS
+        self.seconds.append(seconds)
+        return Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="busy")
+
+    async def post(self, path: str, _body: Mapping[str, object], seconds: float) -> Answer:
+        self.seconds.append(seconds)
+        await asyncio.sleep(0.01)  # some of the time is gone
+        return Answer(status=404, text=path)
+
+
+def test_the_last_question_is_given_as_long_as_the_first() -> None:
+    asked = Asked()
+
+    asyncio.run(healthy(asked, 0.3, lambda _line: None))
+
+    assert len(asked.seconds) > 1
+    assert set(asked.seconds) == {0.3}
+
+
+def test_a_chat_is_given_as_long_as_a_completion() -> None:
+    asked = Asked()
+
+    asyncio.run(completed(asked, 9.0))
+
+    assert asked.seconds == [9.0, 9.0]

@@ -5,27 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_headroom.commands.advise.facts import GpuFacts, Leak, Shortage, Spell
-from vllm_headroom.commands.advise.limits import APART_SECONDS, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
+from vllm_headroom.commands.advise.history.endings import Orphans
+from vllm_headroom.commands.advise.history.starts import others_bytes
+from vllm_headroom.commands.advise.limits import APART_SECONDS, GONE_SHARE, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
 from vllm_headroom.model import Gpu
 from vllm_headroom.vocabulary import LeakState
-
-GONE_SHARE = 0.5
-"""An engine that holds less than half of what it did has ended, or sleeps (as the leak detector's REST_SHARE)."""
 
 TAKEN_SHARE = 1.1
 """Ours: one step of so much is weights or the KV cache; high-water marks come in steps of less."""
 
 MOSTLY = 0.5
 """Ours: a spell with more room in it than that is made of peaks."""
-
-
-def others_bytes(gpu: Gpu) -> float | None:
-    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
-    memory = gpu.reading.memory
-    if memory is None or gpu.engine_bytes is None:
-        return None
-    rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
-    return rest if rest > SOMEBODY_BYTES else 0.0
 
 
 _UNKNOWN = Leak(state=LeakState.UNKNOWN)
@@ -43,6 +33,7 @@ class GpuHistory:
     """Follows one GPU; what others take is not counted as the engine's shortage."""
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
+        self.orphans = Orphans()
         self._facts = GpuFacts(index=index, uuid=uuid, leak=_UNKNOWN)
         self._held_since = began_seconds
         self._top_bytes = 0.0
@@ -59,7 +50,8 @@ class GpuHistory:
             return
         usable = float(memory.total_bytes - (memory.reserved_bytes or 0))
         room, others = usable - memory.used_bytes, others_bytes(gpu)
-        self._facts = _widened(self._facts, usable, room, others)
+        known = None if others is None else self.orphans.step(float(gpu.engine_bytes or 0), others)
+        self._facts = _widened(self._facts, usable, room, known)
         if gpu.held_bytes is not None:
             self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
         if serving is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Version
+from vllm_headroom.commands.advise.history.endings import Endings
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
 from vllm_headroom.commands.advise.history.starts import Starts
@@ -33,6 +34,7 @@ class History:
     def __init__(self) -> None:
         self._watch = Watch()
         self._starts = Starts()
+        self._endings = Endings()
         self._at_least: Version = OLDEST
         self._since: float | None = None
         self._now = 0.0
@@ -63,6 +65,7 @@ class History:
         serving = Serving(running=running, asleep=asleep) if self._starts.serving else None
         for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
             self._gpu(gpu).step(gpu, self._now, seconds, serving)
+        self._endings.step(snapshot, sum(gpu.orphans.n_bytes for gpu in self._gpus.values()))
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:
@@ -85,6 +88,7 @@ class History:
                 for role, course in self._watch.host
             ),
             failed_starts=tuple(self._starts.failed),
+            endings=tuple(ending for ending in self._endings.found if ending.seconds > (self._since or 0.0)),
         )
 
     def _step_engines(self, snapshot: Snapshot, engines: Iterable[EngineReading], seconds: float) -> None:
@@ -118,16 +122,8 @@ def _shown_by(engine: EngineReading) -> Version:
 
 
 def _leak(course: Course) -> Leak:
-    last, intervals = course.last, course.leaking
-    if last is None:
+    if course.last is None:
         return Leak(state=course.state)
-    return Leak(
-        state=course.state,
-        leaked=True,
-        ended_seconds=intervals[-1][1] if intervals else None,
-        bytes_per_second=last.bytes_per_second,
-        bytes_per_request=last.bytes_per_request,
-        leaked_bytes=last.leaked_bytes,
-        time_to_oom_seconds=last.time_to_oom_seconds,
-        time_to_oom_seconds_lower=last.time_to_oom_seconds_lower,
-    )
+    figures = {each.name: getattr(course.last, each.name) for each in fields(Leak) if hasattr(course.last, each.name)}
+    ended = course.leaking[-1][1] if course.leaking else None
+    return Leak(state=course.state, leaked=True, ended_seconds=ended, **figures)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.facts import Start
-from vllm_headroom.commands.advise.history.gpu_history import others_bytes
+from dataclasses import replace
+
+from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
+from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
 from vllm_headroom.units import GIB
 
@@ -38,28 +40,21 @@ class Starts:
             self._now = None
         if life is None:
             self._served = None
-            self._idle_room = _room(gpus)
+            self._idle_room = room_bytes(gpus)
         elif life != self._served:
             self._life, self._now = life, self._grown(gpus)
 
     def _grown(self, gpus: tuple[Gpu, ...]) -> Start:
         """Return the start that goes on with one more reading, or a new one."""
-        held = max((gpu.held_bytes or 0 for gpu in gpus), default=0)
-        others = max((others_bytes(gpu) or 0.0 for gpu in gpus), default=0.0)
-        room, before = _room(gpus), self._now
-        if before is None:
-            return Start(
-                most_held_bytes=held,
-                least_room_bytes=room,
-                most_others_bytes=others,
-                room_before_bytes=self._idle_room,
-            )
-        rooms = [known for known in (room, before.least_room_bytes) if known is not None]
-        return Start(
-            most_held_bytes=max(held, before.most_held_bytes),
+        before = self._now or Start(
+            most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
+        )
+        rooms = [known for known in (room_bytes(gpus), before.least_room_bytes) if known is not None]
+        return replace(
+            before,
+            most_held_bytes=max([before.most_held_bytes, *(gpu.held_bytes or 0 for gpu in gpus)]),
             least_room_bytes=min(rooms, default=None),
-            most_others_bytes=max(others, before.most_others_bytes),
-            room_before_bytes=before.room_before_bytes,
+            most_others_bytes=max([before.most_others_bytes, *(others_bytes(gpu) or 0 for gpu in gpus)]),
         )
 
 
@@ -71,7 +66,16 @@ def _life(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> str | None:
     return f"{min(started):.2f}" if started else None
 
 
-def _room(gpus: tuple[Gpu, ...]) -> float | None:
+def others_bytes(gpu: Gpu) -> float | None:
+    """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
+    memory = gpu.reading.memory
+    if memory is None or gpu.engine_bytes is None:
+        return None
+    rest = float(max(0, memory.used_bytes - gpu.engine_bytes))
+    return rest if rest > SOMEBODY_BYTES else 0.0
+
+
+def room_bytes(gpus: tuple[Gpu, ...]) -> float | None:
     """Return the least that is left on a GPU; None where none was read."""
     memories = [gpu.reading.memory for gpu in gpus if gpu.reading.memory is not None]
     rooms = [memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes for memory in memories]

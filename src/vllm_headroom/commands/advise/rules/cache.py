@@ -7,8 +7,17 @@ from math import ceil, floor
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import EngineFacts, Facts, FullFacts, Origin
-from vllm_headroom.commands.advise.figures import called, count, memory, per_request, percent
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
+from vllm_headroom.commands.advise.finding import (
+    Advice,
+    Cause,
+    Change,
+    Evidence,
+    called,
+    count,
+    per_request,
+    percent,
+    several,
+)
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import (
     FEWEST_REQUESTS,
@@ -18,7 +27,7 @@ from vllm_headroom.commands.advise.limits import (
     LASTING_SECONDS,
 )
 from vllm_headroom.commands.advise.rules.room import take_more
-from vllm_headroom.units import duration
+from vllm_headroom.units import duration, size
 
 KEPT_RATIO: Final = 0.9
 """Ours: of what filled the cache, so many leave a tenth for requests that grow while they are answered."""
@@ -155,18 +164,16 @@ def _fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
 
 def _evidence(engine: EngineFacts, full: FullFacts) -> Iterator[Evidence]:
     lasted = "now" if full.seconds is None else f"for {duration(full.seconds)}"
-    yield Evidence(
-        name="full_seconds", value=full.seconds or 0.0, text=f"more than {percent(FULL_RATIO)} in use {lasted}"
-    )
+    yield Evidence("full_seconds", full.seconds or 0.0, f"more than {percent(FULL_RATIO)} in use {lasted}")
     often = per_request(full.preemptions, full.finished)
     when = " since the engine's start" if full.seconds is None else " meanwhile"
-    yield Evidence(name="preemptions", value=full.preemptions, text=f"preemptions{when}: {often}")
-    yield Evidence(name="running", value=full.running, text=f"{count(full.running)} requests running then")
+    yield Evidence("preemptions", full.preemptions, f"preemptions{when}: {often}")
+    yield Evidence("running", full.running, f"{count(full.running)} requests running then")
     if full.tokens is not None:
         usual = "" if engine.usual_tokens is None else f", {count(engine.usual_tokens)} usually"
         text = f"{count(full.tokens)} tokens of the cache for each{usual}"
-        yield Evidence(name="tokens_per_request", value=full.tokens, text=text)
+        yield Evidence("tokens_per_request", full.tokens, text)
     if engine.capacity_tokens is not None:
-        size = "" if engine.capacity_bytes is None else f", {memory(engine.capacity_bytes)}"
-        text = f"the cache holds {count(engine.capacity_tokens)} tokens{size}"
-        yield Evidence(name="capacity_tokens", value=engine.capacity_tokens, text=text)
+        in_bytes = "" if engine.capacity_bytes is None else f", {size(engine.capacity_bytes)}"
+        text = f"the cache holds {count(engine.capacity_tokens)} tokens{in_bytes}"
+        yield Evidence("capacity_tokens", engine.capacity_tokens, text)

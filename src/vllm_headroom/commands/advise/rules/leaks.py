@@ -72,7 +72,7 @@ def host_leak(facts: Facts) -> Advice | None:
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
     evidence = list(_figures(name, leak))
     if held is not None:
-        evidence.append(Evidence(name="held_bytes", value=held, text=f"{name} holds {size(held)} of host memory"))
+        evidence.append(Evidence("held_bytes", held, f"{name} holds {size(held)} of host memory"))
     known = [one.text for one in KNOWN if one.role == name and _is_of(one, facts.settings.version)]
     return Advice(
         cause=Cause.HOST_LEAK,
@@ -103,18 +103,18 @@ def _until(leak: Leak) -> str:
 
 
 def _figures(name: str, leak: Leak) -> Iterator[Evidence]:
-    yield Evidence(name="series", value=name, text=f"the leak detector's alarm on {name}; {leak.state} now")
+    yield Evidence("series", name, f"the leak detector's alarm on {name}; {leak.state} now")
     if leak.bytes_per_second is not None:
         rate = size(leak.bytes_per_second)
-        yield Evidence(name="bytes_per_second", value=leak.bytes_per_second, text=f"{rate} per second")
+        yield Evidence("bytes_per_second", leak.bytes_per_second, f"{rate} per second")
     if leak.bytes_per_request is not None:
         rate = size(1000 * leak.bytes_per_request)
-        yield Evidence(name="bytes_per_request", value=leak.bytes_per_request, text=f"{rate} per thousand requests")
+        yield Evidence("bytes_per_request", leak.bytes_per_request, f"{rate} per thousand requests")
     if leak.leaked_bytes is not None:
-        yield Evidence(name="leaked_bytes", value=leak.leaked_bytes, text=f"{size(leak.leaked_bytes)} since it began")
+        yield Evidence("leaked_bytes", leak.leaked_bytes, f"{size(leak.leaked_bytes)} since it began")
     if leak.time_to_oom_seconds is not None and leak.state is LeakState.LEAKING:
         left = leak.time_to_oom_seconds
-        yield Evidence(name="time_to_oom_seconds", value=left, text=f"out of memory in about {duration(left)}")
+        yield Evidence("time_to_oom_seconds", left, f"out of memory in about {duration(left)}")
 
 
 def _is_of(known: Known, version: Version | None) -> bool:

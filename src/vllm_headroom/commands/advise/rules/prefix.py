@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.commands.advise.facts import EngineFacts, Facts, PrefixFacts
-from vllm_headroom.commands.advise.figures import called, count
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, count
 from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES_ONCE, Flag
 from vllm_headroom.commands.advise.limits import BLOCKED_RATIO, PAYING_RATIO, PREFIX_SECONDS, PREFIX_TOKENS_PER_SECOND
 from vllm_headroom.units import duration
@@ -70,8 +69,8 @@ def _advice(facts: Facts, engine: EngineFacts, prefix: PrefixFacts) -> Advice:
 def _evidence(prefix: PrefixFacts) -> Iterator[Evidence]:
     ratio = prefix.hits / prefix.queries
     over = "since the engine's start" if prefix.seconds is None else f"over {duration(prefix.seconds)}"
-    yield Evidence(name="hit_ratio", value=ratio, text=f"hits over queries {ratio:.2f} {over}")
+    yield Evidence("hit_ratio", ratio, f"hits over queries {ratio:.2f} {over}")
     if prefix.recent_ratio is not None:
         of_late = f"{prefix.recent_ratio:.2f} in the last five minutes"
-        yield Evidence(name="recent_hit_ratio", value=prefix.recent_ratio, text=of_late)
-    yield Evidence(name="queries", value=prefix.queries, text=f"{count(prefix.queries)} tokens looked up")
+        yield Evidence("recent_hit_ratio", prefix.recent_ratio, of_late)
+    yield Evidence("queries", prefix.queries, f"{count(prefix.queries)} tokens looked up")

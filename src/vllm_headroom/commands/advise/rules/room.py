@@ -10,11 +10,10 @@ from math import ceil, floor
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
-from vllm_headroom.commands.advise.figures import memory
 from vllm_headroom.commands.advise.finding import Change
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, HIGHEST_UTILIZATION, USUAL_SECONDS
-from vllm_headroom.units import MIB
+from vllm_headroom.units import MIB, size
 
 _EXACT: Final = 1e-9
 """Room for what binary fractions make of 0.92 * 100."""
@@ -24,7 +23,7 @@ def take_less(facts: Facts, gpu: GpuFacts, n_bytes: float) -> Change | None:
     """Return the change that leaves so much more free on the GPU; None where its size is not known."""
     if not gpu.usable_bytes:
         return None
-    text = f"leaves {memory(n_bytes)} more outside of what vLLM takes at its start"
+    text = f"leaves {size(n_bytes)} more outside of what vLLM takes at its start"
     cost = f"the KV cache of each GPU shrinks by about as much{_in_tokens(facts, n_bytes)}; a restart"
     if facts.settings.sizes_cache_in_bytes:
         return _in_bytes(facts, -ceil(n_bytes / MIB) * MIB, text, cost)
@@ -55,7 +54,7 @@ def take_more(facts: Facts) -> Change | None:
         return None
     spare = least - AIM_BYTES
     steps = floor(spare / max(usable) * 100)
-    text = f"{memory(least)} were left at the highest peak; at least {memory(AIM_BYTES)} stay"
+    text = f"{size(least)} were left at the highest peak; at least {size(AIM_BYTES)} stay"
     cost = "less room for a burst larger than all so far; a restart"
     if spare <= 0 or steps < 1:
         return None

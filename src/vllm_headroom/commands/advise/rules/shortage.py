@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from math import floor
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin, Shortage, Spell
-from vllm_headroom.commands.advise.figures import count, memory
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count, several
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, LOW_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
-from vllm_headroom.units import duration, instant
+from vllm_headroom.units import duration, instant, size
 
 Found = tuple[GpuFacts, Spell]
 
@@ -80,25 +79,23 @@ def _worst(found: list[Found]) -> Found:
 
 def _evidence(facts: Facts, found: list[Found]) -> Iterator[Evidence]:
     gpu, spell = _worst(found)
-    left = memory(spell.least_bytes)
+    left = size(spell.least_bytes)
     seconds = "" if spell.seconds is None else f", for {duration(spell.seconds)}"
     at = "" if spell.began_seconds is None else f" from {instant(spell.began_seconds)}"
-    yield Evidence(
-        name="least_room_bytes", value=spell.least_bytes, text=f"{left} were left on GPU {gpu.index}{at}{seconds}"
-    )
+    yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on GPU {gpu.index}{at}{seconds}")
     if len(found) > 1:
-        yield Evidence(name="times", value=len(found), text=f"{len(found)} times less than {memory(LOW_BYTES)}")
-    yield Evidence(name="leak_state", value=gpu.leak.state, text=f"the leak detector says {gpu.leak.state}")
+        yield Evidence("times", len(found), f"{len(found)} times less than {size(LOW_BYTES)}")
+    yield Evidence("leak_state", gpu.leak.state, f"the leak detector says {gpu.leak.state}")
     ended = sum(spell.ended_engine for _, spell in found)
     if ended:
-        yield Evidence(name="engine_ended", value=ended, text=f"the engine let go of its memory after {ended} of them")
+        yield Evidence("engine_ended", ended, f"the engine let go of its memory after {ended} of them")
     if spell.running is not None:
         ran = f"{count(spell.running)} requests ran then"
         roomy = "" if gpu.roomy_running is None else f", {count(gpu.roomy_running)} at the most while more was left"
-        yield Evidence(name="running", value=spell.running, text=ran + roomy)
+        yield Evidence("running", spell.running, ran + roomy)
     if facts.settings.gpu_memory_utilization is not None:
         now = facts.settings.gpu_memory_utilization
-        yield Evidence(name="gpu_memory_utilization", value=now, text=f"vLLM may take {now:.3g} of the GPU")
+        yield Evidence("gpu_memory_utilization", now, f"vLLM may take {now:.3g} of the GPU")
 
 
 def _less(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
@@ -131,6 +128,6 @@ def _fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
         flag=Flag.MAX_NUM_SEQS,
         value=value,
         now=now,
-        text=f"as many as ran with {memory(LOW_BYTES)} and more left",
+        text=f"as many as ran with {size(LOW_BYTES)} and more left",
         cost="in a burst requests wait in the queue; a restart",
     )

@@ -8,13 +8,14 @@ from math import floor
 from statistics import median
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Facts, Start
-from vllm_headroom.commands.advise.figures import memory
+from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.rules.cache import split
 from vllm_headroom.commands.advise.rules.room import ran_short, take_less
+from vllm_headroom.units import size
 
 LOADED_RATIO: Final = 0.5
 """Ours: an engine that held half of the GPU before it gave up had loaded its model."""
@@ -84,7 +85,7 @@ def _beside_others(facts: Facts) -> tuple[Change, ...]:
             flag=Flag.GPU_MEMORY_UTILIZATION,
             value=value,
             now=now,
-            text=f"{memory(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
+            text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
             cost="a smaller KV cache, or none at all if the model does not fit; a restart",
         ),
     )
@@ -129,18 +130,18 @@ def _larger(facts: Facts, starts: list[Start]) -> Change | None:
         flag=Flag.GPU_MEMORY_UTILIZATION,
         value=value,
         now=now,
-        text=f"{memory(min(rooms))} were left when it ended",
+        text=f"{size(min(rooms))} were left when it ended",
         cost="less room for bursts; a restart",
     )
 
 
 def _evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
-    yield Evidence(name="failed_starts", value=len(starts), text=f"{len(starts)} starts ended before it served")
+    yield Evidence("failed_starts", len(starts), f"{len(starts)} starts ended before it served")
     held = max(start.most_held_bytes for start in starts)
-    yield Evidence(name="most_held_bytes", value=held, text=f"it held {memory(held)} of a GPU at the most")
+    yield Evidence("most_held_bytes", held, f"it held {size(held)} of a GPU at the most")
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     if rooms:
-        yield Evidence(name="least_room_bytes", value=min(rooms), text=f"{memory(min(rooms))} were left at the least")
+        yield Evidence("least_room_bytes", min(rooms), f"{size(min(rooms))} were left at the least")
     others = max(start.most_others_bytes for start in starts)
     if others > 0:
-        yield Evidence(name="most_others_bytes", value=others, text=f"others held {memory(others)}")
+        yield Evidence("most_others_bytes", others, f"others held {size(others)}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
-from vllm_headroom.commands.advise.figures import memory
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, TENANT_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
+from vllm_headroom.units import size
 
 
 def another_tenant(facts: Facts) -> Advice | None:
@@ -63,14 +63,10 @@ def _matters(gpu: GpuFacts, origin: Origin) -> bool:
 
 def _evidence(gpu: GpuFacts, origin: Origin) -> Iterator[Evidence]:
     others, most, least = gpu.others_bytes or 0.0, gpu.most_others_bytes or 0.0, gpu.least_others_bytes or 0.0
-    text = f"processes that are not the engine's hold {memory(others)} of GPU {gpu.index}"
-    yield Evidence(name="others_bytes", value=others, text=text)
+    text = f"processes that are not the engine's hold {size(others)} of GPU {gpu.index}"
+    yield Evidence("others_bytes", others, text)
     if origin is Origin.TRACE:
-        yield Evidence(
-            name="most_others_bytes", value=most, text=f"{memory(most)} at the most, {memory(least)} at the least"
-        )
+        yield Evidence("most_others_bytes", most, f"{size(most)} at the most, {size(least)} at the least")
     if gpu.least_room_bytes is not None:
-        left = memory(gpu.least_room_bytes)
-        yield Evidence(
-            name="least_room_bytes", value=gpu.least_room_bytes, text=f"{left} were left at the highest peak"
-        )
+        left = size(gpu.least_room_bytes)
+        yield Evidence("least_room_bytes", gpu.least_room_bytes, f"{left} were left at the highest peak")

@@ -7,8 +7,7 @@ from math import floor
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import CappedFacts, Facts
-from vllm_headroom.commands.advise.figures import called, count, percent
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, count, percent
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, LASTING_SECONDS
 from vllm_headroom.commands.advise.rules.cache import pressed
@@ -59,8 +58,8 @@ def _more(facts: Facts, capped: CappedFacts) -> Change | None:
 
 def _capped(capped: CappedFacts) -> Iterator[Evidence]:
     text = f"requests waited for {duration(capped.seconds)} with room in the KV cache"
-    yield Evidence(name="waiting_seconds", value=capped.seconds, text=text)
+    yield Evidence("waiting_seconds", capped.seconds, text)
     text = f"never more than {count(capped.running)} ran: so many vLLM seems to be told to allow"
-    yield Evidence(name="running", value=capped.running, text=text)
+    yield Evidence("running", capped.running, text)
     used = capped.kv_used_ratio
-    yield Evidence(name="kv_used_ratio", value=used, text=f"{percent(used)} of the KV cache in use meanwhile")
+    yield Evidence("kv_used_ratio", used, f"{percent(used)} of the KV cache in use meanwhile")

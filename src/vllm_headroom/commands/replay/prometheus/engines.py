@@ -9,7 +9,7 @@ from typing import Any, Final
 from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.replay.prometheus.kinds import Kind, Side, Value
+from vllm_headroom.commands.replay.prometheus.join import Kind, Side, Value
 from vllm_headroom.model import EngineReading
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profiles.vllm import VLLM

@@ -8,8 +8,7 @@ from typing import Final
 from vllm_headroom.commands.replay.prometheus.api import Api
 from vllm_headroom.commands.replay.prometheus.engines import OWN_ENGINES, OWN_PROCESSES, VLLM_ENGINES
 from vllm_headroom.commands.replay.prometheus.gpus import DCGM_GPUS, OWN_GPUS, SMI_GPUS
-from vllm_headroom.commands.replay.prometheus.join import Source, selector
-from vllm_headroom.commands.replay.prometheus.kinds import Kind
+from vllm_headroom.commands.replay.prometheus.join import Kind, Source, selector
 from vllm_headroom.commands.replay.prometheus.text import Span
 from vllm_headroom.trace.errors import BadInput
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.replay.prometheus.kinds import Kind, Side, Value
+from vllm_headroom.commands.replay.prometheus.join import Kind, Side, Value
 
 _MIB: Final = 2**20
 _FACTS: Final = ("total", "used", "reserved", "engine", "other")

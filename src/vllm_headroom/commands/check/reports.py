@@ -1,28 +1,31 @@
-"""Judgements as JUnit XML, which GitLab, Jenkins and others show beside a build."""
+"""Judgements as a build shows them: JUnit XML for GitLab, Jenkins and others, annotations for GitHub."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 from xml.etree import ElementTree as ET
 
-from vllm_headroom.commands.check.judgement import Judgement, Outcome
+from vllm_headroom.commands.check.judgement import Judgement, overall
+from vllm_headroom.commands.check.text import told
+from vllm_headroom.commands.verdict import Verdict
 
+LEVELS: Final = {Verdict.NOT_GOOD: "error", Verdict.CANNOT_TELL: "warning"}
 SUITE: Final = "vllm-headroom check"
 HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
 CLASS: Final = "vllm_headroom.commands.check"
-ELEMENTS: Final = {Outcome.FAILED: "failure", Outcome.CANNOT_TELL: "error"}
+ELEMENTS: Final = {Verdict.NOT_GOOD: "failure", Verdict.CANNOT_TELL: "error"}
 """What cannot be told is an error: a skipped test would count as good."""
 
 
 def report(judgements: Sequence[Judgement]) -> bytes:
     """Return a suite with a test for each judgement."""
-    return _suite([_case(each.name, ELEMENTS.get(each.outcome), message(each), each.why) for each in judgements])
+    return _suite([_case(each.name, ELEMENTS.get(each.verdict), message(each), each.why) for each in judgements])
 
 
 def broken(why: str) -> bytes:
     """Return a suite with one error: a report of an earlier build must not be left in its place."""
-    return _suite([_case("trace", ELEMENTS[Outcome.CANNOT_TELL], why, "")])
+    return _suite([_case("trace", ELEMENTS[Verdict.CANNOT_TELL], why, "")])
 
 
 def message(judgement: Judgement) -> str:
@@ -53,3 +56,22 @@ def _case(name: str, element: str | None, text: str, why: str) -> ET.Element:
     else:
         ET.SubElement(case, element, {"message": text}).text = why or text
     return case
+
+
+def commands(judgements: Sequence[Judgement]) -> Iterator[str]:
+    """Yield an error for each limit that is exceeded, a warning for each that cannot be judged, else one notice.
+
+    GitHub shows ten of a kind and step, so what is kept has one together.
+    """
+    for judgement in judgements:
+        if level := LEVELS.get(judgement.verdict):
+            why = f" ({judgement.why})" if judgement.why else ""
+            yield _annotation(level, f"{message(judgement)}{why}")
+    if overall(judgements) is Verdict.GOOD:
+        yield _annotation("notice", told(judgements))
+
+
+def _annotation(level: str, text: str) -> str:
+    """Return a workflow command; its text is escaped as GitHub's own toolkit does (actions/toolkit, command.ts)."""
+    escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return f"::{level} title={SUITE}::{escaped}"

@@ -1,10 +1,12 @@
-"""What was found, in words for people."""
+"""What was found, in words for people and as the one object of `replay --json`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.trace.course import Course, Interval, Moment
 from vllm_headroom.trace.entries import unnamed
 from vllm_headroom.trace.replay import Watch
@@ -23,21 +25,17 @@ def verdict(watch: Watch) -> Iterator[str]:
     yield f"{watch.samples} samples over {duration(end - begin)}, {instant(begin)} to {instant(end)}."
     for index, uuid, course in watch.gpus:
         name = f"GPU {index}" if uuid == unnamed(index) else f"GPU {index} ({uuid})"
-        yield from _series(name, course, begin)
+        yield from _series(name, course, begin, end)
     for role, course in watch.host:
-        yield from _series(f"Host memory of {role}", course, begin)
+        yield from _series(f"Host memory of {role}", course, begin, end)
     if not watch.gpus:
         yield "No GPU of the engine's was seen."
 
 
-def _series(name: str, course: Course, begin: float) -> Iterator[str]:
+def _series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
     if course.growing or course.leaking:
         yield ""
-    if course.first is None:
-        told = "only early warnings, no alarm" if course.growing else "no leak"
-        yield f"{name}: {told}; {course.state} at the end."
-    else:
-        yield f"{name}: LEAKING; {course.state} at the end."
+    yield f"{name}: {_told(course, end - begin)}; {course.state} at the end."
     yield from _intervals("early warning", course.growing)
     yield from _intervals("alarm", course.leaking)
     if course.first is not None:
@@ -46,6 +44,18 @@ def _series(name: str, course: Course, begin: float) -> Iterator[str]:
     if course.last is not None and course.last is not course.first:
         yield f"  at the last, {instant(course.last.seconds)}:"
         yield from _moment(course.last)
+
+
+def _told(course: Course, span_seconds: float) -> str:
+    """Return whether it leaks; where nothing was seen, only of a trace in which a leak would have been."""
+    if course.first is not None:
+        return "LEAKING"
+    if course.growing:
+        return "only early warnings, no alarm"
+    if span_seconds < LEAKING_SECONDS:
+        least = f"{GROWING_SECONDS / 60:.0f} min for an early warning, about {LEAKING_SECONDS / 60:.0f} for an alarm"
+        return f"cannot be told from {duration(span_seconds)}, growth has to last {least}"
+    return "no leak" if course.settled else "cannot be told, the detector never had enough readings under load"
 
 
 def _intervals(name: str, intervals: tuple[Interval, ...]) -> Iterator[str]:
@@ -76,3 +86,42 @@ def _rate(moment: Moment) -> str:
     if moment.bytes_per_request is not None:
         text += f", {size(1000 * moment.bytes_per_request)} per thousand requests"
     return text
+
+
+def document(watch: Watch) -> dict[str, Any]:
+    """Return the object; times are the trace's, None is what is unknown."""
+    begin, end = watch.span
+    return {
+        "samples": watch.samples,
+        "span_seconds": end - begin,
+        "gpus": [_gpu(index, uuid, course) for index, uuid, course in watch.gpus],
+        "host": [
+            {
+                "process": role,
+                "state": course.state,
+                "leaking_intervals": course.leaking,
+                "first_leaking": _figures(course.first),
+            }
+            for role, course in watch.host
+        ],
+    }
+
+
+def _gpu(index: int, uuid: str, course: Course) -> dict[str, Any]:
+    return {
+        "gpu": index,
+        "uuid": None if uuid == unnamed(index) else uuid,
+        "state": course.state,
+        "growing_intervals": course.growing,
+        "leaking_intervals": course.leaking,
+        "first_leaking": _figures(course.first),
+        "last_leaking": _figures(course.last),
+    }
+
+
+def _figures(moment: Moment | None) -> dict[str, float | None] | None:
+    if moment is None:
+        return None
+    figures = asdict(moment)
+    del figures["by_requests"]
+    return {"t": figures.pop("seconds"), **figures}
