@@ -40,11 +40,11 @@ class Settings(BaseSettings):
         4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
     )
     engine_max_page_bytes: Size = setting(
-        8 * 1024 * 1024,
+        4 * 1024 * 1024,
         "The largest page to read from the engine; a larger one is a failure.",
         accepts="a number of bytes, or a size such as 8MiB",
         word="SIZE",
-        shown="8MiB",
+        shown="4MiB",
     )
     engine_bearer_token_file: Path | None = setting(
         None,

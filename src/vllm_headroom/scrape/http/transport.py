@@ -106,7 +106,7 @@ class _Connection:
             self._rested_at_seconds = self._now()
 
     def _is_silent(self) -> bool:
-        """Tell whether nothing came: what comes unasked is the server's farewell, which the loop may not have read yet."""
+        """Tell whether nothing came: what comes unasked is the server's farewell, still unread."""
         waiting = select.poll()
         waiting.register(self._writer.get_extra_info("socket").fileno(), select.POLLIN)
         return not waiting.poll(0)

@@ -9,6 +9,7 @@ from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.replay.prometheus.kinds import Kind, Side, Value
+from vllm_headroom.model import Failure
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profiles.vllm import VLLM
 
@@ -41,7 +42,7 @@ def _vllm(values: Iterable[Value]) -> Side:
             **{fact: getattr(engine, fact) for fact in _VLLM_FACTS},
             "started_at": engine.started_at_seconds,
         }
-        for engine in page.engines
+        for engine in (() if isinstance(page, Failure) else page.engines)
     ]
 
 
