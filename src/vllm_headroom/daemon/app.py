@@ -21,9 +21,10 @@ from vllm_headroom.daemon.life import BEYOND_REPAIR, Ending, GraceTime, Heartbea
 from vllm_headroom.daemon.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
-from vllm_headroom.expose.collector import HeadroomCollector, registry
-from vllm_headroom.expose.page import landing_page
-from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom.expose.answers import application
+from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -162,8 +163,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
 
     server = Server(
         application(
-            registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
-            page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
+            metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+            page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
             illness=heartbeat.illness,
             ready=lambda: sampler.published is not None,
         )

@@ -26,9 +26,6 @@ BEYOND_REPAIR: Final = 3
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
-FARE_WELL_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
-
 LEAST_SILENCE_SECONDS: Final = 3.0
 """A loop is not called ill for less: at the shortest interval, a busy machine alone can take three of them."""
 
@@ -123,12 +120,10 @@ async def live(
     An error in a loop ends all of them and is raised, in an ExceptionGroup.
     """
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(sockets=[listener]))
+        serving = group.create_task(server.serve(listener))
         turning = [group.create_task(loop) for loop in loops]
         await ending.wait()
         for task in turning:
             task.cancel()
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=FARE_WELL_SECONDS)
         serving.cancel()
     return ending.status

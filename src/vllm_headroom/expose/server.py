@@ -1,110 +1,108 @@
-"""The HTTP side: four paths over what is published."""
+"""The HTTP server: a bounded number of connections, answered one by one between what else the loop has to do."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from typing import Final
 
-import uvicorn
-from prometheus_client import CollectorRegistry, make_asgi_app
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import structlog
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+from vllm_headroom.expose.answers import Answer, Handler, Request, text
+from vllm_headroom.expose.connection import Connection, Phase
 
+log = structlog.get_logger()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A whole HTTP answer."""
+MOST_CONNECTIONS: Final = 256
+"""Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""
 
-    status: int
-    body: str
-    content_type: str = "text/plain; charset=utf-8"
+PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
+"""How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
+at the least often."""
 
-
-def application(
-    *,
-    registry: CollectorRegistry,
-    page: Callable[[], str],
-    illness: Callable[[], str | None],
-    ready: Callable[[], bool],
-) -> Application:
-    """Return the ASGI application; `illness` says why the sampling loop is not well, None when it is."""
-    metrics: Application = make_asgi_app(registry)
-
-    def health() -> Answer:
-        problem = illness()
-        return Answer(status=503 if problem else 200, body=f"{problem or 'ok'}\n")
-
-    def readiness() -> Answer:
-        return Answer(status=200, body="ok\n") if ready() else Answer(status=503, body="no sample published yet\n")
-
-    answers: dict[str, Callable[[], Answer]] = {
-        "/": lambda: Answer(status=200, body=page(), content_type="text/html; charset=utf-8"),
-        "/healthz": health,
-        "/readyz": readiness,
-    }
-
-    async def serve(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["method"] not in {"GET", "HEAD"}:
-            await _send(send, Answer(status=405, body="only GET and HEAD\n"))
-        elif scope["path"] == "/metrics":
-            await metrics(scope, receive, send)
-        else:
-            await _send(send, answers.get(scope["path"], _not_found)())
-
-    return serve
+SWEEP_SECONDS: Final = 1.0
+FAREWELL_SECONDS: Final = 0.5
+"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
 
-def _not_found() -> Answer:
-    return Answer(status=404, body="not found: there are /, /metrics, /healthz and /readyz\n")
+class Server:
+    """Answers requests with `handler`, which is quick.
 
+    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most.
+    """
 
-async def _send(send: Send, answer: Answer) -> None:
-    headers = [(b"content-type", answer.content_type.encode()), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body.encode()})
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._connections: set[Connection] = set()
+        self._waiting: deque[tuple[Connection, Request]] = deque()
+        self._has_work = asyncio.Event()
 
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve on the socket until cancelled; requests that are here by then are answered, half a second long."""
+        listening = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener)
+        tasks = {asyncio.create_task(self._answer()), asyncio.create_task(self._sweep())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            listening.close()
+            await self._farewell()
+            for task in tasks:
+                task.cancel()
+            for connection in tuple(self._connections):
+                connection.drop()
 
-class Connection(H11Protocol):
-    """uvicorn's connection, which also closes when it stays silent before its first request."""
+    async def _farewell(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock that otherwise starts after the first answer: idle sockets must not pile up."""
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+    def opened(self, connection: Connection) -> None:
+        """Take a connection in; where there are too many, for one whose client does nothing with it."""
+        if len(self._connections) >= MOST_CONNECTIONS:
+            idle = [other for other in self._connections if other.phase in (Phase.HEAD, Phase.IDLE)]
+            oldest = min(idle or self._connections, key=lambda other: other.since_seconds)
+            self._connections.discard(oldest)
+            oldest.drop()
+        self._connections.add(connection)
 
+    def asked(self, connection: Connection, request: Request) -> None:
+        """Queue a request for its turn."""
+        self._waiting.append((connection, request))
+        self._has_work.set()
 
-class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to the daemon."""
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._connections.discard(connection)
 
-    def __init__(self, application: Application) -> None:
-        super().__init__(
-            uvicorn.Config(
-                application,
-                loop="none",
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
+    async def _answer(self) -> None:
+        while True:
+            await self._has_work.wait()
+            connection, request = self._waiting.popleft()
+            if not self._waiting:
+                self._has_work.clear()
+            connection.answer(self._handled(request))
+            await asyncio.sleep(0)
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
+    def _handled(self, request: Request) -> Answer:
+        try:
+            return self._handler(request)
+        except Exception:
+            log.exception("a request could not be answered", path=request.path)
+            return text(500, "this is a fault of the daemon, its log says more")
+
+    async def _sweep(self) -> None:
+        """Close the connections whose clients take too long."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for connection in tuple(self._connections):
+                if now() - connection.since_seconds > PATIENCE_SECONDS.get(connection.phase, float("inf")):
+                    connection.drop()
 
 
 def listen(host: str, port: int) -> socket.socket:
