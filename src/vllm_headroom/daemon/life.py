@@ -100,9 +100,11 @@ class Ending:
 
 @contextlib.contextmanager
 def signals(ending: Ending) -> Iterator[None]:
-    """Let SIGTERM and SIGINT ask for the stop while the block runs."""
+    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs; a SIGHUP that nohup has off stays off."""
     loop = asyncio.get_running_loop()
-    wanted = (signal.SIGTERM, signal.SIGINT)
+    wanted = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
     for number in wanted:
         loop.add_signal_handler(number, ending.ask, STOPPED)
     try:

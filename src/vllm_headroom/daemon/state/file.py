@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -43,22 +45,36 @@ def decode(content: bytes) -> Kept:
 
 
 def read(folder: Path) -> Kept | None:
-    """Return the saved state, None where there is none; raises Unusable and OSError."""
+    """Return the saved state, None where there is none; raises Unusable and OSError.
+
+    A link, a pipe or a device in its place is not followed, opened or waited for: it is no state of ours.
+    """
     try:
-        with (folder / NAME).open("rb") as stream:
+        with open(folder / NAME, "rb", opener=_unfollowed) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise Unusable("it is no file but a pipe or a device")
             content = stream.read(MOST_BYTES + 1)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise Unusable("it is no file but a link or a socket") from None
+        raise
     if len(content) > MOST_BYTES:
         raise Unusable("it is too large to be a state")
     return decode(content)
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def write(folder: Path, kept: Kept) -> None:
     """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
     content, unfinished = encode(kept), folder / f"{NAME}.new"
     folder.mkdir(parents=True, exist_ok=True)
-    with unfinished.open("wb") as stream:
+    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+    with unfinished.open("xb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())

@@ -38,7 +38,7 @@ class Call(Protocol):
 class Keeper:
     """Owns the state's file in `folder`, which is this daemon's alone.
 
-    While a saved state waits for its engine to be seen, nothing is written over it.
+    While a saved state cannot be read, or waits for its engine to be seen, nothing is written over it.
     """
 
     def __init__(self, *, folder: Path, call: Call, clock: Clock, version: str) -> None:
@@ -80,9 +80,9 @@ class Keeper:
     async def _read(self) -> None:
         try:
             self._saved = await self._try(partial(read, self._folder))
+            self._is_read = not self._fails
         except Unusable as error:
             await self._refuse(str(error))
-        self._is_read = True
 
     def _take_up(self, saved: Kept, snapshot: Snapshot) -> Mapping[str, Any]:
         self._saved = None
@@ -97,8 +97,11 @@ class Keeper:
 
     async def _refuse(self, reason: str) -> None:
         self._saved = None
-        log.warning("saved state set aside, the leak detector starts afresh", problem=reason, file=self._path(".bad"))
         await self._try(partial(set_aside, self._folder))
+        self._is_read = not self._fails  # what could not be set aside is looked at again, and not written over
+        if self._is_read:
+            problem = {"problem": reason, "file": self._path(".bad")}
+            log.warning("saved state set aside, the leak detector starts afresh", **problem)
 
     async def _try(self, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
         """Return what a file operation returns, None when it fails."""
