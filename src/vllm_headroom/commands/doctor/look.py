@@ -17,7 +17,7 @@ from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
-from vllm_headroom.scrape.http.failures import without_user
+from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.http.reader import PageReader, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.files import command
@@ -68,7 +68,7 @@ async def look(settings: Settings, proc: Path) -> Sight:
         found = group.create_task(_processes(url, proc))
     text, readings, processes = page.result(), gpus.result(), found.result()
     return Sight(
-        url=without_user(url),
+        url=without_secrets(url),
         page=text if isinstance(text, Failure) else parse_engines(text),
         version=server_version(answer) if isinstance(answer := about.result(), str) else None,
         readings=readings,

@@ -23,15 +23,9 @@ def failure(reason: Reason, message: str) -> Failure:
     return Failure(source=Source.ENGINE, reason=reason, message=message)
 
 
-def without_user(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user and password."""
-    return url.copy_with(userinfo=b"")
-
-
-def shown(url: httpx.URL) -> str:
+def without_secrets(url: httpx.URL) -> httpx.URL:
     """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
-    plain = url.copy_with(userinfo=b"", query=None, fragment=None)
-    return f"{plain}?***" if url.query else str(plain)
+    return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
 def refusal(response: httpx.Response, url: str) -> Failure:
@@ -106,4 +100,4 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _location(response: httpx.Response) -> str:
-    return shown(httpx.URL(response.headers["Location"]))[:_LOCATION_CHARACTERS]
+    return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]

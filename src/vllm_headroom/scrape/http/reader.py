@@ -16,7 +16,7 @@ import httpx
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
 from vllm_headroom.scrape.http.credentials import Credentials
-from vllm_headroom.scrape.http.failures import broken_body, no_answer, refusal, shown
+from vllm_headroom.scrape.http.failures import broken_body, no_answer, refusal, without_secrets
 from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason
 
@@ -55,7 +55,7 @@ class PageReader:
     ) -> None:
         login = httpx.URL(url)
         self._url = login.copy_with(userinfo=b"")
-        self._shown = shown(login)
+        self._shown = str(without_secrets(login))
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
