@@ -8,7 +8,7 @@ import platform
 import socket
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -199,6 +199,6 @@ def version() -> str:
 
 def build() -> tuple[str, str, str]:
     """Return version, source revision (empty where the build wrote none) and the version of Python."""
-    stamp = resources.files("vllm_headroom") / "REVISION"
+    stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
     return version(), revision, platform.python_version()

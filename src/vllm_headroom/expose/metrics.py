@@ -17,10 +17,10 @@ from prometheus_client.exposition import choose_encoder
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header, Request
 from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.rendering import Encode, Rendering
 from vllm_headroom.model import Published
 
 _AGE: Final = f"\n{catalog.SAMPLE_AGE.name} ".encode()
-_END: Final = b"# EOF\n"
 _GZIP_HEAD: Final = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
 _MOST_FORMATS: Final = 8
@@ -53,12 +53,11 @@ class MetricsPage:
         self._published = published
         self._monotonic = monotonic
         self._collector = HeadroomCollector(published, monotonic, build)
-        self._own = CollectorRegistry()
-        self._own.register(self._collector)
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         self._shown: Published | None = None
         self._formats: dict[str, tuple[_Part, ...]] = {}
+        self._renderings: dict[str, Rendering] = {}
         self._process_parts: dict[str, tuple[float, _Part]] = {}
 
     def __call__(self, request: Request) -> Answer:
@@ -80,7 +79,7 @@ class MetricsPage:
         if published is not self._shown or len(self._formats) > _MOST_FORMATS:
             self._shown, self._formats = published, {}
         if content_type not in self._formats:
-            self._formats[content_type] = _split(encode(self._own))
+            self._formats[content_type] = _split(self._rendering(encode, content_type).text(self._collector.samples()))
         before, *after = self._formats[content_type]
         process = self._process_part(encode, content_type)
         if published is None or not after:
@@ -88,7 +87,14 @@ class MetricsPage:
         age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
         return content_type, (before, _part(f"{age_seconds!r}\n".encode()), *after, process)
 
-    def _process_part(self, encode: Callable[[CollectorRegistry], bytes], content_type: str) -> _Part:
+    def _rendering(self, encode: Encode, content_type: str) -> Rendering:
+        if content_type not in self._renderings:
+            if len(self._renderings) >= _MOST_FORMATS:
+                self._renderings = {}
+            self._renderings[content_type] = Rendering(encode)
+        return self._renderings[content_type]
+
+    def _process_part(self, encode: Encode, content_type: str) -> _Part:
         now = self._monotonic()
         read_at, part = self._process_parts.get(content_type, (None, None))
         if read_at is None or part is None or now - read_at > _PROCESS_SECONDS:
@@ -100,13 +106,13 @@ class MetricsPage:
 
 
 @lru_cache(maxsize=_MOST_FORMATS)
-def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+def _encoder(accept: str) -> tuple[Encode, str]:
     return choose_encoder(accept)
 
 
-def _split(page: bytes) -> tuple[_Part, ...]:
-    """Return the page without its end mark, in two parts: up to the sample's age, and from the line after it."""
-    before, found, rest = page.removesuffix(_END).partition(_AGE)
+def _split(page: str) -> tuple[_Part, ...]:
+    """Return the page in two parts: up to the sample's age, and from the line after it."""
+    before, found, rest = page.encode().partition(_AGE)
     if not found:
         return (_part(before),)
     return _part(before + found), _part(rest.partition(b"\n")[2])

@@ -32,9 +32,13 @@ MOST_CHARACTERS: Final = 512 * 2**10
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
 
-_KEPT_LINES: Final = 512
+_KEPT_SERIES: Final = 512
 _KEPT_LENGTH: Final = 2048
 """Enough for the pages of 28 engines, whose longest line is 1.1 kB; no page can make what is kept exceed 16 MiB."""
+
+_SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
+_PLAIN_VALUE: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?", re.ASCII)
+"""What nearly all values look like; the parser is asked about the others."""
 
 
 def page_failure(page: str) -> Failure | None:
@@ -72,7 +76,7 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     samples: list[Sample] = []
     try:
         for line in lines:
-            samples += _samples(line) if len(line) <= _KEPT_LENGTH else _samples.__wrapped__(line)
+            samples += _samples(line)
     except (ValueError, IndexError):  # the parser's own complaint names neither the line nor the column
         return _failure(
             Reason.MALFORMED,
@@ -105,9 +109,21 @@ def _beyond(what: str) -> Failure:
     return _failure(Reason.OUT_OF_BOUNDS, f"The engine's page has {what}: {advice}.")
 
 
-@lru_cache(maxsize=_KEPT_LINES)
 def _samples(line: str) -> tuple[Sample, ...]:
-    """Return the line's sample. From page to page many lines stay the same, among them the longest."""
+    """Return the line's sample; a series that was read before gets the value that stands behind it now."""
+    series, _, value = line.rpartition(" ")
+    if len(series) <= _KEPT_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _of_series(series)):
+        return tuple(sample._replace(value=float(value)) for sample in known)
+    return _parsed(line)
+
+
+@lru_cache(maxsize=_KEPT_SERIES)
+def _of_series(series: str) -> tuple[Sample, ...]:
+    """Return the samples of a series but for their values; none for what is no series, as before a timestamp."""
+    return _parsed(f"{series} 0") if _SERIES.fullmatch(series) else ()
+
+
+def _parsed(line: str) -> tuple[Sample, ...]:
     return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)
 
 

@@ -7,9 +7,12 @@ import zlib
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Answer, Request
+from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.model import Published, Sample
 
@@ -128,3 +131,24 @@ def test_what_scrapers_make_up_is_not_kept_for_ever(world: World) -> None:
 
     kept: dict[str, Any] = vars(world.page)
     assert all(len(value) < 20 for value in kept.values() if isinstance(value, dict))
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS, "text/plain; version=1.0.0; escaping=allow-utf-8"])
+def test_it_is_what_prometheus_client_writes(accept: str) -> None:
+    world, page = World(), one_of_each()
+    for step, running in enumerate((3.0, 4e9, 1e-7, float("inf"))):
+        more = (Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), running), Sample(catalog.SOURCE_UP, ("nvml",), step))
+        world.published = Published(samples=(*page, *more), monotonic_seconds=100.0)
+        encode, _ = choose_encoder(accept)
+        own = HeadroomCollector(lambda: world.published, lambda: world.now, ("1.2.3", "abc", "3.11.7"))
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(own)
+
+        official = encode(registry).decode().removesuffix("# EOF\n")
+
+        assert world.asked(accept=accept).body.decode().startswith(official)
+
+
+def one_of_each() -> tuple[Sample, ...]:
+    """Return a sample of every metric there is."""
+    return tuple(Sample(each, tuple(f"{name}-1" for name in each.labels), 1.5) for each in catalog.METRICS[2:])
