@@ -134,6 +134,13 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
     )
+    web_config_file: Path | None = setting(
+        None,
+        "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
+    )
     state_dir: Path | None = setting(
         None,
         "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",

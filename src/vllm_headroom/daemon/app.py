@@ -25,6 +25,8 @@ from vllm_headroom.expose.answers import application
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
+from vllm_headroom.expose.web.config import WebConfigError
+from vllm_headroom.expose.web.door import Door
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -106,6 +108,12 @@ async def run(parts: Parts, settings: Settings) -> int:
             problem=error.strerror,
         )
         return CANNOT_LISTEN
+    try:
+        door = None if settings.web_config_file is None else _door(settings.web_config_file)
+    except WebConfigError as error:
+        for line in error.lines:
+            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
+        return CANNOT_LISTEN
     ending = Ending()
     shape = settings.model_shape
     if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
@@ -113,7 +121,7 @@ async def run(parts: Parts, settings: Settings) -> int:
     with signals(ending):
         try:
             log.info("listening", port=listener.getsockname()[1], version=version())
-            return await _run(parts, settings, listener, ending)
+            return await _run(parts, settings, listener, ending, door)
         finally:
             await _close(parts)
 
@@ -125,7 +133,7 @@ async def _close(parts: Parts) -> None:
             await parts.gpus.close()
 
 
-async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
+async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
     interval, clock = settings.sample_interval_seconds, parts.clock
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
@@ -167,13 +175,19 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
             illness=heartbeat.illness,
             ready=lambda: sampler.published is not None,
-        )
+        ),
+        door,
     )
     fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     keeping = () if keeper is None else (_keep(keeper, sampler, clock),)
     return await live((sampling, peaks, *keeping), server, listener, ending)
+
+
+def _door(file: Path) -> Door:
+    """Return the door; passwords are checked on a thread of their own, since each takes its time on purpose."""
+    return Door(file, Worker[Any]("web").call, Worker[Any]("passwords").call)
 
 
 def _keeper(folder: Path, clock: Clock) -> Keeper:

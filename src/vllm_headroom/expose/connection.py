@@ -61,7 +61,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Have the server told; every byte that the client does not take counts as blocking."""
-        transport.set_write_buffer_limits(high=0)
+        transport.set_write_buffer_limits(high=1, low=0)  # with 0, uvloop's TLS pauses what has nothing to send
         self._transport = transport
         self._host.opened(self)
 
@@ -92,6 +92,11 @@ class Connection(asyncio.Protocol):
         self._is_blocked = False
         if self.phase is Phase.SENDING:
             self._sent()
+
+    @property
+    def peer_certificate(self) -> dict[str, object] | None:
+        """What a client's certificate says, None where there is none."""
+        return None if self._transport is None else self._transport.get_extra_info("peercert")
 
     def drop(self) -> None:
         """Close it at once, whatever it does."""

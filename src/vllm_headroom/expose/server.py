@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import socket
 from collections import deque
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import structlog
 
 from vllm_headroom.expose.answers import Answer, Handler, Request, text
 from vllm_headroom.expose.connection import Connection, Phase
+from vllm_headroom.expose.web.door import Door
 
 log = structlog.get_logger()
 
@@ -22,47 +24,94 @@ PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 1
 """How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
 at the least often."""
 
+MOST_GUESTS: Final = 256
+"""Handshakes and checks of passwords under way at once; the oldest gives way."""
+
+ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 1.0
 FAREWELL_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
 
 class Server:
-    """Answers requests with `handler`, which is quick.
+    """Answers requests with `handler`, which is quick, to whom `door` lets in, to all without one.
 
     Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most.
     """
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, door: Door | None = None) -> None:
         self._handler = handler
+        self._door = door
         self._connections: set[Connection] = set()
         self._waiting: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
+        self._guests: dict[asyncio.Task[None], None] = {}
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve on the socket until cancelled; requests that are here by then are answered, half a second long."""
-        listening = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener)
-        tasks = {asyncio.create_task(self._answer()), asyncio.create_task(self._sweep())}
+        works = [self._accept(listener), self._answer(), self._sweep(), *([self._door.watch()] if self._door else [])]
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
-            listening.close()
-            await self._farewell()
-            for task in tasks:
-                task.cancel()
-            for connection in tuple(self._connections):
-                connection.drop()
+            tasks[0].cancel()
+            try:
+                await self._farewell()
+            finally:
+                self._end(listener, tasks)
+
+    def _end(self, listener: socket.socket, tasks: list[asyncio.Task[None]]) -> None:
+        listener.close()
+        for task in (*tasks, *self._guests):
+            task.cancel()
+        for connection in tuple(self._connections):
+            connection.drop()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Take connections one by one, so that a crowd of them, too, lets the loop turn in between."""
+        loop = asyncio.get_running_loop()
+        listener.settimeout(0)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is left, or the client has gone again
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            if len(self._guests) >= MOST_GUESTS:
+                next(iter(self._guests)).cancel()
+            self._as_guest(self._welcome(client))
+
+    async def _welcome(self, client: socket.socket) -> None:
+        tls = self._door.tls if self._door else None
+        patience = PATIENCE_SECONDS[Phase.HEAD] if tls else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=patience
+            )
+        except OSError:  # TLS went wrong, or took too long: what a client sends is no news for the log
+            client.close()
+
+    def _as_guest(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what a client has to wait for before its turn."""
+        task = asyncio.create_task(work)
+        self._guests[task] = None
+        task.add_done_callback(lambda done: self._guests.pop(done, None))
 
     async def _farewell(self) -> None:
+        """Let the accepting task go, and answer the requests that are here."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
+                await asyncio.sleep(0)
                 while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.01)
 
     def opened(self, connection: Connection) -> None:
         """Take a connection in; where there are too many, for one whose client does nothing with it."""
+        if self._door is not None and not self._door.admits(connection.peer_certificate):
+            connection.drop()
+            return
         if len(self._connections) >= MOST_CONNECTIONS:
             idle = [other for other in self._connections if other.phase in (Phase.HEAD, Phase.IDLE)]
             oldest = min(idle or self._connections, key=lambda other: other.since_seconds)
@@ -71,7 +120,20 @@ class Server:
         self._connections.add(connection)
 
     def asked(self, connection: Connection, request: Request) -> None:
-        """Queue a request for its turn."""
+        """Queue a request for its turn, if its client may come in."""
+        if self._door is None:
+            self._queue(connection, request)
+        else:
+            self._as_guest(self._checked(self._door, connection, request))
+
+    async def _checked(self, door: Door, connection: Connection, request: Request) -> None:
+        refusal = await door.refusal(request)
+        if refusal is None:
+            self._queue(connection, request)
+        else:
+            connection.answer(door.dressed(refusal))
+
+    def _queue(self, connection: Connection, request: Request) -> None:
         self._waiting.append((connection, request))
         self._has_work.set()
 
@@ -85,7 +147,8 @@ class Server:
             connection, request = self._waiting.popleft()
             if not self._waiting:
                 self._has_work.clear()
-            connection.answer(self._handled(request))
+            answer = self._handled(request)
+            connection.answer(self._door.dressed(answer) if self._door else answer)
             await asyncio.sleep(0)
 
     def _handled(self, request: Request) -> Answer:
