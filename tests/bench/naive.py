@@ -32,7 +32,9 @@ class Naive(Collector):
         for family in text_string_to_metric_families(self._client.get(self._url).text):
             if family.name.startswith("vllm:"):
                 for sample in family.samples:
-                    metric = GaugeMetricFamily(f"naive_{sample.name.replace(':', '_')}", "It.", labels=list(sample.labels))
+                    metric = GaugeMetricFamily(
+                        f"naive_{sample.name.replace(':', '_')}", "It.", labels=list(sample.labels)
+                    )
                     metric.add_metric(list(sample.labels.values()), sample.value)
                     if not sample.name.endswith("_bucket"):
                         yield metric
