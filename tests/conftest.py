@@ -6,8 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 Golden = Callable[[Path, str], None]
+
+# How long an example takes says nothing on a busy machine. In CI, which it knows by the environment, Hypothesis loads
+# its own profile "ci", whose examples are the same in every run; `make check` asks for it by name.
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if settings.get_current_profile_name() != "ci":
+    settings.load_profile("local")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

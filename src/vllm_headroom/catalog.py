@@ -11,8 +11,8 @@ GPU: Final = ("gpu", "uuid")
 ENGINE: Final = ("model_name", "engine")
 
 
-def _gauge(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(name=f"headroom_{name}", kind=Kind.GAUGE, labels=labels, help=text)
+def _gauge(name: str, labels: tuple[str, ...], text: str, *, needs: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"headroom_{name}", kind=Kind.GAUGE, labels=labels, help=text, needs=needs)
 
 
 def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
@@ -93,6 +93,7 @@ ENGINE_KV_CAPACITY_BYTES: Final = _gauge(
     "engine_kv_cache_capacity_bytes",
     ENGINE,
     "Size of the KV cache of this engine; only where the bytes per token are known.",
+    needs=("kv_capacity_tokens",),
 )
 ENGINE_PREFIX_QUERIES: Final = _counter(
     "engine_prefix_cache_queries", ENGINE, "Tokens (blocks before vLLM 0.9) looked up in the prefix cache."
@@ -114,9 +115,14 @@ MEMORY_DISCREPANCY: Final = _gauge(
 MEMORY_DISCREPANCY_RATIO: Final = _gauge(
     "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
 )
-LOAD_STABLE: Final = _gauge("load_stable", (), "1 while the requests in the engine have stayed level for ten minutes.")
+LOAD_STABLE: Final = _gauge(
+    "load_stable", (), "1 while the requests in the engine have stayed level for ten minutes.", needs=("running",)
+)
 MEMORY_DELTA: Final = _gauge(
-    "memory_delta_bytes", GPU, "Change of the memory the engine holds since load became stable; absent while it is not."
+    "memory_delta_bytes",
+    GPU,
+    "Change of the memory the engine holds since load became stable; absent while it is not.",
+    needs=("running",),
 )
 LEAK_STATE: Final = _gauge(
     "leak_state",
@@ -128,7 +134,9 @@ LEAK_RATE: Final = _gauge(
 )
 LEAK_RATE_LOWER: Final = _gauge("leak_bytes_per_second_lower", GPU, "Lower end of the 95 % interval of the growth.")
 LEAK_RATE_UPPER: Final = _gauge("leak_bytes_per_second_upper", GPU, "Upper end of the 95 % interval of the growth.")
-LEAK_PER_REQUEST: Final = _gauge("leak_bytes_per_request", GPU, "The same growth per finished request.")
+LEAK_PER_REQUEST: Final = _gauge(
+    "leak_bytes_per_request", GPU, "The same growth per finished request.", needs=("finished_total",)
+)
 LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
 TIME_TO_OOM: Final = _gauge(
     "time_to_oom_seconds",
@@ -140,27 +148,37 @@ MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
     "memory_per_running_request_bytes",
     GPU,
     "Memory the engine holds on this GPU over its running requests; absent without running requests.",
+    needs=("running",),
 )
 MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     "memory_per_running_request_ratio",
     GPU,
     "Memory per running request over its baseline at comparable load; above 1.1 is a per-request leak.",
+    needs=("running", "finished_total"),
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_tokens_per_running_request", ENGINE, "Tokens in the KV cache over running requests."
+    "engine_kv_cache_tokens_per_running_request",
+    ENGINE,
+    "Tokens in the KV cache over running requests.",
+    needs=("running", "kv_used_ratio", "kv_capacity_tokens"),
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
     "engine_kv_cache_bytes_per_running_request",
     ENGINE,
     "Bytes in the KV cache over running requests; needs the bytes per token.",
+    needs=("running", "kv_used_ratio", "kv_capacity_tokens"),
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
-    "engine_additional_requests", ENGINE, "Requests of the present average size that still fit in the free KV cache."
+    "engine_additional_requests",
+    ENGINE,
+    "Requests of the present average size that still fit in the free KV cache.",
+    needs=("running", "kv_used_ratio"),
 )
 ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     "engine_prefix_cache_hit_ratio",
     ENGINE,
     "Prefix-cache hits over queries in the last 5 minutes; since the engine's start where vLLM V0 offers no counters.",
+    needs=("prefix_queries_total", "prefix_hits_total"),
 )
 HOST_MEMORY: Final = _gauge(
     "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by what they do."
@@ -177,3 +195,5 @@ HOST_LEAK_RATE: Final = _gauge(
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
 """All of them, in the order in which they stand above and on the page."""
+
+BY_NAME: Final = {metric.name: metric for metric in METRICS}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from vllm_headroom.vocabulary import Attribution, Kind, Reason, Role, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One exported family; `name` is the name on the page, so a counter's ends in `_total`."""
+    """One exported family, a counter's name in `_total`; `needs` are the engine's facts that it is absent without."""
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
     help: str
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +37,34 @@ class Failure:
     message: str
 
 
+def _input(name: str, metric: str | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
+    """Return the field of an input, by its name in `headroom_input_available`; `metric` shows it as it is."""
+    return field(default=None, metadata={"input": name, "metric": metric})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReading:
     """What one engine (one data-parallel rank) says of itself; None where the page does not offer it."""
 
     model_name: str
     engine: str
-    running: float | None = None
-    waiting: float | None = None
-    finished_total: float | None = None
-    preemptions_total: float | None = None
-    prompt_tokens_total: float | None = None
-    generation_tokens_total: float | None = None
-    kv_used_ratio: float | None = None
-    kv_capacity_tokens: float | None = None
-    kv_cache_dtype: str | None = None
-    prefix_queries_total: float | None = None
-    prefix_hits_total: float | None = None
-    prefix_hit_lifetime_ratio: float | None = None
-    awake: bool | None = None
-    gpu_memory_utilization_ratio: float | None = None
-    kv_cache_memory_bytes: float | None = None
-    memory_bytes: float | None = None
-    started_at_seconds: float | None = None
+    running: float | None = _input("requests_running", "headroom_engine_requests_running")
+    waiting: float | None = _input("requests_waiting", "headroom_engine_requests_waiting")
+    finished_total: float | None = _input("requests_finished", "headroom_engine_requests_finished_total")
+    preemptions_total: float | None = _input("preemptions", "headroom_engine_preemptions_total")
+    prompt_tokens_total: float | None = _input("prompt_tokens", "headroom_engine_prompt_tokens_total")
+    generation_tokens_total: float | None = _input("generation_tokens", "headroom_engine_generation_tokens_total")
+    kv_used_ratio: float | None = _input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")
+    kv_capacity_tokens: float | None = _input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
+    kv_cache_dtype: str | None = _input("kv_cache_dtype")
+    prefix_queries_total: float | None = _input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
+    prefix_hits_total: float | None = _input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
+    prefix_hit_lifetime_ratio: float | None = _input("prefix_cache_hit_rate")
+    awake: bool | None = _input("sleep_state", "headroom_engine_awake")
+    gpu_memory_utilization_ratio: float | None = _input("gpu_memory_utilization")
+    kv_cache_memory_bytes: float | None = _input("kv_cache_memory_bytes")
+    memory_bytes: float | None = _input("memory_bytes")
+    started_at_seconds: float | None = _input("process_start_time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,8 @@
-"""Sizes, durations, shares and times: what people write understood, and what is shown to them."""
+"""Sizes, durations, shares and times: what people write understood, and what is shown to them.
+
+A size is bytes with a unit. A number without one is bytes too, and accepted from 1 MiB on: fewer are hardly meant for
+the memory of a GPU or a page, and `80` may well be 80 GiB.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Final
 
+GIB: Final = 2**30
+MIB: Final = 2**20
 UNITS_BYTES: Final = {"": 1, "b": 1} | {
     f"{prefix}{binary}{byte}": (1024 if binary else 1000) ** power
     for power, prefix in enumerate("kmgtp", start=1)
@@ -19,25 +25,38 @@ SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
 UNITS_SECONDS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 DURATION: Final = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)", re.ASCII)
 SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
-PREFIXES: Final = ("", "k", "M", "G", "T", "P")
+PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
+VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
+MOST_BYTES: Final = 2**53
+"""What a float counts exactly."""
 
 
-def size_bytes(value: object) -> object:
-    """Return the bytes of a size such as `8388608` or `8MiB`; what is no text is left to the type."""
-    if not isinstance(value, str):
-        return value
-    size = SIZE.fullmatch(value)
+class RefusedError(ValueError):
+    """A value that is refused for a reason that the operator can do something about."""
+
+
+def size_bytes(text: str) -> int:
+    """Return the bytes of a size such as `8MiB`, or of a number of bytes that can be meant."""
+    size = SIZE.fullmatch(text)
     if size is None or size[2].lower() not in UNITS_BYTES:
         raise ValueError
-    return int(Decimal(size[1]) * UNITS_BYTES[size[2].lower()])
-
-
-def some_bytes(text: str) -> int:
-    """Return the bytes of a size above 0 that an option of a command is given."""
-    n_bytes = size_bytes(text)
-    if not isinstance(n_bytes, int) or n_bytes < 1:
+    n_bytes = int(Decimal(size[1]) * UNITS_BYTES[size[2].lower()])
+    if not size[2] and 0 < n_bytes < MIB:
+        raise RefusedError(f"without a unit it is bytes: {text}GiB?")
+    if not 1 <= n_bytes <= MOST_BYTES:
         raise ValueError
     return n_bytes
+
+
+def vllm_number(text: str) -> int:
+    """Return a whole number as vLLM writes it: 32k is 32,000 and 32K is 32,768 (human_readable_int of its options)."""
+    number = VLLM_NUMBER.fullmatch(text)
+    if number is None:
+        return int(text)
+    power = "kmgt".index(number[2].lower()) + 1
+    if number[2].isupper():
+        return int(number[1]) * int(1024**power)  # vLLM takes no fraction here
+    return int(Decimal(number[1]) * 1000**power)
 
 
 def duration_seconds(text: str) -> float:
@@ -65,12 +84,17 @@ def utilization(text: str) -> float:
 
 
 def size(n_bytes: float) -> str:
-    """Return bytes with a decimal prefix and three digits."""
+    """Return bytes with a binary prefix and three digits."""
     value, power = abs(n_bytes), 0
     while value >= 999.5 and power < len(PREFIXES) - 1:  # noqa: PLR2004 - what three digits round to a thousand
-        value, power = value / 1000, power + 1
+        value, power = value / 1024, power + 1
     sign = "-" if n_bytes < 0 else ""
     return f"{sign}{value:.3g} {PREFIXES[power]}B"
+
+
+def gib(n_bytes: float) -> str:
+    """Return bytes in GiB, in which vLLM logs them."""
+    return f"{n_bytes / GIB:,.2f} GiB"
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import generate
 import pytest
 import score
 
-from vllm_headroom.commands.replay.answer import found
+from vllm_headroom.commands.replay.answer import document
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.replay import Watch
@@ -100,11 +100,11 @@ def verdict(name: str, seed: int, *, hours: float = HOURS, attributed: bool = Tr
     watch = Watch()
     for snapshot in usable(snapshots(line.encode() for line in generate.lines(trace, attributed))):
         watch.step(snapshot)
-    judged: dict[str, Any] = score.judge(trace, found(watch))
+    judged: dict[str, Any] = score.judge(trace, document(watch))
     return judged
 
 
-def usable(past: Iterable[Snapshot | str]) -> Iterator[Snapshot]:
+def usable(past: Iterable[object]) -> Iterator[Snapshot]:
     for each in past:
         assert isinstance(each, Snapshot), each
         yield each

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 
-from vllm_headroom.commands.check.options import parsed
-from vllm_headroom.commands.load.options import parser as load_parser
-from vllm_headroom.commands.preflight.options import parser_of_options as preflight_parser
-from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.config.load import load_as
+from vllm_headroom.commands.cli import parser_of
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDER: Final = ROOT / "deploy" / "ci"
@@ -24,12 +22,11 @@ WORKFLOW: Final = yaml.safe_load((FOLDER / "nightly.yml").read_text())
 README: Final = (FOLDER / "README.md").read_text()
 ENVIRONMENT: Final = {**WORKFLOW["env"], "TRACE": "nightly.jsonl"}
 
-OPTIONS: Final[dict[str, Callable[[list[str]], object]]] = {
-    "preflight": lambda words: preflight_parser().parse_args(words),
-    "smoke": lambda words: load_as(SmokeSettings, words, {}),
-    "load": lambda words: load_parser().parse_args(words),
-    "check": parsed,
-}
+
+def read(words: Sequence[str]) -> Namespace:
+    """Return the options of one of our commands, which is the first word."""
+    command = importlib.import_module(f"vllm_headroom.commands.{words[0]}.command").COMMAND
+    return parser_of(command, words[0]).read(words[1:], {})
 
 
 def steps() -> Iterator[dict[str, Any]]:
@@ -55,14 +52,14 @@ def test_the_workflow_does_all_that_it_is_there_for_in_order() -> None:
 
 @pytest.mark.parametrize("words", OURS, ids=[words[0] for words in OURS])
 def test_every_command_understands_its_options(words: Sequence[str]) -> None:
-    assert OPTIONS[words[0]](list(words[1:])) is not None
+    read(words)
 
 
 def test_the_gitlab_example_understands_its_options() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", README, flags=re.DOTALL)
     (words,) = (words for line in yaml.safe_load(block)["memory"]["script"] for words in commands(line))
 
-    assert parsed(list(words[1:])).junit == Path("report.xml")
+    assert read(words).junit == Path("report.xml")
 
 
 def test_every_step_is_an_action_of_a_version_or_a_script_that_bash_can_read() -> None:
@@ -86,7 +83,7 @@ def test_jobs_and_expressions_name_what_there_is() -> None:
 
 
 def test_what_is_checked_is_what_was_recorded() -> None:
-    (check,) = (parsed(list(words[1:])) for words in OURS if words[0] == "check")
+    (check,) = (read(words) for words in OURS if words[0] == "check")
     recorded = {f"{row['version']}.jsonl" for row in WORKFLOW["jobs"]["record"]["strategy"]["matrix"]["include"]}
 
     assert {check.trace, check.baseline} == recorded

@@ -61,7 +61,7 @@ def test_ten_thousand_streams(results: Results, tmp_path: Path) -> None:
     if 0 <= hard < 1.3 * STREAMS:
         pytest.skip(f"ulimit -Hn {hard} is too low for {STREAMS} streams")
     with serving() as server:
-        words = ["--url", f"http://{LOOPBACK}:{server.port}", "--concurrency", str(STREAMS), "--duration", "5s"]
+        words = ["--engine-url", f"http://{LOOPBACK}:{server.port}", "--concurrency", str(STREAMS), "--duration", "5s"]
         tokens = ["--output-tokens", "10", "--prompt-tokens", "256", "--trace", str(tmp_path / "trace"), "--json"]
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm_headroom", "load", *words, *tokens], stdout=subprocess.PIPE, text=True

@@ -50,18 +50,18 @@ def test_a_healthy_demo_is_told_nothing_on_its_page_and_on_its_trace(scenario: s
     with daemon("demo", "--scenario", scenario, "--speed", SPEED, TRACE_FILE=str(file)) as running:
         eventually(lambda: recorded_hours(file) > 1.5, "an hour and a half is recorded", 300)
         running.sees(lambda page: is_in(page, "stable") or is_in(page, "unsettled"), "the detector is warm", 300)
-        of_page = advise("--url", running.url)
+        of_page = advise("--headroom-url", running.url)
     of_trace = advise(str(file))
 
-    assert (of_page[0], of_page[1]["verdict"], causes(of_page[1])) == (0, "nothing_to_change", [])
-    assert (of_trace[0], of_trace[1]["verdict"], causes(of_trace[1])) == (0, "nothing_to_change", [])
+    assert (of_page[0], of_page[1]["verdict"], causes(of_page[1])) == (0, "good", [])
+    assert (of_trace[0], of_trace[1]["verdict"], causes(of_trace[1])) == (0, "good", [])
 
 
 def test_a_leaking_demo_is_told_a_restart_and_no_option(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     with daemon("demo", "--scenario", "leak", "--speed", SPEED, TRACE_FILE=str(file)) as running:
         running.sees(lambda page: is_in(page, "leaking"), "the leak is found", 300)
-        of_page = advise("--url", running.url)
+        of_page = advise("--headroom-url", running.url)
     of_trace = advise(str(file))
 
     for status, found in (of_page, of_trace):
@@ -75,7 +75,7 @@ def test_a_neighbour_in_the_demo_is_another_tenant() -> None:
 
     with daemon("demo", "--scenario", "neighbour", "--speed", "100") as running:
         running.sees(took, "the neighbour is there", 300)
-        status, found = advise("--url", running.url)
+        status, found = advise("--headroom-url", running.url)
 
     assert (status, causes(found)) == (1, ["another_tenant"])
 
@@ -83,7 +83,7 @@ def test_a_neighbour_in_the_demo_is_another_tenant() -> None:
 def test_an_engine_that_is_down_cannot_be_told() -> None:
     with daemon(ENGINE_URL="http://127.0.0.1:9/metrics", SAMPLE_INTERVAL_SECONDS="0.2") as running:
         running.sees(lambda page: page.value("source_up", source="engine") == 0, "the first sample")
-        status, found = advise("--url", running.url)
+        status, found = advise("--headroom-url", running.url)
 
     assert (status, found["verdict"]) == (2, "cannot_tell")
     assert "the engine's own page: it was not read" in found["missing"]

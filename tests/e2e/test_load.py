@@ -50,9 +50,10 @@ class Load:
     """A running `load` of ten clients."""
 
     def __init__(self, url: str, trace: Path, *words: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "vllm_headroom", "load", "--url", url, "--trace", str(trace)]
+        usual = {"--trace": str(trace), "--concurrency": "10", "--gpus": "0"}
+        options = (word for pair in usual.items() if pair[0] not in words for word in pair)
         self.process = subprocess.Popen(
-            [*command, "--concurrency", "10", "--gpus", "0", *words],
+            [sys.executable, "-m", "vllm_headroom", "load", "--engine-url", url, *options, *words],
             env=OWN | (environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -146,13 +147,17 @@ def test_every_failure_is_counted_as_the_server_did_it(nvml: FakeNvml, trace: Pa
     assert {name: count for name, count in found["requests"].items() if count and name != "began"} == truth
     assert found["requests"]["began"] == server.ways.total()
     assert total(found, "generation_tokens") == server.generation_tokens
-    assert found["faults"] == [f"{truth['out_of_memory']} answers were out of memory"]
+    unserved = truth.total() - truth["succeeded"] - truth["out_of_memory"]
+    assert found["faults"] == [
+        f"{truth['out_of_memory']} answers were out of memory",
+        f"{unserved} of {truth.total()} requests were not served",
+    ]
     assert {said["outcome"] for said in found["said"]} == {"failed", "out_of_memory", "rejected"}
 
 
 def test_requests_that_take_too_long_are_timed_out(trace: Path) -> None:
     with StreamingServer(lambda _: Way.STALL) as server:
-        found = Load(server.url, trace, "--json", "--timeout", "0.2s", "--max-requests", "3", *BRIEF).found(1)
+        found = Load(server.url, trace, "--json", "--timeout", "1s", "--max-requests", "3", *BRIEF).found(1)
 
         assert found["requests"]["timed_out"] == found["requests"]["began"] == server.ways.total() == 3
     assert found["faults"] == ["no request succeeded"]
@@ -190,7 +195,7 @@ def test_an_engine_that_dies_is_not_good(trace: Path, stopped_at_the_end: list[L
         eventually(lambda: server.finished, "a request is served")
     found = load.found(1)
 
-    assert found["faults"] == ["the engine is gone: its page refuses connections"]
+    assert found["faults"][0] == "the engine is gone: its page refuses connections"
     assert found["requests"]["succeeded"] == server.finished
     assert found["requests"]["refused"] > 0
     assert "engine in " in " ".join(found["unread"])
@@ -202,7 +207,9 @@ def test_a_token_is_sent_and_its_lack_is_told(trace: Path, tmp_path: Path) -> No
     with StreamingServer(token="secret") as server:
         without = Load(server.url, trace, *BRIEF)
         refused = without.end()
-        status, told = Load(server.url, trace, "--bearer-token-file", str(file), "--max-requests", "1", *BRIEF).end()
+        status, told = Load(
+            server.url, trace, "--engine-bearer-token-file", str(file), "--max-requests", "1", *BRIEF
+        ).end()
 
     assert refused == (2, "")
     assert without.error.splitlines()[-1].startswith(f"vllm-headroom load: {server.url}/v1/models answers 401")
@@ -254,5 +261,5 @@ def test_help_has_an_example_and_fits_a_terminal() -> None:
         env=OWN | {"COLUMNS": "80"},
     )
 
-    assert "  vllm-headroom load --url http://127.0.0.1:8000 --concurrency 64\n" in process.stdout
-    assert max(map(len, process.stdout.splitlines())) <= 81
+    assert "  vllm-headroom load --engine-url http://127.0.0.1:8000 --concurrency 64\n" in process.stdout
+    assert max(map(len, process.stdout.splitlines())) <= 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,13 +62,13 @@ def test_no_go_ends_with_status_1_and_names_the_process(nvml: FakeNvml) -> None:
     found = document(process)
 
     assert process.returncode == 1
-    assert found["verdict"] == "no_go"
+    assert found["verdict"] == "not_good"
     assert found["highest_gpu_memory_utilization"] == 0.61
     assert found["gpus"][1]["free_bytes"] == 50 * GIB - nvml.gpus[1].reserved_bytes
     (process_on_it,) = found["gpus"][1]["processes"]
     assert process_on_it["pid"] == os.getpid()
     assert [(finding["kind"], finding["verdict"], finding["gpu"]) for finding in found["findings"]] == [
-        ("memory", "no_go", 1)
+        ("memory", "not_good", 1)
     ]
 
 
@@ -115,11 +116,11 @@ def test_memory_that_stays_taken_is_no_go_after_the_wait(nvml: FakeNvml) -> None
     nvml.gpus[0].used_bytes = 60 * GIB
     nvml.write()
 
-    process = preflight("--wait", "2s", **nvml.environment())
+    process = preflight("--wait", "3s", **nvml.environment())
 
     assert process.returncode == 1
     assert process.stderr.count("waiting, ") == 1
-    assert "\nNO GO after 2 s\n" in process.stdout
+    assert re.search(r"\nNO GO after \d+ s\n", process.stdout)
 
 
 def test_a_hung_driver_cannot_be_told_and_does_not_keep_the_command(nvml: FakeNvml) -> None:
@@ -162,25 +163,32 @@ def test_a_signal_ends_it_while_it_waits(nvml: FakeNvml) -> None:
     assert process.returncode == -signal.SIGINT
 
 
+A_SIZE = "accepts a size such as 72GiB, or a number of bytes from 1 MiB on"
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (
             ("--gpu-memory-utilization", "92"),
-            "argument --gpu-memory-utilization: got '92', accepts a ratio above 0, at most 1",
+            "--gpu-memory-utilization: got '92', accepts a ratio above 0, at most 1",
         ),
-        (("--bytes", "much"), "argument --bytes: got 'much', accepts a number of bytes, or a size such as 72GiB"),
-        (("--gpus", "gpu0"), "argument --gpus: got 'gpu0', accepts all, or GPU indices or UUIDs separated by commas"),
-        (("--tensor-parallel-size", "0"), "argument --tensor-parallel-size: got '0', accepts a number from 1 to 64"),
-        (("--wait", "soon"), "argument --wait: got 'soon', accepts a duration such as 120s or 2m"),
-        (("--colour",), "unrecognized arguments: --colour"),
+        (("--bytes", "much"), f"--bytes: got 'much', {A_SIZE}"),
+        (
+            ("--bytes", "73"),
+            f"--bytes: got '73' (without a unit it is bytes: 73GiB?), {A_SIZE}",
+        ),
+        (("--gpus", "gpu0"), "--gpus: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas"),
+        (("--tensor-parallel-size", "0"), "--tensor-parallel-size: got '0', accepts a whole number from 1 to 64"),
+        (("--wait", "soon"), "--wait: got 'soon', accepts a duration such as 120s or 2m"),
+        (("--colour",), "--colour: not an option, see --help"),
     ],
 )
 def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], line: str) -> None:
     process = preflight(*words)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"vllm-headroom preflight: {line}; see --help\n"
+    assert process.stderr == f"vllm-headroom preflight: {line}\n"
 
 
 def test_a_variable_that_names_no_gpu_is_bad_input() -> None:
@@ -189,7 +197,7 @@ def test_a_variable_that_names_no_gpu_is_bad_input() -> None:
     assert process.returncode == 2
     assert process.stderr == (
         "vllm-headroom preflight: CUDA_VISIBLE_DEVICES: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes"
-        " its place; see --help\n"
+        " its place\n"
     )
 
 

@@ -31,7 +31,17 @@ def counter(engine: Engine, name: str) -> float:
 
 
 def start(engine: Engine, trace: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "vllm_headroom", "load", "--url", engine.url, "--trace", str(trace), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm_headroom",
+        "load",
+        "--engine-url",
+        engine.url,
+        "--trace",
+        str(trace),
+        "--json",
+    ]
     return subprocess.Popen([*command, *words], stdout=subprocess.PIPE, text=True)
 
 

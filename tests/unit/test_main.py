@@ -3,10 +3,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Final
 
 import pytest
 import yaml
 
+from vllm_headroom.__main__ import COMMANDS
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import key, option
 
@@ -26,25 +28,52 @@ def vllm_headroom(*argv: str, **environ: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.parametrize("argv", [("--help",), ("-h",), ("run", "--help"), ("--listen-port", "x", "--help")])
 def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
-    process = vllm_headroom(*argv)
+    process = vllm_headroom(*argv, COLUMNS="80")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("Usage: vllm-headroom [run] [OPTION VALUE]...\n")
+    assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
     assert "\n  demo      The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
     assert all(f"\n  {option(name)} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_a_version_and_tells_every_mistake_at_once(name: str) -> None:
+    told, version = vllm_headroom(name, "--help", COLUMNS="80"), vllm_headroom(name, "--version")
+    wrong = vllm_headroom(name, "--versoin", "--colour", "--help-me")
+
+    assert (told.returncode, told.stderr) == (version.returncode, version.stderr) == (0, "")
+    assert told.stdout.startswith("usage: vllm-headroom ")
+    assert max(map(len, told.stdout.splitlines())) <= 80
+    assert version.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.splitlines()[:3] == [
+        f"vllm-headroom {name}: --versoin: not an option, did you mean --version?",
+        f"vllm-headroom {name}: --colour: not an option, see --help",
+        f"vllm-headroom {name}: --help-me: not an option, did you mean --help?",
+    ]
+
+
+def test_an_option_that_lacks_its_value_is_no_question_for_the_version() -> None:
+    process = vllm_headroom("load", "--model", "--version", "--concurrency", "1")
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.splitlines() == [
+        "vllm-headroom load: --model: got nothing, accepts a text",
+        "vllm-headroom load: --engine-url: needed, accepts an http or https URL without user, password and query",
+    ]
 
 
 def test_the_demo_has_a_help_of_its_own() -> None:
     process = vllm_headroom("demo", "--help")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("Usage: vllm-headroom demo [OPTION VALUE]...\n")
-    assert "Default: healthy. Accepts healthy, leak, burst, neighbour or restart.\n" in process.stdout
+    assert process.stdout.startswith("usage: vllm-headroom demo [OPTION VALUE]...\n")
+    assert "Accepts healthy, leak, burst, neighbour or restart." in " ".join(process.stdout.split())
 
 
 def test_version_is_that_of_the_distribution() -> None:
-    process = vllm_headroom("--version")
+    process = vllm_headroom("--version", HEADROOM_LISTEN_PORT="x")
 
     assert (process.returncode, process.stdout) == (0, f"vllm-headroom {metadata.version('vllm-headroom')}\n")
 
@@ -70,10 +99,10 @@ def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:
 
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.splitlines() == [
-        "--colour: not a setting, see --help",
-        "--listen-port: got 'high', accepts a port number from 0 to 65535",
-        "HEADROOM_GPUS: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas",
-        "HEADROOM_LOG_LEVEL: got 'loud', accepts debug, info, warning or error",
+        "vllm-headroom run: --colour: not an option, see --help",
+        "vllm-headroom run: --listen-port: got 'high', accepts a port number from 0 to 65535",
+        "vllm-headroom run: HEADROOM_GPUS: got 'gpu0', accepts auto, all, or GPU indices or UUIDs separated by commas",
+        "vllm-headroom run: HEADROOM_LOG_LEVEL: got 'loud', accepts debug, info, warning or error",
     ]
 
 
@@ -82,10 +111,10 @@ def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -
 
     assert process.returncode == 2
     assert process.stderr.splitlines() == [
-        "--engine-url: not a setting, see --help",
-        "--scenario: got 'x', accepts healthy, leak, burst, neighbour or restart",
-        "--speed: got '0', accepts a number above 0, at most 1000",
-        "--listen-port: got 'x', accepts a port number from 0 to 65535",
+        "vllm-headroom demo: --engine-url: not an option, see --help",
+        "vllm-headroom demo: --scenario: got 'x', accepts healthy, leak, burst, neighbour or restart",
+        "vllm-headroom demo: --speed: got '0', accepts a number above 0, at most 1000",
+        "vllm-headroom demo: --listen-port: got 'x', accepts a port number from 0 to 65535",
     ]
 
 
@@ -94,51 +123,56 @@ def test_only_the_demo_knows_scenarios() -> None:
     assert yaml.safe_load(vllm_headroom("demo", "--scenario=leak", "--print-config").stdout)["scenario"] == "leak"
 
 
-def test_an_unknown_command_is_told_the_known_ones() -> None:
-    process = vllm_headroom("doctr")
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("doctr", "did you mean doctor?"),
+        ("x", "accepts run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"),
+    ],
+)
+def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:
+    process = vllm_headroom(word)
 
     assert (process.returncode, process.stdout) == (2, "")
-    known = "run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"
-    assert process.stderr == f"'doctr': not a command, accepts {known}\n"
+    assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"
 
 
-def test_help_imports_nothing_of_the_daemon() -> None:
-    code = "import sys; from vllm_headroom.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
-    process = subprocess.run(
-        [sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True, env=OWN
+@pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "replay"])
+def test_help_imports_nothing_of_the_daemon(name: str) -> None:
+    code = (
+        "import sys; from importlib import import_module; from vllm_headroom.commands.cli import execute;"
+        f" execute(import_module('vllm_headroom.commands.{name}.command').COMMAND, '{name}', ['--help'], {{}});"
+        " print(*sys.modules, file=sys.stderr)"
     )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
 
-    assert not {"uvloop", "httpx", "uvicorn", "pynvml", "structlog"} & set(process.stderr.split())
+    heavy = {"uvloop", "uvicorn", "rich", "plotext", "prometheus_client.asgi"}
+    assert not heavy & set(process.stderr.split())
 
 
-LIVE = """
-import asyncio, sys
-from vllm_headroom.__main__ import _live
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key, option
-async def daemon():
-    print(type(asyncio.get_running_loop()).__module__)
-    {end}
-sys.exit(_live(daemon(), Settings()))
+EARLY: Final = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["vllm-headroom", {command!r}]
+from vllm_headroom.__main__ import main
+main()
 """
 
 
-def live(end: str) -> subprocess.CompletedProcess[str]:
-    code = LIVE.format(end=end)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env=OWN
+@pytest.mark.parametrize("name", ["vllm_headroom.commands.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])
+@pytest.mark.parametrize(("command", "status"), [("run", 0), ("demo", 0), ("doctor", -2)])
+def test_an_interrupt_during_the_imports_ends_without_a_traceback(name: str, command: str, status: int) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", EARLY.format(name=name, command=command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=OWN,
     )
 
-
-def test_the_daemon_runs_on_uvloop_and_its_status_is_the_exit_status() -> None:
-    process = live("return 3")
-
-    assert (process.returncode, process.stdout, process.stderr) == (3, "uvloop\n", "")
-
-
-def test_an_error_of_its_own_ends_the_process_with_its_traceback_and_status_1() -> None:
-    process = live("raise RuntimeError('the sampler fell over')")
-
-    assert process.returncode == 1
-    assert process.stderr.startswith("Traceback (most recent call last):\n")
-    assert process.stderr.endswith("\nRuntimeError: the sampler fell over\n")
+    assert (process.returncode, process.stdout, process.stderr) == (status, "", "")

@@ -1,6 +1,6 @@
 import pytest
 
-from vllm_headroom.units import duration_seconds, share
+from vllm_headroom.units import RefusedError, duration_seconds, gib, share, size, size_bytes, vllm_number
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,55 @@ def test_shares(text: str, ratio: float) -> None:
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
         share(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("1048576", 2**20), ("8MiB", 2**23), ("1kB", 1000), ("72 GiB", 72 * 2**30), ("1B", 1), (".5Ki", 512)],
+)
+def test_sizes(text: str, n_bytes: int) -> None:
+    assert size_bytes(text) == n_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "0GiB", "8G", "-1MiB", "1e9", "9" * 20, "nan", "٣GiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^$"):
+        size_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["1", "80", "1048575", "70.5"])
+def test_so_few_bytes_without_a_unit_are_not_meant(text: str) -> None:
+    with pytest.raises(RefusedError, match=f"^without a unit it is bytes: {text}GiB[?]$"):
+        size_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (2**20, "1 MiB"),
+        (-(2**31), "-2 GiB"),
+        (72.5 * 2**30, "72.5 GiB"),
+    ],
+)
+def test_sizes_are_shown_in_three_digits_with_a_binary_prefix(n_bytes: float, text: str) -> None:
+    assert size(n_bytes) == text
+
+
+def test_gibibytes_are_shown_as_vllm_logs_them() -> None:
+    assert gib(1234.5 * 2**30) == "1,234.50 GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("32768", 32768), ("32k", 32000), ("32K", 32768), ("25.6k", 25600), ("2m", 2_000_000)]
+)
+def test_numbers_as_vllm_writes_them(text: str, number: int) -> None:
+    assert vllm_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "25.6K", "32kB", "1.5", "many"])
+def test_what_vllm_takes_for_no_number_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the option has the text
+        vllm_number(text)

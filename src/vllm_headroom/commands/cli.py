@@ -1,37 +1,118 @@
-"""What a command reads from and writes to its terminal: words, options, text."""
+"""What a command is, and the one way in which all of them are run."""
 
 from __future__ import annotations
 
-import argparse
+import difflib
+import importlib
+import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import Final, NoReturn, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
-T = TypeVar("T")
+from vllm_headroom.config.options import BadOptions, Parser, Told
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.vocabulary import CONTROLS
 
+Answer = TypeVar("Answer")
+
+PROGRAM: Final = "vllm-headroom"
 BAD_INPUT: Final = 2
 
 
-class Parser(argparse.ArgumentParser):
-    """A command's options; what is wrong with them is one line, and ends the process with status 2."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command(Generic[Answer]):
+    """A command: its options, what it does with them, and how its answer is shown.
 
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message}; see --help\n")
+    `run` raises BadInput or BadOptions where it has no answer. `text` gives lines; without it nothing is said, without
+    `document` there is no --json.
+    """
+
+    usage: str
+    description: str
+    epilog: str
+    options: Callable[[Parser], None]
+    run: Callable[[Namespace], Answer | Coroutine[Any, Any, Answer]]
+    status: Callable[[Answer], int]
+    text: Callable[[Answer], Iterable[str]] | None = None
+    document: Callable[[Answer], Mapping[str, Any]] | None = None
 
 
-def accepting(read: Callable[[str], T], accepts: str) -> Callable[[str], T]:
-    """Return `read`, which raises ValueError, as the type of an option; its refusal says what is accepted."""
+def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) -> NoReturn:
+    """Run the command of this name in the table and end the process; an error of its own is raised.
 
-    def checked(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {text!r}, accepts {accepts}") from None
+    The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
+    SIGTERM may not.
+    """
+    if name in table:
+        command = importlib.import_module(f"vllm_headroom.commands.{table[name][0]}").COMMAND
+        status = execute(command, name, argv, os.environ, table)
+    else:
+        status = BAD_INPUT
+        closest = difflib.get_close_matches(name, table, n=1)
+        meant = f"did you mean {closest[0]}?" if closest else f"accepts {', '.join(table)}"
+        tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
+    logging.shutdown()
+    os._exit(status)
 
-    return checked
+
+def execute(
+    command: Command[Any],
+    name: str,
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    table: Mapping[str, tuple[str, str]] = {},
+) -> int:
+    """Run a command and show its answer; return the exit status."""
+    try:
+        given = parser_of(command, name, table).read(argv, environ)
+        answer = command.run(given)
+        if isinstance(answer, Coroutine):
+            answer = _awaited(answer)
+    except Told as told:
+        say(str(told))
+        return 0
+    except (BadOptions, BadInput) as error:
+        for line in error.lines if isinstance(error, BadOptions) else (str(error),):
+            tell(f"{PROGRAM} {name}: {line}")
+        return BAD_INPUT
+    if command.document is not None and given.json:
+        say(json.dumps(command.document(answer), indent=2, allow_nan=False))
+    elif command.text is not None:
+        say("\n".join(line.translate(CONTROLS) for line in command.text(answer)))
+    return command.status(answer)
+
+
+def parser_of(command: Command[Any], name: str, table: Mapping[str, tuple[str, str]] = {}) -> Parser:
+    """Return the parser of a command's options; the help of the table's first command lists them all."""
+    parser = Parser(f"{PROGRAM} {name}", _version)
+    parser.usage, parser.description, parser.epilog = command.usage, command.description, command.epilog
+    if table and name == next(iter(table)):
+        lines = (f"  {each:<10}{summary}" for each, (_, summary) in table.items())
+        parser.description = "\n".join((command.description, "Commands; each says more with --help:", *lines))
+    if command.document is not None:
+        parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    command.options(parser)
+    return parser
+
+
+def _version() -> str:
+    from importlib import metadata  # noqa: PLC0415 - only --version asks, and it takes 20 ms
+
+    return f"{PROGRAM} {metadata.version(PROGRAM)}"
+
+
+def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whatever the command answers
+    """Return what a coroutine comes to on uvloop, which is left open."""
+    import asyncio  # noqa: PLC0415 - commands that wait for nothing need no loop
+
+    import uvloop  # noqa: PLC0415 - the same
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
 def say(text: str) -> None:
@@ -43,3 +124,9 @@ def say(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def tell(line: str) -> None:
+    """Write to standard error a line that is no result."""
+    sys.stderr.write(f"{line.translate(CONTROLS)}\n")
+    sys.stderr.flush()

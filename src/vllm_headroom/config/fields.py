@@ -1,20 +1,16 @@
-"""How a setting is declared, and what a refusal says of it."""
+"""How a setting is declared, and how its value is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from vllm_headroom.config.sources import CONFIG, Given
-from vllm_headroom.config.values import RefusedError, redacted
+from vllm_headroom.config.kinds import SHOWN, Value, shown
+from vllm_headroom.units import RefusedError
 
 NONE: Final = "none"
-
-LONGEST_SHOWN: Final = 80
-"""Characters of a refused value that a line shows."""
 
 
 def setting(default: object, description: str, *, accepts: str, word: str, shown: str = "", **rules: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
@@ -35,36 +31,16 @@ def about(field: FieldInfo, what: Literal["accepts", "word", "shown"]) -> str:
     return str(extra[what]) if isinstance(extra, dict) else ""
 
 
-def refusals(kind: type[BaseModel], given: Iterable[Given]) -> list[str]:
-    """Return a line for each value that `kind` refuses: what was given, secrets aside, and what is accepted."""
-    return [
-        f"{one.name}: got {_shown(one)}{reason}, accepts {about(kind.model_fields[one.setting], 'accepts')}"
-        for one in given
-        if one.setting != CONFIG and (reason := _refusal(kind, one)) is not None
-    ]
+def setting_value(kind: type[BaseModel], name: str) -> Value[object]:
+    """Return how a setting's value is read: what `kind` accepts is left as it was given, for `kind` to read."""
 
+    def read(given: object) -> object:
+        try:
+            kind.model_validate({name: given})
+        except ValidationError as error:
+            reasons = [mistake.get("ctx", {}).get("error") for mistake in error.errors(include_input=False)]
+            told = [str(reason) for reason in reasons if isinstance(reason, RefusedError)]
+            raise RefusedError(*told[:1]) if told else ValueError from None
+        return given
 
-def _refusal(kind: type[BaseModel], given: Given) -> str | None:
-    """Return why a value is refused, in brackets and empty where the value says it all; None where it is not."""
-    if given.value is None:
-        return ""
-    try:
-        kind.model_validate({given.setting: given.value})
-    except ValidationError as error:
-        reasons = [mistake.get("ctx", {}).get("error") for mistake in error.errors(include_input=False)]
-        return "".join(f" ({reason})" for reason in reasons if isinstance(reason, RefusedError))
-    return None
-
-
-def _shown(given: Given) -> str:
-    if given.value is None:
-        return "nothing"
-    if given.setting == "engine_headers":
-        return "a value that is kept secret"
-    if given.setting != "engine_url":
-        text = repr(given.value)
-    elif isinstance(given.value, str):
-        text = repr(redacted(given.value))
-    else:
-        return "no text"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return Value(read=read, accepts=about(kind.model_fields[name], "accepts"), shown=SHOWN.get(name, shown))

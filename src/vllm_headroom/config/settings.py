@@ -9,7 +9,7 @@ from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom.config.fields import NONE, seconds, setting
-from vllm_headroom.config.values import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
+from vllm_headroom.config.types import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     engine_max_page_bytes: Size = setting(
         4 * 1024 * 1024,
         "The largest page to read from the engine; a larger one is a failure.",
-        accepts="a number of bytes, or a size such as 8MiB",
+        accepts="a size such as 8MiB, or a number of bytes from 1 MiB on",
         word="SIZE",
         shown="4MiB",
     )
@@ -89,7 +89,7 @@ class Settings(BaseSettings):
     reported_bytes: Size | None = setting(
         None,
         "What the engine should use of each GPU, to compare with what it holds; for an engine that does not say.",
-        accepts="a number of bytes, or a size such as 72GiB",
+        accepts="a size such as 72GiB, or a number of bytes from 1 MiB on",
         word="SIZE",
         shown=NONE,
     )
@@ -114,7 +114,7 @@ class Settings(BaseSettings):
         None,
         "What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it is "
         "learned.",
-        accepts="a number of bytes, or a size such as 9500kB",
+        accepts="a size such as 9500kB, or a number of bytes from 1 MiB on",
         word="SIZE",
         shown="learned",
     )
@@ -158,7 +158,7 @@ class Settings(BaseSettings):
     trace_max_bytes: Size = setting(
         64 * 1024 * 1024,
         "At this size the trace becomes FILE.1, in place of an older one, and a new one begins.",
-        accepts="a number of bytes, or a size such as 64MiB",
+        accepts="a size such as 64MiB, or a number of bytes from 1 MiB on",
         word="SIZE",
         shown="64MiB",
     )

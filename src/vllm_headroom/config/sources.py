@@ -1,17 +1,16 @@
-"""Where settings are written: the command line, the environment and a YAML file."""
+"""Where settings are written beside the command line: the environment and a YAML file."""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
 import yaml
 
-PREFIX: Final = "HEADROOM_"
+from vllm_headroom.config.given import PREFIX, Found, Given, unknown
+
 CONFIG: Final = "config"
 """The option that is no setting: it names the file."""
 
@@ -20,26 +19,6 @@ SERVICE_VARIABLE: Final = re.compile(
 )
 SERVICE_PORT: Final = re.compile(r"HEADROOM_(?:\w+_)?PORT=(?:tcp|udp|sctp)://.*")
 """What Kubernetes puts into every container's environment for a Service named headroom or headroom-anything."""
-
-OPTION: Final = re.compile(r"--|-[A-Za-z]")
-"""How an option begins; a negative number is a value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """One setting as its author wrote it; `name` is how and where, `value` text or, from YAML, a list or mapping."""
-
-    setting: str
-    name: str
-    value: object
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What one source gives, and its mistakes, one line each."""
-
-    given: tuple[Given, ...] = ()
-    mistakes: tuple[str, ...] = ()
 
 
 def key(setting: str) -> str:
@@ -57,27 +36,6 @@ def variable(setting: str) -> str:
     return PREFIX + key(setting).upper()
 
 
-def from_arguments(argv: Sequence[str], settings: Collection[str]) -> Found:
-    """Read `--name value` and `--name=value`; argparse would stop at the first mistake."""
-    known = {option(setting): setting for setting in settings}
-    given: list[Given] = []
-    mistakes: list[str] = []
-    options = _options(argv)
-    names = [name for name, _ in options]
-    for name, values in options:
-        if not OPTION.match(name):
-            mistakes.append(f"{name!r}: not an option, see --help")
-        elif name not in known:
-            mistakes.append(_unknown(name, option, settings))
-        elif names.count(name) > 1:
-            mistakes.append(f"{name}: given {names.count(name)} times, accepts one")
-        elif len(values) > 1:
-            mistakes.append(f"{name}: got {len(values)} words, accepts one: put a value with spaces in quotes")
-        else:
-            given.append(Given(setting=known[name], name=name, value=values[0] if values else None))
-    return Found(given=tuple(given), mistakes=tuple(dict.fromkeys(mistakes)))
-
-
 def from_environment(environ: Mapping[str, str], settings: Collection[str]) -> Found:
     """Read the variables with our prefix; one that is empty counts as not set, as orchestrators' templates leave it."""
     known = {variable(setting): setting for setting in settings}
@@ -87,9 +45,7 @@ def from_environment(environ: Mapping[str, str], settings: Collection[str]) -> F
             Given(setting=known[name], name=name, value=value) for name, value in ours.items() if name in known
         ),
         mistakes=tuple(
-            _unknown(name, variable, settings)
-            for name, value in ours.items()
-            if name not in known and not _of_a_service(name, value)
+            unknown(name, known) for name, value in ours.items() if name not in known and not _of_a_service(name, value)
         ),
     )
 
@@ -128,7 +84,7 @@ def _from_mapping(root: yaml.MappingNode, path: str, settings: Collection[str]) 
     for word, (_, node) in zip(written, root.value, strict=True):
         name = f"{word} in {path}"
         if word not in known:
-            mistakes.append(_unknown(name, key, settings))
+            mistakes.append(unknown(name, known))
         elif written.count(word) > 1:
             mistakes.append(f"{name}: given {written.count(word)} times, accepts one")
         elif not node.tag.endswith(":null"):
@@ -149,27 +105,5 @@ def _text(node: yaml.Node) -> str | None:
     return node.value if isinstance(node, yaml.ScalarNode) else None
 
 
-def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Return each option with the words that follow it; a word before the first option stands for itself."""
-    options: list[tuple[str, list[str]]] = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        if OPTION.match(word):
-            options.append((name, [value] if equals else []))
-        elif options and OPTION.match(options[-1][0]):
-            options[-1][1].append(word)
-        else:
-            options.append((word, []))
-    return options
-
-
 def _of_a_service(name: str, value: str) -> bool:
     return bool(SERVICE_VARIABLE.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={value}"))
-
-
-def _unknown(name: str, spell: Callable[[str], str], settings: Collection[str]) -> str:
-    """Say that there is no such setting; its value is not shown, for it may be a secret under a wrong name."""
-    meant = name.split(maxsplit=1)[0].lower().removeprefix("--").removeprefix(PREFIX.lower()).replace("-", "_")
-    containing = sorted((setting for setting in sorted(settings) if f"_{meant}_" in f"_{key(setting)}_"), key=len)
-    closest = containing or difflib.get_close_matches(meant, sorted(settings), n=1)
-    return f"{name}: not a setting, " + (f"did you mean {spell(closest[0])}?" if closest else "see --help")

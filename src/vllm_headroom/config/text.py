@@ -1,18 +1,15 @@
-"""The settings as text: for --help, for the README, and for --print-config."""
+"""The settings as text: for the README, and for --print-config."""
 
 from __future__ import annotations
 
-import textwrap
 from typing import Final
 
 import yaml
 
 from vllm_headroom.config.fields import about
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key, option, variable
+from vllm_headroom.config.sources import key, variable
 from vllm_headroom.config.values import redacted
-
-WIDTH: Final = 80
 
 SOURCES: Final = """\
 Each is an option, an environment variable and a key of the YAML file:
@@ -22,34 +19,10 @@ Each is an option, an environment variable and a key of the YAML file:
 The command line beats the environment, and the environment beats the file.
 An empty environment variable counts as not set."""
 
-OTHERS: Final = (
-    "  --config FILE    Read settings from a YAML file, as HEADROOM_CONFIG does.",
-    "  --print-config   Show what is in force, as such a file, and exit.",
-    "  --version        Show the version and exit.",
-    "  -h, --help       Show this and exit.",
-)
 
-
-def settings_help(kind: type[Settings]) -> str:
-    """Return what --help says of a command's settings, its own first, and of the options beside them."""
-    settings = [
-        _entry(
-            f"{option(name)} {about(field, 'word')}",
-            str(field.description),
-            f"Default: {about(field, 'shown')}. Accepts {about(field, 'accepts')}.",
-        )
-        for name, field in sorted(kind.model_fields.items(), key=lambda item: item[0] in Settings.model_fields)
-        if name not in kind.no_options
-    ]
-    return "\n".join((f"Settings. {SOURCES}\n", *settings, "\nOther options:", *OTHERS))
-
-
-def _entry(*lines: str) -> str:
-    head, *rest = lines
-    indent = " " * 6
-    return "\n".join(
-        (f"  {head}", *(textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent) for text in rest))
-    )
+def own_first(kind: type[Settings]) -> list[str]:
+    """Return the names of a command's settings, its own before those of the daemon."""
+    return sorted(kind.model_fields, key=lambda name: name in Settings.model_fields)
 
 
 def settings_table() -> str:

@@ -17,7 +17,7 @@ import structlog
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.life import BEYOND_REPAIR, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
 from vllm_headroom.daemon.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
@@ -41,15 +41,13 @@ CANNOT_LISTEN: Final = 2
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
-GOODBYE_SECONDS: Final = 0.3
-
-KEEP_SECONDS: Final = 60.0
+CLOSE_SECONDS: Final = 0.3
+SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
-"""Beside the farewell to scrapes in progress, which may take as long."""
+"""Scrapes in progress may take as long beside it."""
 
 RECORD_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
-
 
 NO_BYTES: Final = (
     "layers of HEADROOM_MODEL_CONFIG's model keep a window or a state, so that tokens differ in size; a size to count"
@@ -71,12 +69,9 @@ class Parts:
 async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     clock = SystemClock()
+    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     parts = Parts(
-        engine=page_reader(
-            settings,
-            settings.engine_url,
-            timeout_seconds=min(settings.engine_timeout_seconds, settings.sample_interval_seconds),
-        ),
+        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
         clock=clock,
@@ -118,7 +113,7 @@ async def run(parts: Parts, settings: Settings) -> int:
     shape = settings.model_shape
     if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
         log.warning("KV cache known in tokens only", problem=NO_BYTES)
-    with signals(ending):
+    with signals(partial(ending.ask, STOPPED)):
         try:
             log.info("listening", port=listener.getsockname()[1], version=version())
             return await _run(parts, settings, listener, ending, door)
@@ -128,7 +123,7 @@ async def run(parts: Parts, settings: Settings) -> int:
 
 async def _close(parts: Parts) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GOODBYE_SECONDS):
+        async with asyncio.timeout(CLOSE_SECONDS):
             await parts.engine.close()
             await parts.gpus.close()
 
@@ -173,7 +168,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         application(
             metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
             page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
-            illness=heartbeat.illness,
+            illness=heartbeat.unhealthy,
             ready=lambda: sampler.published is not None,
         ),
         door,
@@ -181,8 +176,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
-    keeping = () if keeper is None else (_keep(keeper, sampler, clock),)
-    return await live((sampling, peaks, *keeping), server, listener, ending)
+    saving = () if keeper is None else (_save(keeper, sampler, clock),)
+    return await live((sampling, peaks, *saving), server, listener, ending)
 
 
 def _door(file: Path) -> Door:
@@ -194,9 +189,9 @@ def _keeper(folder: Path, clock: Clock) -> Keeper:
     return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
 
 
-async def _keep(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
+async def _save(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
     try:
-        await every(KEEP_SECONDS, lambda: keeper.save(sampler.states), clock)
+        await every(SAVE_SECONDS, lambda: keeper.save(sampler.states), clock)
     finally:
         await keeper.save(sampler.states, LAST_SAVE_SECONDS)
 

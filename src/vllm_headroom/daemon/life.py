@@ -27,7 +27,7 @@ FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
 LEAST_SILENCE_SECONDS: Final = 3.0
-"""A loop is not called ill for less: at the shortest interval, a busy machine alone can take three of them."""
+"""A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
 
 
 async def every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
@@ -53,7 +53,7 @@ class Heartbeat:
         self._turned = self._clock.monotonic()
         self._turned_on_machine = self._machine_seconds()
 
-    def illness(self) -> str | None:
+    def unhealthy(self) -> str | None:
         """Say that the loop has not turned for three intervals; None while it turns."""
         silent = self._clock.monotonic() - self._turned
         if silent <= 3 * self._interval_seconds:
@@ -99,19 +99,23 @@ class Ending:
 
 
 @contextlib.contextmanager
-def signals(ending: Ending) -> Iterator[None]:
-    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs; a SIGHUP that nohup has off stays off."""
+def signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs, and do what they did before afterwards.
+
+    A SIGHUP that is ignored, as nohup has it, stays so.
+    """
     loop = asyncio.get_running_loop()
-    wanted = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        wanted.append(signal.SIGHUP)
-    for number in wanted:
-        loop.add_signal_handler(number, ending.ask, STOPPED)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        loop.add_signal_handler(number, stop)
     try:
         yield
     finally:
-        for number in wanted:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
 
 async def live(

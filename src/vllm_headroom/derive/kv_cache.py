@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from math import floor, isfinite
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import engine_labels, named
+from vllm_headroom.derive.page_facts import named
+from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
 
 TokenBytes = Callable[[str, int | None], int | None]

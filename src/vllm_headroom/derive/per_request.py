@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels, running_requests
+from vllm_headroom.derive.page_facts import running_requests
+from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Failure, Sample, Snapshot
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Metric, Sample, Snapshot
+from vllm_headroom.derive.page_facts import named
+from vllm_headroom.model import EngineReading, Failure, Gpu, Metric, Sample, Snapshot
 
 _GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_USED_PEAK, "used_peak_bytes"),
@@ -20,18 +22,10 @@ _MEMORY_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_FREE, "free_bytes"),
     (catalog.GPU_MEMORY_RESERVED, "reserved_bytes"),
 )
-_ENGINE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
-    (catalog.ENGINE_AWAKE, "awake"),
-    (catalog.ENGINE_RUNNING, "running"),
-    (catalog.ENGINE_WAITING, "waiting"),
-    (catalog.ENGINE_FINISHED, "finished_total"),
-    (catalog.ENGINE_PREEMPTIONS, "preemptions_total"),
-    (catalog.ENGINE_PROMPT_TOKENS, "prompt_tokens_total"),
-    (catalog.ENGINE_GENERATION_TOKENS, "generation_tokens_total"),
-    (catalog.ENGINE_KV_USED, "kv_used_ratio"),
-    (catalog.ENGINE_KV_CAPACITY_TOKENS, "kv_capacity_tokens"),
-    (catalog.ENGINE_PREFIX_QUERIES, "prefix_queries_total"),
-    (catalog.ENGINE_PREFIX_HITS, "prefix_hits_total"),
+_ENGINE_FACTS: Final = tuple(
+    (catalog.BY_NAME[each.metadata["metric"]], each.name)
+    for each in fields(EngineReading)
+    if each.metadata.get("metric")
 )
 
 
@@ -43,18 +37,6 @@ def gpu_labels(gpu: Gpu) -> tuple[str, str]:
 def engine_labels(engine: EngineReading) -> tuple[str, str]:
     """Return the values of the labels `model_name` and `engine`."""
     return engine.model_name, engine.engine
-
-
-def named(page: EnginePage) -> tuple[EngineReading, ...]:
-    """Return the engines with a model's name: before its first request, vLLM V0 tells its settings and no name."""
-    return tuple(engine for engine in page.engines if engine.model_name)
-
-
-def running_requests(page: EnginePage) -> float | None:
-    """Return the requests all engines of the page run; None where one does not say, or there is none."""
-    counts = [engine.running for engine in named(page)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if known and len(known) == len(counts) else None
 
 
 def readings(snapshot: Snapshot) -> tuple[Sample, ...]:

@@ -11,6 +11,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
 from vllm_headroom.model import Metric, Published, Sample
+from vllm_headroom.units import GIB
 
 _STYLE: Final = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:58rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
@@ -29,7 +30,6 @@ _HEADERS: Final[tuple[Header, ...]] = (
     ("Referrer-Policy", "no-referrer"),
     ("Content-Security-Policy", _POLICY),
 )
-_GIB: Final = 2**30
 
 
 def html(page: str) -> Answer:
@@ -123,7 +123,7 @@ def _shower(samples: tuple[Sample, ...]) -> Callable[[Metric, tuple[str, ...], C
 
 
 def _gib(value: float) -> str:
-    return f"{value / _GIB:.2f} GiB"
+    return f"{value / GIB:.2f} GiB"
 
 
 def _percent(value: float) -> str:

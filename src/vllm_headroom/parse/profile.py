@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Final
 
-INPUTS: Final[tuple[tuple[str, str], ...]] = (
-    ("requests_running", "running"),
-    ("requests_waiting", "waiting"),
-    ("requests_finished", "finished_total"),
-    ("preemptions", "preemptions_total"),
-    ("prompt_tokens", "prompt_tokens_total"),
-    ("generation_tokens", "generation_tokens_total"),
-    ("kv_cache_usage", "kv_used_ratio"),
-    ("kv_cache_capacity", "kv_capacity_tokens"),
-    ("kv_cache_dtype", "kv_cache_dtype"),
-    ("prefix_cache_queries", "prefix_queries_total"),
-    ("prefix_cache_hits", "prefix_hits_total"),
-    ("prefix_cache_hit_rate", "prefix_hit_lifetime_ratio"),
-    ("sleep_state", "awake"),
-    ("gpu_memory_utilization", "gpu_memory_utilization_ratio"),
-    ("kv_cache_memory_bytes", "kv_cache_memory_bytes"),
-    ("memory_bytes", "memory_bytes"),
-    ("process_start_time", "started_at_seconds"),
-)
+from vllm_headroom.model import EngineReading
+
+INPUTS: Final = tuple((each.metadata["input"], each.name) for each in fields(EngineReading) if each.metadata)
 """Each input an engine may offer, as `headroom_input_available` names it, and the field of EngineReading it fills."""
 
 

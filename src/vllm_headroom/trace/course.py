@@ -29,12 +29,17 @@ class Moment:
 
 
 class Course:
-    """Follows the states of one series; `state` is the newest, `first` and `last` are the samples in state leaking."""
+    """Follows the states of one series.
+
+    `state` is the newest; `first` and `last` are the samples in state leaking.
+    """
 
     def __init__(self) -> None:
         self.state = LeakState.UNKNOWN
         self.first: Moment | None = None
         self.last: Moment | None = None
+        self._warning: Moment | None = None
+        self._cut_off = False
         self._known = LeakState.UNKNOWN
         self._intervals: dict[LeakState, list[Interval]] = {state: [] for state in COLLECTED}
 
@@ -48,9 +53,22 @@ class Course:
         """The intervals of the alarm."""
         return tuple(self._intervals[LeakState.LEAKING])
 
-    def step(self, state: LeakState, moment: Moment) -> None:
-        """Go on to the next sample; one that could not be read ends no interval."""
+    @property
+    def warning(self) -> Moment | None:
+        """The newest sample of an early warning that is open at the end."""
+        return self._warning if self._known is LeakState.GROWING else None
+
+    @property
+    def undecided(self) -> bool:
+        """Whether an early warning was left open: at the end, or when the engine began anew."""
+        return self._cut_off or self.warning is not None
+
+    def step(self, state: LeakState, moment: Moment, *, anew: bool = False) -> None:
+        """Go on to the next sample, of another life if `anew`; one that could not be read ends no interval."""
         self.state = state
+        self._cut_off = self._cut_off or (anew and self._known is LeakState.GROWING)
+        if state is LeakState.GROWING:
+            self._warning = moment
         if state is LeakState.LEAKING:
             self.first = self.first or moment
             self.last = moment

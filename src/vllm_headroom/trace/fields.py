@@ -85,3 +85,20 @@ def truth(entry: Mapping[str, Any], field: str) -> bool | None:
     if value is None or type(value) is bool:
         return value
     raise WrongFieldError(field, value, "true or false")
+
+
+def known(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry to be written, without what is unknown, so that each of its fields can be read again.
+
+    No reader takes a number beyond LARGEST, or text that cannot be shown: one is left out, the other is escaped.
+    """
+    return {field: _written(value) for field, value in entry.items() if value is not None and not _beyond(value)}
+
+
+def _beyond(value: object) -> bool:
+    return isinstance(value, float) and value > LARGEST
+
+
+def _written(value: object) -> object:
+    is_shown = not isinstance(value, str) or value.isprintable()
+    return value if is_shown else str(value).encode("unicode_escape").decode()

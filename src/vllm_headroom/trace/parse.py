@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
-from vllm_headroom.trace.fields import WrongFieldError, each, number, size, text, time_of, truth
-from vllm_headroom.vocabulary import Attribution, Reason, Role, Source
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
+from vllm_headroom.trace.entries import engine_of, gpu_of, process_of
+from vllm_headroom.trace.fields import WrongFieldError, each, time_of
+from vllm_headroom.trace.write import HEADER
+from vllm_headroom.vocabulary import Reason, Source
 
-FORMAT: Final = "headroom_trace"
-VERSION: Final = 1
-NO_TRACE: Final = f'no trace of this version, whose first line is {{"{FORMAT}": {VERSION}}}'
-NO_PID: Final = 0
-"""A trace tells processes apart by their start alone."""
+(FORMAT,) = HEADER
+NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 
 _GPUS_FAILED: Final = Failure(
     source=Source.NVML, reason=Reason.UNKNOWN, message="the trace has no reading of the GPUs here"
@@ -27,31 +27,44 @@ _PROCESSES_FAILED: Final = Failure(
 )
 
 
-def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot | str]:
+@dataclass(frozen=True, slots=True)
+class CutOff:
+    """Stands for the last line of a trace, by its number, where only a part of it was written."""
+
+    line: int
+
+
+def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot | CutOff | str]:
     """Yield a snapshot for each sample after the header; at the first line that is wrong, yield why and end.
 
     Blank lines and further headers are passed over, so that rotated traces can be put together.
     """
-    number = 0
-    for number, line in enumerate(lines, start=1):
-        found = _sample(line, first=number == 1)
+    number, rest = 0, iter(lines)
+    for number, line in enumerate(rest, start=1):
+        record = _record(line)
+        if number == 1 and not _is_header(record):
+            yield f"line 1: {NO_TRACE}"
+            return
+        found = record if isinstance(record, str) else _sample(record)
         if isinstance(found, Snapshot):
             yield found
         elif found is not None:
-            yield f"line {number}: {found}"
+            ended = isinstance(record, str) and not line.endswith(b"\n") and next(rest, None) is None
+            yield CutOff(number) if ended else f"line {number}: {found}"
             return
     if number == 0:
         yield f"line 1: {NO_TRACE}"
 
 
-def _sample(line: bytes, *, first: bool) -> Snapshot | str | None:
-    """Return the sample on a line, what is wrong with it, or None where it is right and has none."""
-    record = _record(line)
-    if isinstance(record, dict) and record.get(FORMAT) == VERSION:
+def _sample(record: dict[str, Any] | None) -> Snapshot | str | None:
+    """Return the sample in a record, what is wrong with it, or None where it has none: a blank line, a header."""
+    if record is None or _is_header(record):
         return None
-    if first or (isinstance(record, dict) and FORMAT in record):
-        return NO_TRACE
-    return snapshot_of(record) if isinstance(record, dict) else record
+    return NO_TRACE if FORMAT in record else snapshot_of(record)
+
+
+def _is_header(record: object) -> bool:
+    return isinstance(record, dict) and record.get(FORMAT) == HEADER[FORMAT]
 
 
 def _no_number(name: str) -> NoReturn:
@@ -87,9 +100,9 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
     """
     try:
         time = time_of(record)
-        gpus = each(record, "gpus", _gpu)
-        engines = each(record, "engines", _engine)
-        processes = each(record, "processes", _process)
+        gpus = each(record, "gpus", gpu_of)
+        engines = each(record, "engines", engine_of)
+        processes = each(record, "processes", process_of)
     except WrongFieldError as wrong:
         return str(wrong)
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
@@ -103,63 +116,7 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
     )
 
 
-def unnamed(index: int) -> str:
-    """Return what a GPU without a UUID is known by; no UUID looks like it."""
-    return f"index {index}"
-
-
 def _known(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:
     """Return the processes, or a failure where the memory of one is unknown: a sum without it would be a lie."""
     known = tuple(process for process in processes or () if process is not None)
     return _PROCESSES_FAILED if processes is None or len(known) < len(processes) else known
-
-
-def _gpu(entry: dict[str, Any], place: int) -> Gpu:
-    """Return a GPU of the engine's, which holds what is attributed to it, else what is used and not others'."""
-    index = size(entry, "gpu")
-    index = place if index is None else index
-    used, total, reserved = size(entry, "used"), size(entry, "total"), size(entry, "reserved")
-    engine, other = size(entry, "engine"), size(entry, "other")
-    memory, held = None, engine
-    if used is not None:
-        held = max(0, used - (other or 0)) if engine is None else engine
-        if total is not None:
-            free = max(0, total - used - (reserved or 0))
-            memory = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
-    return Gpu(
-        reading=GpuReading(index=index, uuid=text(entry, "uuid") or unnamed(index), name="", memory=memory),
-        attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
-        engine_bytes=engine,
-        other_bytes=other,
-        held_bytes=held,
-        process_count=size(entry, "processes"),
-    )
-
-
-def _engine(entry: dict[str, Any], place: int) -> EngineReading:
-    model_name, engine = text(entry, "model_name"), text(entry, "engine")
-    return EngineReading(
-        model_name="unknown" if model_name is None else model_name,
-        engine=str(place) if engine is None else engine,
-        running=number(entry, "running"),
-        waiting=number(entry, "waiting"),
-        finished_total=number(entry, "finished_total"),
-        preemptions_total=number(entry, "preemptions_total"),
-        kv_used_ratio=number(entry, "kv_used_ratio"),
-        kv_capacity_tokens=number(entry, "kv_capacity_tokens"),
-        prefix_queries_total=number(entry, "prefix_queries_total"),
-        prefix_hits_total=number(entry, "prefix_hits_total"),
-        awake=truth(entry, "awake"),
-        started_at_seconds=number(entry, "started_at"),
-    )
-
-
-def _process(entry: dict[str, Any], _place: int) -> EngineProcess | None:
-    name = text(entry, "role")
-    role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
-    if role is None:
-        raise WrongFieldError("role", name, ", ".join(Role))
-    rss, started = size(entry, "rss"), number(entry, "started_at")
-    if rss is None:
-        return None
-    return EngineProcess(pid=NO_PID, role=role, rss_bytes=rss, started_at_seconds=started or 0.0)

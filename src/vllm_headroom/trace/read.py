@@ -10,20 +10,20 @@ from typing import BinaryIO, Final
 
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.parse import CutOff, snapshots
 
 LONGEST_LINE: Final = 2**20
 """Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
 
 
 def recorded(trace: str) -> Iterator[Snapshot]:
-    """Yield the snapshots of a file, or of standard input for "-"; raises BadInput at what cannot be read."""
+    """Yield the snapshots of a file, or of standard input for "-", as `usable` does."""
     if trace == "-":
-        yield from usable(snapshots(_lines(sys.stdin.buffer)))
+        yield from usable(snapshots(_lines(sys.stdin.buffer)), "standard input")
         return
     try:
         with Path(trace).open("rb") as stream:
-            yield from usable(snapshots(_lines(stream)))
+            yield from usable(snapshots(_lines(stream)), trace)
     except OSError as error:
         raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
 
@@ -32,9 +32,16 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
     return iter(partial(stream.readline, LONGEST_LINE), b"")
 
 
-def usable(past: Iterable[Snapshot | str]) -> Iterator[Snapshot]:
-    """Yield the snapshots; raises BadInput with the text that stands in the place of one."""
-    for snapshot in past:
-        if isinstance(snapshot, str):
-            raise BadInput(snapshot)
-        yield snapshot
+def usable(past: Iterable[Snapshot | CutOff | str], name: str = "the trace") -> Iterator[Snapshot]:
+    """Yield the snapshots; raises BadInput with the text that stands in the place of one.
+
+    A last line that is cut off is left out, with a note on standard error: the daemon ended while it wrote it, or is
+    writing it now.
+    """
+    for each in past:
+        if isinstance(each, str):
+            raise BadInput(each)
+        if isinstance(each, CutOff):
+            sys.stderr.write(f"{name}: line {each.line}, the last, is cut off and left out\n")
+        else:
+            yield each

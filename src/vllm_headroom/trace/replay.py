@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import isfinite
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.vocabulary import LeakState, Role
 
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
-FIGURES: Final = {
-    catalog.LEAK_RATE.name: "bytes_per_second",
-    catalog.LEAK_RATE_LOWER.name: "bytes_per_second_lower",
-    catalog.LEAK_RATE_UPPER.name: "bytes_per_second_upper",
-    catalog.LEAK_PER_REQUEST.name: "bytes_per_request",
-    catalog.LEAKED.name: "leaked_bytes",
-    catalog.TIME_TO_OOM.name: "time_to_oom_seconds",
-    catalog.TIME_TO_OOM_LOWER.name: "time_to_oom_seconds_lower",
-    catalog.HOST_LEAK_RATE.name: "bytes_per_second",
-}
-"""What a moment keeps of the detector's samples."""
 
 _SeriesName = str
 """The UUID of a GPU, or the role of processes on the host."""
@@ -63,36 +55,64 @@ class Watch:
         """Whether there ever was an alarm."""
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
 
+    def course(self, series: _SeriesName) -> Course:
+        """Return the course of a GPU, by its UUID, or of a host role that was seen."""
+        return self._gpus.get(series) or self._host[series]
+
     def step(self, snapshot: Snapshot) -> None:
         """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now."""
         if not self.samples:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
-        self._memory, samples = answer(self._detector, self._memory, snapshot)
+        before = self._memory
+        self._memory, samples = answer(self._detector, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
             course.state = LeakState.UNKNOWN
-        for labels, (state, figures) in _said(samples).items():
-            *place, name = labels
-            if place:
-                self._indices[name] = int(place[0])
-            course = (self._gpus if place else self._host).setdefault(name, Course())
-            track = (self._memory.gpus if place else self._memory.host).tracks[name]
-            driven = None if track.estimate is None else track.estimate.by_requests
-            course.step(state, Moment(seconds=snapshot.time_seconds, by_requests=driven, **figures))
+        for sample in samples:
+            if sample.metric.name in STATES and sample.value:
+                self._follow(sample, before)
+
+    def _follow(self, sample: Sample, before: LeakMemory) -> None:
+        """Go on with the series that a sample names the state of."""
+        *place, name, state = sample.labels
+        if place:
+            self._indices[name] = int(place[0])
+        course = (self._gpus if place else self._host).setdefault(name, Course())
+        track = _tracks(self._memory, on_gpu=bool(place))[name]
+        old = _tracks(before, on_gpu=bool(place)).get(name)
+        anew = old is not None and track.seconds < old.seconds  # a track's own time begins anew with each life
+        course.step(LeakState(state), _moment(self._last_seconds, track.estimate), anew=anew)
+
+
+def tracks(series: Iterable[Observation]) -> Iterator[Track]:
+    """Yield what the detector remembers after each observation of one series, for readings that never were."""
+    track: Track | None = None
+    for seen in series:
+        track = observe(track or Track(clock=seen.seconds), seen)
+        yield track
 
 
 def _detector() -> Derivation[LeakMemory]:
     return next(each for each in derivations() if each.name == "leak")
 
 
-def _said(samples: Iterable[Sample]) -> dict[tuple[str, ...], tuple[LeakState, dict[str, float]]]:
-    """Return the state and the figures of each series, by its labels."""
-    said: dict[tuple[str, ...], tuple[LeakState, dict[str, float]]] = {}
-    for sample in samples:
-        name = sample.metric.name
-        if name in STATES and sample.value:
-            said[sample.labels[:-1]] = (LeakState(sample.labels[-1]), {})
-        elif name in FIGURES:
-            said[sample.labels][1][FIGURES[name]] = sample.value
-    return said
+def _tracks(memory: LeakMemory, *, on_gpu: bool) -> dict[str, Track]:
+    return (memory.gpus if on_gpu else memory.host).tracks
+
+
+def _moment(seconds: float, estimate: Estimate | None) -> Moment:
+    """Return what the detector says of a series; as on the page, without what is no number."""
+    if estimate is None:
+        return Moment(seconds=seconds)
+    figures = {
+        "bytes_per_second": estimate.bytes_per_second,
+        "bytes_per_second_lower": estimate.lower,
+        "bytes_per_second_upper": estimate.upper,
+        "bytes_per_request": estimate.bytes_per_request,
+        "leaked_bytes": estimate.leaked_bytes,
+        "time_to_oom_seconds": estimate.oom_seconds,
+        "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
+    }
+    known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
+    return Moment(seconds=seconds, by_requests=estimate.by_requests, **known)

@@ -2,13 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.config.load import SettingsError, load
+from tests.settings import load
+from vllm_headroom.config.options import BadOptions
 
 TESTDATA = Path(__file__).parent / "testdata"
 
 SECONDS = "accepts a number of seconds from 0.1 to 300"
 GPUS = "accepts auto, all, or GPU indices or UUIDs separated by commas"
-SIZE = "accepts a number of bytes, or a size such as 72GiB"
+SIZE = "accepts a size such as 72GiB, or a number of bytes from 1 MiB on"
 HEADERS = "got a value that is kept secret, accepts a mapping of header names to values, in JSON or YAML"
 URL = "accepts an http or https URL"
 HOST = "accepts an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6"
@@ -17,7 +18,7 @@ LEVEL = "accepts debug, info, warning or error"
 
 
 def mistakes(argv: list[str], environ: dict[str, str]) -> list[str]:
-    with pytest.raises(SettingsError) as raised:
+    with pytest.raises(BadOptions) as raised:
         load(argv, environ)
     return list(raised.value.lines)
 
@@ -31,7 +32,9 @@ ENVIRONMENT = [
     ("GPU_SAMPLE_INTERVAL_SECONDS", "0.01", "got '0.01', accepts a number of seconds from 0.05 to 60"),
     ("GPU_FATAL_GRACE_SECONDS", "-1", "got '-1', accepts a number of seconds from 0 to 3600"),
     ("ENGINE_TIMEOUT_SECONDS", "61", "got '61', accepts a number of seconds from 0.05 to 60"),
-    ("ENGINE_MAX_PAGE_BYTES", "0", "got '0', accepts a number of bytes, or a size such as 8MiB"),
+    ("ENGINE_MAX_PAGE_BYTES", "0", "got '0', accepts a size such as 8MiB, or a number of bytes from 1 MiB on"),
+    ("REPORTED_BYTES", "72", f"got '72' (without a unit it is bytes: 72GiB?), {SIZE}"),
+    ("REPORTED_BYTES", "1048575", f"got '1048575' (without a unit it is bytes: 1048575GiB?), {SIZE}"),
     ("REPORTED_BYTES", "72G", f"got '72G', {SIZE}"),
     ("REPORTED_BYTES", "7,5GiB", f"got '7,5GiB', {SIZE}"),
     ("REPORTED_BYTES", "-1GiB", f"got '-1GiB', {SIZE}"),
@@ -92,12 +95,13 @@ COMMAND_LINE = [
     (["--listen-port", "1", "--listen-port=2"], "--listen-port: given 2 times, accepts one"),
     (["--engine-headers", '{"X-Key":', "Bearer", 'hunter2"}'],
      "--engine-headers: got 3 words, accepts one: put a value with spaces in quotes"),
-    (["--engine-uri", "http://user:hunter2@engine"], "--engine-uri: not a setting, did you mean --engine-url?"),
-    (["--engine_url=x"], "--engine_url: not a setting, did you mean --engine-url?"),
-    (["--listen"], "--listen: not a setting, did you mean --listen-host?"),
-    (["-p", "9839"], "-p: not a setting, see --help"),
-    (["--"], "--: not a setting, see --help"),
+    (["--engine-uri", "http://user:hunter2@engine"], "--engine-uri: not an option, did you mean --engine-url?"),
+    (["--engine_url=x"], f"--engine_url: got 'x', {URL}"),
+    (["--listen"], "--listen: not an option, did you mean --listen-host?"),
+    (["-p", "9839"], "-p: not an option, see --help"),
+    (["--"], "--: not an option, see --help"),
     (["engine"], "'engine': not an option, see --help"),
+    (["--print-config=yes"], "--print-config: takes no value"),
 ]  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.settings import load
 from tests.unit.sizing.models import FOLDER, config_text, model
-from vllm_headroom.config.load import SettingsError, load
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.text import settings_yaml
 
@@ -16,7 +17,7 @@ TINY = FOLDER / "tiny.json"
 
 
 def refused(argv: list[str], environ: dict[str, str]) -> str:
-    with pytest.raises(SettingsError) as error:
+    with pytest.raises(BadOptions) as error:
         load(argv, environ)
     (line,) = error.value.lines
     return line
@@ -65,7 +66,7 @@ def test_a_file_that_says_no_model_is_refused_in_a_line_with_the_reason(
 
 def test_an_empty_or_a_misspelt_option_is_told() -> None:
     assert refused(["--model-config="], {}).startswith("--model-config: got '', accepts the path")
-    assert refused(["--model-confg", "x"], {}) == "--model-confg: not a setting, did you mean --model-config?"
+    assert refused(["--model-confg", "x"], {}) == "--model-confg: not an option, did you mean --model-config?"
 
 
 def test_what_is_printed_of_it_is_what_config_accepts(tmp_path: Path) -> None:

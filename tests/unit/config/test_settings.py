@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vllm_headroom.config.load import SettingsError, load
+from tests.settings import load
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.derive.attribution import Selection
 
@@ -95,7 +96,7 @@ def test_a_url_without_a_path_gets_metrics(text: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1000", 1000),
+        ("1048576", 2**20),
         ("8MiB", 8 * 2**20),
         ("8Mi", 8 * 2**20),
         ("72 GiB", 72 * 2**30),
@@ -172,7 +173,7 @@ def test_an_error_raised_by_the_class_itself_hides_its_input() -> None:
 
 
 def test_the_lines_of_an_error_are_its_text() -> None:
-    with pytest.raises(SettingsError) as raised:
+    with pytest.raises(BadOptions) as raised:
         load(["--listen-port=x", "--log-level=y"], {})
 
     assert str(raised.value).splitlines() == list(raised.value.lines)

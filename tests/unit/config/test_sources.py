@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.config.load import SettingsError, load
+from tests.settings import load
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import variable
 
@@ -11,7 +12,7 @@ def mistakes(argv: list[str], environ: dict[str, str]) -> tuple[str, ...]:
     """Return the lines of what load refuses, none when it refuses nothing; any other error is a fault."""
     try:
         load(argv, environ)
-    except SettingsError as error:
+    except BadOptions as error:
         return error.lines
     return ()
 

@@ -65,13 +65,13 @@ def test_a_loop_is_ill_after_three_intervals_and_says_for_how_long() -> None:
     heartbeat = Heartbeat(5.0, clock, clock.monotonic)
 
     clock.now += 15.0
-    assert heartbeat.illness() is None
+    assert heartbeat.unhealthy() is None
 
     clock.now += 0.5
-    assert heartbeat.illness() == "the sampling loop has not turned for 16 s (interval 5 s)"
+    assert heartbeat.unhealthy() == "the sampling loop has not turned for 16 s (interval 5 s)"
 
     heartbeat.beat()
-    assert heartbeat.illness() is None
+    assert heartbeat.unhealthy() is None
 
 
 def test_a_short_interval_is_not_ill_for_a_hiccup_of_the_machine() -> None:
@@ -79,10 +79,10 @@ def test_a_short_interval_is_not_ill_for_a_hiccup_of_the_machine() -> None:
     heartbeat = Heartbeat(0.1, clock, clock.monotonic)
 
     clock.now += 2.9
-    assert heartbeat.illness() is None
+    assert heartbeat.unhealthy() is None
 
     clock.now += 0.2
-    assert heartbeat.illness() is not None
+    assert heartbeat.unhealthy() is not None
 
 
 def broken(reason: Reason) -> Failure:

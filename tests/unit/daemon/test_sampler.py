@@ -163,6 +163,24 @@ def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> Non
     ]
 
 
+def test_a_derivation_that_raised_begins_anew() -> None:
+    faulty: list[bool] = []
+
+    def count(state: int, _snapshot: Snapshot) -> tuple[int, tuple[Sample, ...]]:
+        if faulty:
+            raise ZeroDivisionError
+        return state + 1, (Sample(catalog.ENGINE_RUNNING, ("count", "0"), float(state + 1)),)
+
+    subject = sampler(Said(), Derivation(name="count", initial=0, step=count))
+    before = [values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] for _ in range(2)]
+    faulty.append(True)
+    ticked(subject)
+    faulty.clear()
+
+    assert before == [1.0, 2.0]
+    assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 1.0
+
+
 def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
     class Recall:
         found: ClassVar = {"count": 41}

@@ -53,8 +53,8 @@ def test_unknown_engine_facts_are_absent_and_zero_is_not() -> None:
 
     assert [(sample.metric.name, sample.labels, sample.value) for sample in samples] == [
         ("headroom_engine_info", (*AN_ENGINE, "vllm"), 1.0),
-        ("headroom_engine_awake", AN_ENGINE, 0.0),
         ("headroom_engine_requests_running", AN_ENGINE, 0.0),
+        ("headroom_engine_awake", AN_ENGINE, 0.0),
     ]
 
 

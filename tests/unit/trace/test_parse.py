@@ -209,11 +209,11 @@ def test_a_line_that_is_wrong_is_named_and_ends_the_trace(line: str, problem: st
 
 
 def test_a_line_that_is_no_utf_8_is_named() -> None:
-    assert list(snapshots([HEADER, b'{"t": "\xff"}'])) == ["line 2: not UTF-8"]
+    assert list(snapshots([HEADER, b'{"t": "\xff"}\n'])) == ["line 2: not UTF-8"]
 
 
 def test_a_number_of_ten_thousand_digits_is_refused() -> None:
-    (problem,) = snapshots([HEADER, b'{"t": ' + b"9" * 10_000 + b"}"])
+    (problem,) = snapshots([HEADER, b'{"t": ' + b"9" * 10_000 + b"}\n"])
 
     assert isinstance(problem, str)
     assert problem.startswith("line 2: not JSON: ")

@@ -60,7 +60,7 @@ def test_what_is_recorded_reads_back_as_it_was(tmp_path: Path) -> None:
             engine("1", running=3.0, waiting=0.0, finished_total=7.0, awake=True, started_at_seconds=1_759_990_000.25)
         ),
         gpus=(
-            gpu(engine=800, other=50),
+            gpu(engine=800, other=50, used_peak_bytes=950),
             gpu(index=1, uuid="GPU-b", other=100, held=800, attribution=Attribution.SINGLE),
         ),
         processes=(EngineProcess(pid=9, role=Role.WORKER, rss_bytes=5, started_at_seconds=1.25),),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isinf
 
 from vllm_headroom.commands.advise.facts import EngineFacts, Facts
-from vllm_headroom.commands.advise.limits import GIB, MIB
+from vllm_headroom.units import GIB, MIB
 
 
 def memory(n_bytes: float) -> str:

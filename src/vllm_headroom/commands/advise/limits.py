@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MIB: Final = 2**20
-GIB: Final = 2**30
+from vllm_headroom.units import GIB, MIB
 
 LOW_BYTES: Final = 512 * MIB
 """Less than this left is little: three times the sampler's logits of a full batch (alert HeadroomGpuMemoryLow)."""

@@ -26,9 +26,9 @@ A_MOMENT: Final = (
     "One page is a moment: bursts before the last minute, the size of requests over time and hit ratios over hours are"
     " not on it. A trace has them (HEADROOM_TRACE_FILE)."
 )
-BETWEEN_SAMPLES: Final = "A peak between two samples is not in a trace; headroom_gpu_memory_used_peak_bytes has it."
+BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
 SET_NOW: Final = (
-    "What is set now is not in a trace: --engine-url, or the option of the same name, makes values of the differences."
+    "What is set now is not in this trace: --engine-url, or the option of that name, makes values of the differences."
 )
 
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Change
 from vllm_headroom.commands.advise.flags import Flag, spelt
-from vllm_headroom.commands.advise.verdict import Answer, Verdict
+from vllm_headroom.commands.advise.verdict import Answer
+from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration, instant
-from vllm_headroom.vocabulary import CONTROLS
 
-WIDTH: Final = 110
 HEAD: Final = 9
 """Columns of the words on the left: what was seen, what to do."""
 
 
-def text(answer: Answer) -> str:
+def text(answer: Answer) -> list[str]:
     """Return the advice, cause by cause, and how it ends."""
     lines = [_source(answer.facts)]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *_advice(number, advice)]
     end = [*_end(answer), *(line for note in answer.notes for line in _wrapped("note", note))]
     lines += ["", *end] if answer.advice and end else end
-    return "\n".join(line.translate(CONTROLS) for line in lines)
+    return lines
 
 
 def _source(facts: Facts) -> str:
@@ -37,7 +36,7 @@ def _source(facts: Facts) -> str:
 
 
 def _advice(number: int, advice: Advice) -> Iterator[str]:
-    yield from textwrap.wrap(f"{number}. {advice.summary}", WIDTH, subsequent_indent="   ")
+    yield from wrapped("", f"{number}. {advice.summary}", indent=3)
     for evidence in advice.evidence:
         yield from _wrapped("seen", evidence.text)
     for place, change in enumerate(advice.changes):
@@ -70,7 +69,7 @@ def _number(value: float, flag: Flag | None) -> str:
 
 
 def _end(answer: Answer) -> Iterator[str]:
-    if answer.verdict is Verdict.NOTHING_TO_CHANGE:
+    if answer.verdict is Verdict.GOOD:
         yield "Nothing to change." if answer.facts.origin is Origin.TRACE else "Nothing to change now."
     if answer.verdict is Verdict.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
@@ -81,11 +80,4 @@ def _end(answer: Answer) -> Iterator[str]:
 
 
 def _wrapped(head: str, body: str) -> list[str]:
-    return textwrap.wrap(
-        body,
-        WIDTH,
-        initial_indent=f"   {head:<{HEAD - 3}}",
-        subsequent_indent=" " * HEAD,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(f"   {head:<{HEAD - 3}}", body)

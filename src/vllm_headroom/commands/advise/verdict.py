@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts
@@ -18,12 +17,13 @@ from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configu
 from vllm_headroom.commands.advise.rules.starting import does_not_start, start_up
 from vllm_headroom.commands.advise.rules.tenant import another_tenant
 from vllm_headroom.commands.advise.rules.waiting import too_few_requests
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.vocabulary import LeakState
 
 Rule = Callable[[Facts], Advice | None]
 
 LEAKS: Final[tuple[Rule, ...]] = (gpu_leak, host_leak)
-BESIDE_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start)
+EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start)
 """What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
@@ -44,14 +44,6 @@ NOTHING_ELSE: Final = (
 )
 
 
-class Verdict(StrEnum):
-    """What comes of it all."""
-
-    ADVICE = "advice"
-    NOTHING_TO_CHANGE = "nothing_to_change"
-    CANNOT_TELL = "cannot_tell"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What is said; `missing` is what would have to be known to call it healthy, `notes` what else to know."""
@@ -68,11 +60,11 @@ def judge(facts: Facts) -> Answer:
     leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
     growing = any(leak.leaked or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
     found = _ask(LEAKS, facts)
-    beside = _ask(BESIDE_A_LEAK, facts)
-    found += [_without_flags(advice) for advice in beside] if growing else beside + _ask(WITHOUT_A_LEAK, facts)
+    always = _ask(EVEN_WITH_A_LEAK, facts)
+    found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
     advice, left_out = _that_exist(found, facts)
     unknown = missing(facts)
-    verdict = Verdict.ADVICE if advice else Verdict.CANNOT_TELL if unknown else Verdict.NOTHING_TO_CHANGE
+    verdict = Verdict.NOT_GOOD if advice else Verdict.CANNOT_TELL if unknown else Verdict.GOOD
     told = (*((NOTHING_ELSE,) if growing else ()), *left_out, *notes(facts, advice))
     return Answer(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)
 

@@ -14,7 +14,7 @@ from vllm_headroom.derive.leak.baseline import READINGS
 from vllm_headroom.units import instant, size
 
 NO_REPORT: Final = (
-    "a trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
+    "the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
 )
 
 

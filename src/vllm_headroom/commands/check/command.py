@@ -1,13 +1,12 @@
-"""The command `check`: its exit status and what it writes where."""
+"""The command `check`."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import signal
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from vllm_headroom.commands.check.excess import Report
 from vllm_headroom.commands.check.github import commands
@@ -15,26 +14,24 @@ from vllm_headroom.commands.check.judge import judge
 from vllm_headroom.commands.check.judgement import STATUS, Judgement, overall
 from vllm_headroom.commands.check.junit import broken, report
 from vllm_headroom.commands.check.limits import Limits
-from vllm_headroom.commands.check.options import limits_of, parsed
+from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, limits_of, options
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.text import document, table
-from vllm_headroom.commands.cli import BAD_INPUT, say
+from vllm_headroom.commands.cli import Command
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.read import recorded
 
 
-def start(words: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    given = parsed(words)
-    try:
-        return _check(given)
-    except BadInput as error:
-        sys.stderr.write(f"{error}\n")
-        return BAD_INPUT
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
+
+    traces: Sequence[tuple[str, Record]]
+    judgements: tuple[Judgement, ...]
+    for_github: bool
 
 
-def _check(given: argparse.Namespace) -> int:
+def _run(given: Namespace) -> Checked:
     limits = limits_of(given)
     try:
         traces = [
@@ -48,11 +45,10 @@ def _check(given: argparse.Namespace) -> int:
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
     _save(given.junit, report(judgements))
-    say(_shown(given, traces, judgements))
-    return STATUS[overall(judgements)]
+    return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
-def _read(option: str, name: str, given: argparse.Namespace, limits: Limits) -> Record:
+def _read(option: str, name: str, given: Namespace, limits: Limits) -> Record:
     """Return the trace that an option names; raises BadInput, which names the option."""
     expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = Record(expected, keeps_gpus=limits.leak_bytes is not None, keeps_host=limits.host_leak_bytes is not None)
@@ -64,11 +60,10 @@ def _read(option: str, name: str, given: argparse.Namespace, limits: Limits) -> 
     return record
 
 
-def _shown(given: argparse.Namespace, traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> str:
-    if given.json:
-        return json.dumps(document(traces, judgements), indent=2, allow_nan=False)
-    shown = table(traces, judgements)
-    return "\n".join((shown, *commands(judgements))) if given.format == "github" else shown
+def _text(checked: Checked) -> Iterator[str]:
+    yield from table(checked.traces, checked.judgements)
+    if checked.for_github:
+        yield from commands(checked.judgements)
 
 
 def _save(file: Path | None, text: bytes) -> None:
@@ -78,3 +73,15 @@ def _save(file: Path | None, text: bytes) -> None:
         file.write_bytes(text)
     except OSError as error:
         raise BadInput(f"{file}: cannot be written: {error.strerror}") from error
+
+
+COMMAND: Final[Command[Checked]] = Command(
+    usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=_text,
+    document=lambda checked: document(checked.traces, checked.judgements),
+    status=lambda checked: STATUS[overall(checked.judgements)],
+)

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from vllm_headroom import catalog
 from vllm_headroom.commands.check.coverage import Coverage
 from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import EnginePage, Failure, Snapshot
+from vllm_headroom.model import Failure, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the engine was told to use of each GPU, which no trace says: bytes, or a ratio of the whole, or neither."""
+    """What the operator says that the engine should use of each GPU: bytes, a ratio of the whole, or nothing.
+
+    It stands for what the engine says itself.
+    """
 
     reported_bytes: int | None = None
     utilization_ratio: float | None = None
@@ -29,17 +32,21 @@ class Excess:
 
 
 class Excesses:
-    """The highest discrepancy of each GPU, by UUID, and for how long there was one; none unless one is `expected`."""
+    """The highest discrepancy of each GPU, by UUID, and for how long there was one."""
 
     def __init__(self, report: Report) -> None:
         self.highest: dict[str, Excess] = {}
         self.coverage: dict[str, Coverage] = {}
-        self.expected = report != Report()
         self._report = report
+
+    @property
+    def expected(self) -> bool:
+        """Whether anybody, the operator or the engine, says what the engine should use."""
+        return self._report != Report() or bool(self.highest)
 
     def step(self, snapshot: Snapshot) -> None:
         """Ask the daemon's own derivation, and keep the highest."""
-        for uuid, excess in self._of(snapshot) if self.expected else ():
+        for uuid, excess in self._of(snapshot):
             self.coverage.setdefault(uuid, Coverage()).step(excess.seconds)
             before = self.highest.get(uuid)
             if before is None or excess.ratio > before.ratio:
@@ -54,9 +61,12 @@ class Excesses:
                 yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
 
     def _told(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the budget on the engine's page, where a live engine has it."""
-        ratio = self._report.utilization_ratio
-        if ratio is None or isinstance(snapshot.engines, Failure):
+        """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
+        if self._report == Report() or isinstance(snapshot.engines, Failure):
             return snapshot
-        engines = tuple(replace(engine, gpu_memory_utilization_ratio=ratio) for engine in snapshot.engines.engines)
-        return replace(snapshot, engines=EnginePage(profile=snapshot.engines.profile, engines=engines, inputs=()))
+        ratio = self._report.utilization_ratio
+        engines = tuple(
+            replace(engine, gpu_memory_utilization_ratio=ratio, kv_cache_memory_bytes=None, memory_bytes=None)
+            for engine in snapshot.engines.engines
+        )
+        return replace(snapshot, engines=replace(snapshot.engines, engines=engines))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from vllm_headroom.commands.check.coverage import Counted, Coverage
 from vllm_headroom.commands.check.excess import Excesses, Report
 from vllm_headroom.commands.check.series import Series
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.derive.leak.gpus import finished, life, observation
+from vllm_headroom.derive.leak.gpus import observation
 from vllm_headroom.derive.leak.host import host_observation
-from vllm_headroom.derive.leak.work import begun_anew
-from vllm_headroom.derive.readings import named, running_requests
+from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests, together
 from vllm_headroom.model import EnginePage, Failure, Snapshot
+from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Role
 
 
@@ -25,7 +25,6 @@ class Record:
     """
 
     def __init__(self, report: Report, *, keeps_gpus: bool, keeps_host: bool) -> None:
-        self.samples = 0
         self.restarts = 0
         self.watched, self.engine = Coverage(), Coverage()
         self.finished, self.preemptions = Counted(), Counted()
@@ -38,29 +37,38 @@ class Record:
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._life: str | None = None
         self._finished_total: float | None = None
-        self._span: tuple[float, float] = (0.0, 0.0)
+        self._detector = Watch()
+
+    @property
+    def samples(self) -> int:
+        """How many samples the trace has."""
+        return self._detector.samples
 
     @property
     def span_seconds(self) -> float:
         """From the first sample to the last; what was watched where a clock was set back."""
-        return max(self._span[1] - self._span[0], self.watched.seconds)
+        begin, end = self._detector.span
+        return max(end - begin, self.watched.seconds)
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
         now = snapshot.time_seconds
-        self._span = (self._span[0] if self.samples else now, now)
-        self.samples += 1
+        self._detector.step(snapshot)
         self.watched.step(now)
         page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
         if page is not None and named(page):
             self._engines(page, now)
         running = None if page is None or (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
         for uuid, seen, total_bytes in self._gpu_readings(snapshot):
-            series = self.gpus.setdefault(uuid, Series(self._name(uuid), keeps=self._keeps_gpus))
+            series = self.gpus.setdefault(
+                uuid, Series(self._name(uuid), self._detector.course(uuid), keeps=self._keeps_gpus)
+            )
             series.total_bytes = series.total_bytes if total_bytes is None else total_bytes
             series.step(seen, running)
         for role, seen in _roles(snapshot):
-            self.host.setdefault(role, Series(role, keeps=self._keeps_host)).step(seen, running)
+            self.host.setdefault(role, Series(role, self._detector.course(role), keeps=self._keeps_host)).step(
+                seen, running
+            )
         self.excesses.step(snapshot)
 
     def _gpu_readings(self, snapshot: Snapshot) -> Iterator[tuple[str, Observation, int | None]]:
@@ -84,7 +92,7 @@ class Record:
         self._life = now_life or self._life
         self._finished_total = self._finished_total if now_finished is None else now_finished
         self.finished.step(now_finished, anew=anew)
-        self.preemptions.step(_sum(engine.preemptions_total for engine in named(page)), anew=anew)
+        self.preemptions.step(together(engine.preemptions_total for engine in named(page)), anew=anew)
         for engine in named(page):
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
@@ -113,13 +121,3 @@ def _roles(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         processes = tuple(process for process in snapshot.processes if process.role is role)
         if processes:
             yield role, host_observation(processes, snapshot)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    """Return the sum; None where one is unknown."""
-    total = 0.0
-    for value in values:
-        if value is None:
-            return None
-        total += value
-    return total

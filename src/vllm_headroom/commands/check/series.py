@@ -5,16 +5,19 @@ from __future__ import annotations
 from vllm_headroom.commands.check.costs import Costs
 from vllm_headroom.commands.check.coverage import Coverage
 from vllm_headroom.derive.leak.facts import Observation
+from vllm_headroom.trace.course import Course
 
 
 class Series:
     """What was read of the memory of one GPU or one role.
 
-    `readings` are what the detector is fed, and only kept if `keeps` says so. `total_bytes` is the GPU's size.
+    `course` is what the detector says of it. `readings` are what the detector is fed, and only kept if `keeps` says so.
+    `total_bytes` is the GPU's size.
     """
 
-    def __init__(self, name: str, *, keeps: bool) -> None:
+    def __init__(self, name: str, course: Course, *, keeps: bool) -> None:
         self.name = name
+        self.course = course
         self.coverage = Coverage()
         self.costs = Costs()
         self.readings: list[Observation] = []

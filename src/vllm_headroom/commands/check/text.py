@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from vllm_headroom.commands.check.judgement import Judgement, Outcome, overall
 from vllm_headroom.commands.check.record import Record
+from vllm_headroom.commands.text import wrapped
 from vllm_headroom.units import duration
 
-WIDTH: Final = 110
 MARKS: Final = {Outcome.PASSED: "passed", Outcome.FAILED: "FAILED", Outcome.CANNOT_TELL: "cannot tell"}
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
 INDENT: Final = " " * 13
@@ -29,7 +28,7 @@ def told(outcome: Outcome, judgements: Sequence[Judgement]) -> str:
     return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
 
 
-def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> str:
+def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> list[str]:
     """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
     rows = [HEADS, *map(_row, judgements)]
     rows = [row[:-1] for row in rows] if all(judgement.before is None for judgement in judgements) else rows
@@ -37,9 +36,9 @@ def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement])
     lines = [_line(row, widths) for row in rows]
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
-        shown += [line, *_wrapped(judgement.why)]
+        shown += [line, *wrapped(INDENT, judgement.why)]
     heads = [f"{name}: {_extent(record)}" for name, record in traces]
-    return "\n".join((*heads, "", *shown, "", told(overall(judgements), judgements)))
+    return [*heads, "", *shown, "", told(overall(judgements), judgements)]
 
 
 def _row(judgement: Judgement) -> tuple[str, ...]:
@@ -50,10 +49,6 @@ def _row(judgement: Judgement) -> tuple[str, ...]:
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     widths = (len(INDENT) - 2, *widths[1:])
     return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _wrapped(why: str) -> Iterator[str]:
-    yield from textwrap.wrap(why, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT, break_on_hyphens=False)
 
 
 def _extent(record: Record) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from vllm_headroom.units import GIB
+
 Span = tuple[float, float]
 """The least and the most; what happens is drawn evenly between them."""
-
-GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

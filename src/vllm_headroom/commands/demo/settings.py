@@ -6,10 +6,11 @@ from typing import Annotated, ClassVar, Final
 
 from pydantic import AfterValidator
 
-from vllm_headroom.commands.demo import SCENARIOS
+from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.config.fields import setting
 from vllm_headroom.config.settings import Settings
 
+SCENARIOS: Final = tuple(TABLE)
 FASTEST: Final = 1000
 
 

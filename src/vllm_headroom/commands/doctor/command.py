@@ -1,13 +1,13 @@
-"""The command `doctor`: looks at everything at once, tells it, and how it stands as the exit status."""
+"""The command `doctor`: looks at everything at once."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.cli import say
+from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
 from vllm_headroom.commands.doctor.finding import Finding, all_available
@@ -19,21 +19,32 @@ from vllm_headroom.commands.doctor.port import listen_port
 from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.commands.doctor.tokens import kv_bytes
+from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.app import version
+from vllm_headroom.daemon.look import PROC
 
-AVAILABLE: Final = 0
-NOT_ALL_AVAILABLE: Final = 1
-PROC: Final = Path("/proc")
+DESCRIPTION: Final = """\
+Says what the daemon can see from here with these settings, what is missing, and
+the line that fixes it. It reads as the daemon does, leaves nothing behind, and
+is done within ten seconds. Run it where the daemon runs:
+  kubectl exec POD -c headroom -- vllm-headroom doctor
+"""
+
+EPILOG: Final = """\
+It ends with status 0 when everything is available, 1 when something is missing
+or cannot be told, and 2 when it cannot use its settings.
+"""
 
 
-async def serve(settings: Settings, *, as_json: bool) -> int:
-    """Print what is found; return the exit status."""
-    logs.configure(settings.log_format, "error")  # the readers log what is told here in full
-    findings = await examine(settings)
-    say(json.dumps(document(findings, version()), indent=2) if as_json else text(findings))
-    return AVAILABLE if all_available(findings) else NOT_ALL_AVAILABLE
+def _options(parser: Parser) -> None:
+    parser.add_settings(Settings)
+
+
+async def _run(given: Namespace) -> tuple[Finding, ...]:
+    logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
+    return await examine(given.settings)
 
 
 async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
@@ -58,3 +69,15 @@ async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
         state,
         trace,
     )
+
+
+COMMAND: Final[Command[tuple[Finding, ...]]] = Command(
+    usage="%(prog)s [--json] [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    text=text,
+    document=lambda findings: document(findings, version()),
+    status=lambda findings: 0 if all_available(findings) else 1,
+)

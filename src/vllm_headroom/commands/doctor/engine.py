@@ -7,9 +7,10 @@ from typing import Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import VLLM, engine_fixes, setting
-from vllm_headroom.commands.doctor.look import PATIENCE_SECONDS, Sight
+from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.daemon.look import PATIENCE_SECONDS
 from vllm_headroom.daemon.transitions import NOTHING_OFFERED
-from vllm_headroom.derive.readings import named
+from vllm_headroom.derive.page_facts import named
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.vocabulary import Reason

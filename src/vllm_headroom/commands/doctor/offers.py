@@ -13,13 +13,13 @@ from vllm_headroom.commands.doctor.inputs import lost, needed
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution
 
 NO_PAGE: Final = "needs the engine's page, see engine"
 WITHOUT_A_REPORT: Final = tuple(
     metric.name for metric in (catalog.MEMORY_REPORTED, catalog.MEMORY_DISCREPANCY, catalog.MEMORY_DISCREPANCY_RATIO)
 )
-GIB: Final = 2**30
 A_GPU: Final = Gpu(
     reading=GpuReading(
         index=0,

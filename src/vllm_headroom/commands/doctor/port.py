@@ -10,7 +10,7 @@ import httpx
 from vllm_headroom import catalog
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import setting
-from vllm_headroom.commands.doctor.look import fetched
+from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import wanted_samples

@@ -27,22 +27,22 @@ ASK_THE_NODE: Final = Fix(
 
 def processes(sight: Sight) -> Finding:
     """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
-    seen = sight.processes
-    if isinstance(seen, Failure):
-        return _without(State.MISSING, seen.message, STUCK if seen.reason is Reason.TIMEOUT else SHOW_PROC)
-    if seen.engine:
-        roles = Counter(str(process.role) for process in seen.engine)
+    found = sight.processes
+    if isinstance(found, Failure):
+        return _without(State.MISSING, found.message, STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC)
+    if found.engine:
+        roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
-        text = f"vLLM's are seen ({counted}), in {_namespace(seen)}"
+        text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
         return Finding(name=Name.PROCESSES, state=State.OK, text=text)
-    if seen.ambiguous_roots:
+    if found.ambiguous_roots:
         return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
-    place = f"among the {len(seen.visible_pids)} seen in {_namespace(seen)}"
+    place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
     if isinstance(sight.page, Failure):
         text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _without(State.UNKNOWN, text, *(() if seen.sees_host_pids else SEE_THE_PROCESSES))
+        return _without(State.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
     text = f"vLLM answers, but its processes are not {place}"
-    if seen.sees_host_pids:
+    if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
         return _without(State.MISSING, f"{text}: {other}", BESIDE_IT, SHOW_PROC)
     return _without(State.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
@@ -50,16 +50,16 @@ def processes(sight: Sight) -> Finding:
 
 def process_memory(sight: Sight) -> Finding:
     """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
-    name, readings, seen = Name.PROCESS_MEMORY, sight.readings, sight.processes
+    name, readings, found = Name.PROCESS_MEMORY, sight.readings, sight.processes
     if isinstance(readings, Failure):
         return Finding(name=name, state=State.UNKNOWN, text=NO_NVML)
-    if isinstance(seen, Failure):
+    if isinstance(found, Failure):
         return Finding(name=name, state=State.UNKNOWN, text=NO_PROC)
     driver = readings.driver_version
-    if driver is None and not seen.sees_host_pids:
+    if driver is None and not found.sees_host_pids:
         return Finding(name=name, state=State.UNKNOWN, text="the driver does not tell its version")
-    if not process_memory_is_true(readings, seen):
-        is_its_pid = pids_are_true(readings, seen)
+    if not process_memory_is_true(readings, found):
+        is_its_pid = pids_are_true(readings, found)
         what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
         return Finding(
             name=name,
@@ -69,11 +69,11 @@ def process_memory(sight: Sight) -> Finding:
             absent=WITHOUT_HOLDERS,
             fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
         )
-    untold = _untold(readings, seen)
+    untold = _untold(readings, found)
     if untold:
         text = f"NVML does not tell the memory of each process on {', '.join(untold)}"
         return Finding(name=name, state=State.MISSING, text=text, absent=WITHOUT_HOLDERS, fixes=(ASK_THE_NODE,))
-    text = f"driver {driver or 'of a version not told'} tells each process's own memory, seen from {_namespace(seen)}"
+    text = f"driver {driver or 'of a version not told'} tells each process's own memory, seen from {_namespace(found)}"
     return Finding(name=name, state=State.OK, text=text)
 
 
@@ -81,12 +81,12 @@ def _without(state: State, text: str, *fixes: Fix) -> Finding:
     return Finding(name=Name.PROCESSES, state=state, text=text, absent=WITHOUT_PROCESSES, fixes=fixes)
 
 
-def _namespace(seen: ProcessReadings) -> str:
-    return "the machine's first PID namespace" if seen.sees_host_pids else "a container's PID namespace"
+def _namespace(found: ProcessReadings) -> str:
+    return "the machine's first PID namespace" if found.sees_host_pids else "a container's PID namespace"
 
 
-def _untold(readings: GpuReadings, seen: ProcessReadings) -> list[str]:
-    engine = {process.pid for process in seen.engine}
+def _untold(readings: GpuReadings, found: ProcessReadings) -> list[str]:
+    engine = {process.pid for process in found.engine}
     return [
         called(device)
         for device in readings.devices

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from typing import Any, Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, State, all_available
-from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom.commands.text import wrapped
 
-WIDTH: Final = 110
 MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
 
-def text(findings: tuple[Finding, ...]) -> str:
+def text(findings: tuple[Finding, ...]) -> list[str]:
     """Return a line for each finding with its mark, what else there is to say below it, and the sum."""
     lines = [line for finding in findings for line in _lines(finding)]
-    return "\n".join((*lines, *(("",) if lines[-1] else ()), _sum(findings)))
+    return [*lines, *(("",) if lines[-1] else ()), _sum(findings)]
 
 
 def document(findings: tuple[Finding, ...], version: str) -> dict[str, Any]:
@@ -42,11 +40,11 @@ def _check(finding: Finding) -> dict[str, Any]:
 
 
 def _lines(finding: Finding) -> Iterator[str]:
-    yield from _wrapped(f"{MARKS[finding.state]:<8} {finding.name:<16} ", finding.text)
+    yield from wrapped(f"{MARKS[finding.state]:<8} {finding.name:<16} ", finding.text)
     for detail in finding.details:
-        yield from _wrapped(f"{INDENT}  ", detail)
+        yield from wrapped(f"{INDENT}  ", detail)
     if finding.absent:
-        yield from _wrapped(f"{INDENT}absent   ", ", ".join(finding.absent))
+        yield from wrapped(f"{INDENT}absent   ", ", ".join(finding.absent))
     for index, fix in enumerate(finding.fixes):
         yield from _fix(fix, "or" if index else "fix")
     if finding.absent or finding.fixes:
@@ -54,20 +52,8 @@ def _lines(finding: Finding) -> Iterator[str]:
 
 
 def _fix(fix: Fix, word: str) -> Iterator[str]:
-    yield from _wrapped(f"{INDENT}{word:<8} ", f"{fix.where}:")
-    yield from (f"{INDENT}{'':<8}   {line.translate(CONTROLS)}" for line in fix.lines)
-
-
-def _wrapped(head: str, body: str) -> list[str]:
-    """Return the lines of a text behind a head; those after the first are indented as far."""
-    return textwrap.wrap(
-        body.translate(CONTROLS),
-        WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    yield from wrapped(f"{INDENT}{word:<8} ", f"{fix.where}:")
+    yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
 
 
 def _sum(findings: tuple[Finding, ...]) -> str:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
+import os
 import ssl
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from random import Random, SystemRandom
 from typing import Final
 
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
 from vllm_headroom.commands.load.clients import Clients
 from vllm_headroom.commands.load.limits import limits, raise_descriptors, too_many
 from vllm_headroom.commands.load.order import Order
 from vllm_headroom.commands.load.pace import Pace
-from vllm_headroom.commands.load.progress import screen, tell
+from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.report import Report
 from vllm_headroom.commands.load.run import Run, streams_at_most
-from vllm_headroom.commands.load.sampling import Beside, GpusElsewhere, ProcessesElsewhere, new_trace
-from vllm_headroom.commands.load.status import conclude
-from vllm_headroom.commands.load.target import Target, find, first_model, is_local, token, trust
+from vllm_headroom.commands.load.sampling import GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
+from vllm_headroom.commands.load.status import report_of
+from vllm_headroom.commands.load.target import Target, find, first_model, is_local
 from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.daemon.life import signals
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
+
+INTERRUPTED: Final = 130
+"""What shells call the status of a process that Ctrl-C ended."""
 
 SAMPLE_SECONDS: Final = 1.0
 PAGE_SECONDS: Final = 10.0
@@ -38,13 +43,17 @@ PAGE_SECONDS: Final = 10.0
 
 async def load(order: Order) -> Report:
     """Put the load on the server; raises BadInput before the first request where that cannot be done."""
-    tls, bearer = trust(order.url, order.ca_file), token(order.bearer_token_file)
+    try:
+        tls = trust(order.ca_file) if order.url.scheme == "https" else None
+        bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
+    except Unusable as error:
+        raise BadInput(str(error)) from None
     _check_limits(order, tls=tls is not None)
     target = await find(order.url, order.api, tls, bearer)
     model = await _model(order, tls, bearer)
     new_trace(order.trace)
     clock = SystemClock()
-    beside = Beside(
+    sampling = Sampling(
         parts=_parts(order, target, clock),
         selection=order.gpus or Selection(),
         interval_seconds=SAMPLE_SECONDS,
@@ -59,28 +68,28 @@ async def load(order: Order) -> Report:
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
     try:
-        with _stoppable(clients), screen(sys.stderr) as shown:
+        with signals(partial(_stop, clients)), screen(sys.stderr) as shown:
             run = Run(
                 concurrency=order.concurrency,
                 seconds=order.seconds,
                 clients=clients,
                 pace=pace,
-                beside=beside,
+                sampling=sampling,
                 screen=shown,
                 now=clock.monotonic,
             )
             steps = await run.steps()
     finally:
         await asker.close()
-        await beside.close()
-    return conclude(order, model, steps, beside, stopped=clients.stopped)
+        await sampling.close()
+    return report_of(order, model, steps, sampling, stopped=clients.stopped)
 
 
 def _check_limits(order: Order, *, tls: bool) -> None:
     found, needed = limits(raise_descriptors(), tls=tls), streams_at_most(order.concurrency)
     if problem := too_many(needed, found):
         raise BadInput(f"--concurrency {order.concurrency} {problem}")
-    tell(f"{needed} streams at most; this process can hold {found[0].streams}, {found[0].name} ends first", sys.stderr)
+    tell(f"{needed} streams at most; this process can hold {found[0].streams}, {found[0].name} ends first")
 
 
 async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:
@@ -126,23 +135,8 @@ def _bodies(order: Order, model: str) -> Callable[[], bytes]:
     return body
 
 
-@contextmanager
-def _stoppable(clients: Clients) -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM stop the clients while the block runs, and the next one end the process."""
-    loop, wanted = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
-
-    def stop() -> None:
-        clients.stop()
-        let_go()
-
-    def let_go() -> None:
-        for number in wanted:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-
-    for number in wanted:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        let_go()
+def _stop(clients: Clients) -> None:
+    """Stop the clients; when they are stopping already, end the process."""
+    if clients.stopped:
+        os._exit(INTERRUPTED)
+    clients.stop()

@@ -7,20 +7,19 @@ from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.observed import Labels, Seen
+from vllm_headroom.commands.load.observed import Labels, Observed
 from vllm_headroom.commands.load.quantiles import Quantiles
-from vllm_headroom.commands.load.report import CANNOT_TELL, GOOD, NOT_GOOD, Kind, Memory, Report
+from vllm_headroom.commands.load.report import Kind, Memory, Report
 from vllm_headroom.commands.load.run import Step
 from vllm_headroom.model import Metric
 
-VERDICTS: Final = {GOOD: "good", NOT_GOOD: "not_good", CANNOT_TELL: "cannot_tell"}
 SHARES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
 def document(report: Report) -> dict[str, Any]:
     """Return the object; None is what is unknown."""
     return {
-        "verdict": VERDICTS[report.status],
+        "verdict": report.verdict,
         "faults": list(report.faults),
         "interrupted": report.stopped,
         "target": report.target,
@@ -45,7 +44,7 @@ def _requests(outcomes: Counter[Outcome]) -> dict[str, int]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    tally, seen = step.tally, step.seen
+    tally, observed = step.tally, step.observed
     tokens = None if tally.uncounted else tally.generation_tokens
     return {
         "share": step.share,
@@ -62,9 +61,9 @@ def _step(step: Step) -> dict[str, Any]:
         "generation_tokens_per_second": _rate(tokens, tally.served_seconds),
         "requests_per_second": _rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
         "own_delay_seconds": _quantiles(tally.delays),
-        "engine": _engine(seen),
-        "gpus": [_gpu(labels, seen) for labels in sorted(seen.held)],
-        "host": [{"process": role, "most_bytes": span.most} for (role,), span in seen.host.items()],
+        "engine": _engine(observed),
+        "gpus": [_gpu(labels, observed) for labels in sorted(observed.held)],
+        "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
     }
 
 
@@ -72,28 +71,28 @@ def _rate(count: int | None, seconds: float) -> float | None:
     return count / seconds if count and seconds else None
 
 
-def _engine(seen: Seen) -> dict[str, float | None]:
-    preemptions = seen.engine(catalog.ENGINE_PREEMPTIONS)
+def _engine(observed: Observed) -> dict[str, float | None]:
+    preemptions = observed.engine(catalog.ENGINE_PREEMPTIONS)
     return {
-        "running_most": _most(seen, catalog.ENGINE_RUNNING),
-        "waiting_most": _most(seen, catalog.ENGINE_WAITING),
-        "kv_used_ratio_most": _most(seen, catalog.ENGINE_KV_USED),
+        "running_most": _most(observed, catalog.ENGINE_RUNNING),
+        "waiting_most": _most(observed, catalog.ENGINE_WAITING),
+        "kv_used_ratio_most": _most(observed, catalog.ENGINE_KV_USED),
         "preemptions": None if preemptions is None else preemptions.grown,
     }
 
 
-def _most(seen: Seen, metric: Metric) -> float | None:
-    span = seen.engine(metric)
+def _most(observed: Observed, metric: Metric) -> float | None:
+    span = observed.engine(metric)
     return None if span is None else span.most
 
 
-def _gpu(labels: Labels, seen: Seen) -> dict[str, Any]:
+def _gpu(labels: Labels, observed: Observed) -> dict[str, Any]:
     index, uuid = labels
     return {
         "gpu": int(index),
         "uuid": uuid,
-        "held_most_bytes": seen.held[labels].most,
-        "bytes_per_running_request": seen.bytes_per_request(labels),
+        "held_most_bytes": observed.held[labels].most,
+        "bytes_per_running_request": observed.bytes_per_request(labels),
     }
 
 

@@ -14,7 +14,7 @@ from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import LeakState
 
 
-class Verdict(StrEnum):
+class LeakVerdict(StrEnum):
     """What the detector says of the whole run."""
 
     LEAKING = "leaking"
@@ -27,7 +27,7 @@ class Verdict(StrEnum):
 class Growth:
     """The verdict on one series, why it is that, and what the detector says it grew by per request; None if nothing."""
 
-    verdict: Verdict
+    verdict: LeakVerdict
     state: LeakState
     reason: str
     bytes_per_request: float | None = None
@@ -47,13 +47,13 @@ def growth(course: Course, span_seconds: float) -> Growth:
         moment = course.last
         per_request = None if moment is None else moment.bytes_per_request
         reason = "even growth that load does not explain"
-        return Growth(verdict=Verdict.LEAKING, state=course.state, reason=reason, bytes_per_request=per_request)
+        return Growth(verdict=LeakVerdict.LEAKING, state=course.state, reason=reason, bytes_per_request=per_request)
     if course.growing:
         reason = "growth that load does not explain, not yet for long enough to call it a leak"
-        return Growth(verdict=Verdict.GROWING, state=course.state, reason=reason)
+        return Growth(verdict=LeakVerdict.GROWING, state=course.state, reason=reason)
     if course.state is LeakState.STABLE and span_seconds >= LEAKING_SECONDS:
-        return Growth(verdict=Verdict.NO_LEAK, state=course.state, reason="no growth that load does not explain")
-    return Growth(verdict=Verdict.CANNOT_TELL, state=course.state, reason=_unknown(course.state, span_seconds))
+        return Growth(verdict=LeakVerdict.NO_LEAK, state=course.state, reason="no growth that load does not explain")
+    return Growth(verdict=LeakVerdict.CANNOT_TELL, state=course.state, reason=_unknown(course.state, span_seconds))
 
 
 def _unknown(state: LeakState, span_seconds: float) -> str:

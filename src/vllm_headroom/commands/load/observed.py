@@ -52,7 +52,7 @@ class Spans(dict[Labels, Span]):
         span.last, span.most = value, max(span.most, value)
 
 
-class Seen:
+class Observed:
     """Takes the samples of a stretch; what none of them told is absent."""
 
     def __init__(self) -> None:

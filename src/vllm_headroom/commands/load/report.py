@@ -10,13 +10,13 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.growth import Growth, Verdict
-from vllm_headroom.commands.load.observed import Seen, Span
+from vllm_headroom.commands.load.growth import Growth, LeakVerdict
+from vllm_headroom.commands.load.observed import Observed, Span
 from vllm_headroom.commands.load.run import Step
+from vllm_headroom.commands.verdict import Verdict
 
-GOOD: Final = 0
-NOT_GOOD: Final = 1
-CANNOT_TELL: Final = 2
+TOLERATED_RATIO: Final = 0.01
+"""Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
 
 
 class Kind(StrEnum):
@@ -57,7 +57,7 @@ class Report:
     asked: str
     steps: tuple[Step, ...]
     memory: tuple[Memory, ...]
-    whole: Seen
+    whole: Observed
     ended: str | None
     unread: tuple[str, ...]
     trace: str
@@ -80,12 +80,13 @@ class Report:
         return tuple(_faults(self))
 
     @property
-    def status(self) -> int:
-        """The exit status."""
+    def verdict(self) -> Verdict:
+        """Whether it is good; a load that was cut short cannot be."""
         if self.faults:
-            return NOT_GOOD
+            return Verdict.NOT_GOOD
         outcomes = self.outcomes
-        return CANNOT_TELL if outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED] else GOOD
+        unsure = self.stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
+        return Verdict.CANNOT_TELL if unsure else Verdict.GOOD
 
     @property
     def preemptions(self) -> float | None:
@@ -103,8 +104,11 @@ def _faults(report: Report) -> Iterator[str]:
     elif any(step.tally.engine_dead for step in report.steps):
         yield "the engine died: its web server says so"
     had_time = outcomes.total() - outcomes[Outcome.NOT_SENT] - (outcomes[Outcome.UNFINISHED] if report.stopped else 0)
+    unserved = had_time - outcomes[Outcome.SUCCEEDED] - outcomes[Outcome.OUT_OF_MEMORY]
     if had_time and not outcomes[Outcome.SUCCEEDED]:
         yield "no request succeeded"
+    elif unserved > TOLERATED_RATIO * had_time:
+        yield f"{unserved} of {had_time} requests were not served"
     for memory in report.memory:
-        if memory.growth.verdict is Verdict.LEAKING:
+        if memory.growth.verdict is LeakVerdict.LEAKING:
             yield f"GPU {memory.name} leaks" if memory.kind is Kind.GPU else f"host memory of {memory.name} leaks"

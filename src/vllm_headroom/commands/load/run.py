@@ -9,9 +9,9 @@ from math import ceil
 from typing import Final, Protocol
 
 from vllm_headroom.commands.load.clients import Clients
-from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.pace import Pace
-from vllm_headroom.commands.load.sampling import Beside
+from vllm_headroom.commands.load.sampling import Sampling
 from vllm_headroom.commands.load.tally import Tally
 
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
@@ -31,7 +31,7 @@ class Step:
     clients: int
     seconds: float
     tally: Tally
-    seen: Seen
+    observed: Observed
 
 
 class Screen(Protocol):
@@ -66,7 +66,7 @@ class Run:
         seconds: float,
         clients: Clients,
         pace: Pace,
-        beside: Beside,
+        sampling: Sampling,
         screen: Screen,
         now: Callable[[], float],
     ) -> None:
@@ -74,7 +74,7 @@ class Run:
         self._seconds = seconds
         self._clients = clients
         self._pace = pace
-        self._beside = beside
+        self._sampling = sampling
         self._screen = screen
         self._now = now
         self._tally = Tally(now())
@@ -83,7 +83,7 @@ class Run:
         """Return the steps that began, the last of them cut short where it was stopped."""
         done: list[Step] = []
         async with asyncio.TaskGroup() as group:
-            aside = [group.create_task(each) for each in (self._beside.run(), self._delays(), self._shown())]
+            aside = [group.create_task(each) for each in (self._sampling.run(), self._delays(), self._shown())]
             for number, share in enumerate(SHARES, start=1):
                 if not self._clients.stopped and not self._pace.used_up:
                     done.append(await self._step(number, share))
@@ -92,15 +92,15 @@ class Run:
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Step:
-        count, seen = _clients(self._concurrency, share), Seen()
-        await self._beside.look(seen)
+        count, observed = _clients(self._concurrency, share), Observed()
+        await self._sampling.look(observed)
         tally = self._tally = Tally(self._now())
         self._screen.begin(number, share, count, self._seconds)
         await self._clients.run(count, self._seconds, tally)
         seconds = self._now() - tally.began_seconds
-        await self._beside.tick()
+        await self._sampling.tick()
         self._screen.end(tally, seconds)
-        return Step(share=share, clients=count, seconds=seconds, tally=tally, seen=seen)
+        return Step(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
 
     async def _delays(self) -> None:
         """Measure how late the loop is: what comes late here looks late of the server."""

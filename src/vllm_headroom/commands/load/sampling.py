@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.life import every
 from vllm_headroom.daemon.sampler import Sampler, Sources
@@ -52,19 +52,19 @@ class ProcessesElsewhere:
         return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=ELSEWHERE)
 
 
-class Beside:
+class Sampling:
     """Samples `parts` every `interval_seconds` into `trace`; `whole` has seen all of it.
 
     `failures` has, of each source that failed, in how many of the samples, and the newest failure.
     """
 
     def __init__(self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path) -> None:
-        self.whole = Seen()
+        self.whole = Observed()
         self.samples = 0
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first: Snapshot | None = None
         self.last: Snapshot | None = None
-        self._step = Seen()
+        self._step = Observed()
         self._parts = parts
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
@@ -84,7 +84,7 @@ class Beside:
         """Sample until cancelled."""
         await every(self._interval_seconds, self.tick, self._parts.clock)
 
-    async def look(self, step: Seen) -> None:
+    async def look(self, step: Observed) -> None:
         """Let `step` take what is sampled from now on, a sample of this moment first."""
         self._step = step
         await self.tick()
@@ -96,8 +96,8 @@ class Beside:
             snapshot, published = self._sampler.snapshot, self._sampler.published
             assert snapshot is not None and published is not None  # noqa: S101, PT018 - a tick leaves both
             self._note(snapshot)
-            for seen in (self.whole, self._step):
-                seen.take(snapshot, published.samples)
+            for observed in (self.whole, self._step):
+                observed.take(snapshot, published.samples)
             await self._recorder.record(snapshot)
 
     def _note(self, snapshot: Snapshot) -> None:

@@ -7,11 +7,11 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.growth import growth, watched
-from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.order import Order
 from vllm_headroom.commands.load.report import Kind, Memory, Report
 from vllm_headroom.commands.load.run import Step
-from vllm_headroom.commands.load.sampling import Beside, ended
+from vllm_headroom.commands.load.sampling import Sampling, ended
 from vllm_headroom.model import Failure
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.errors import BadInput
@@ -21,9 +21,9 @@ from vllm_headroom.vocabulary import Source
 NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
 
 
-def conclude(order: Order, model: str, steps: tuple[Step, ...], beside: Beside, *, stopped: bool) -> Report:
+def report_of(order: Order, model: str, steps: tuple[Step, ...], sampling: Sampling, *, stopped: bool) -> Report:
     """Return what is to be told; a trace that cannot be read back costs the verdicts on growth only."""
-    unread = list(_unread(beside, order))
+    unread = list(_unread(sampling, order))
     try:
         watch = watched(order.trace)
     except BadInput as error:
@@ -34,21 +34,21 @@ def conclude(order: Order, model: str, steps: tuple[Step, ...], beside: Beside, 
         model=model,
         asked=str(order),
         steps=steps,
-        memory=tuple(_memory(beside.whole, watch)),
-        whole=beside.whole,
-        ended=ended(beside.first, beside.last),
+        memory=tuple(_memory(sampling.whole, watch)),
+        whole=sampling.whole,
+        ended=ended(sampling.first, sampling.last),
         unread=tuple(unread),
         trace=str(order.trace),
-        samples=beside.samples,
+        samples=sampling.samples,
         stopped=stopped,
     )
 
 
-def _memory(seen: Seen, watch: Watch) -> Iterator[Memory]:
+def _memory(observed: Observed, watch: Watch) -> Iterator[Memory]:
     begin, end = watch.span
     courses = {uuid: course for _, uuid, course in watch.gpus} | {str(role): course for role, course in watch.host}
-    finished = seen.engine(catalog.ENGINE_FINISHED)
-    for kind, spans in ((Kind.GPU, seen.held), (Kind.HOST, seen.host)):
+    finished = observed.engine(catalog.ENGINE_FINISHED)
+    for kind, spans in ((Kind.GPU, observed.held), (Kind.HOST, observed.host)):
         for labels, span in sorted(spans.items()):
             yield Memory(
                 kind=kind,
@@ -60,11 +60,11 @@ def _memory(seen: Seen, watch: Watch) -> Iterator[Memory]:
             )
 
 
-def _unread(beside: Beside, order: Order) -> Iterator[str]:
-    for source, (count, failure) in beside.failures.items():
+def _unread(sampling: Sampling, order: Order) -> Iterator[str]:
+    for source, (count, failure) in sampling.failures.items():
         why = f"{order.page} ({failure.reason})" if source is Source.ENGINE else failure.message
-        yield f"{source} in {count} of {beside.samples} samples: {why}"
-    last = beside.last
+        yield f"{source} in {count} of {sampling.samples} samples: {why}"
+    last = sampling.last
     if last is None or isinstance(last.gpus, Failure):
         return
     if last.gpus and all(gpu.attribution is None for gpu in last.gpus):

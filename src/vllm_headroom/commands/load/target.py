@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import socket
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
 from vllm_headroom.commands.load.answer import shown
 from vllm_headroom.commands.load.prompts import Api
+from vllm_headroom.config.values import http_url
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
 
 PATIENCE_SECONDS: Final = 15.0
 """For the first connection and for the list of models: a busy server's web side answers late."""
 
-TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
-SCHEMES: Final = ("http", "https")
 Address = tuple[str, int]
 
 
@@ -48,11 +45,8 @@ class Model:
 
 def base_url(text: str) -> httpx.URL:
     """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
-    try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise ValueError from error
-    if url.scheme not in SCHEMES or not url.host or url.query or url.userinfo or re.search(r"\s", text):
+    url = http_url(text)
+    if url.query or url.userinfo:
         raise ValueError
     return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
 
@@ -60,29 +54,6 @@ def base_url(text: str) -> httpx.URL:
 def within(url: httpx.URL, path: str) -> httpx.URL:
     """Return the URL of a path of the server."""
     return url.copy_with(path=url.path.rstrip("/") + path)
-
-
-def trust(url: httpx.URL, ca_file: Path | None) -> ssl.SSLContext | None:
-    """Return how an https server is checked; None for http. Raises BadInput."""
-    if url.scheme == "http":
-        return None
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        raise BadInput(f"--ca-file {ca_file}: cannot be used: {error.strerror or error}") from error
-
-
-def token(file: Path | None) -> str | None:
-    """Return the token in a file; raises BadInput."""
-    if file is None:
-        return None
-    try:
-        text = file.read_bytes().decode("ascii", "replace").strip()
-    except OSError as error:
-        raise BadInput(f"--bearer-token-file {file}: cannot be read: {error.strerror}") from error
-    if not TOKEN.fullmatch(text):
-        raise BadInput(f"--bearer-token-file {file}: is empty or holds more than a token")
-    return text
 
 
 async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
@@ -133,7 +104,7 @@ async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | 
         raise BadInput(f"{where}: no answer: {shown(str(error) or type(error).__name__)}; name a --model") from error
     if answer.status_code != httpx.codes.OK:
         raise BadInput(
-            f"{where} answers {answer.status_code}: name a --model, or a --bearer-token-file if it asks for one"
+            f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
         )
     try:
         return _first(answer.json())

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.run import SHARES
+from vllm_headroom.commands.text import paragraphs
 from vllm_headroom.units import size
-from vllm_headroom.vocabulary import CONTROLS
 
 Found = Mapping[str, Any]
 Row = tuple[str, Callable[[Found], str]]
@@ -48,8 +48,8 @@ LATE_SECONDS: Final = 0.05
 """When this process is that late in one case of a hundred, its own delay shows in the figures."""
 
 
-def text(found: Found) -> str:
-    """Return everything there is to tell, the steps side by side."""
+def text(found: Found) -> Iterator[str]:
+    """Yield everything there is to tell, the steps side by side."""
     memory = [*found["gpus"], *found["host"]]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
@@ -59,7 +59,7 @@ def text(found: Found) -> str:
         list(_said(found["said"])),
         list(_end(found)),
     )
-    return "\n\n".join("\n".join(line.translate(CONTROLS) for line in lines) for lines in parts if lines)
+    yield from paragraphs(parts)
 
 
 def _table(steps: Sequence[Found], requests: Found) -> Iterator[str]:
@@ -160,13 +160,16 @@ def _end(found: Found) -> Iterator[str]:
     elif len(found["steps"]) < len(SHARES):
         yield "It ended at --max-requests, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
-    reasons = "; ".join(found["faults"]) or _otherwise(found["requests"])
+    reasons = "; ".join(found["faults"]) or _otherwise(found)
     yield f"{VERDICTS[found['verdict']]}: {reasons}."
 
 
-def _otherwise(requests: Found) -> str:
+def _otherwise(found: Found) -> str:
+    requests = found["requests"]
     if requests[Outcome.NOT_SENT]:
         return f"{requests[Outcome.NOT_SENT]} requests could not be sent by this machine"
+    if found["interrupted"]:
+        return f"it was interrupted after {requests[Outcome.SUCCEEDED]} requests had succeeded"
     if requests[Outcome.SUCCEEDED]:
         return f"{requests[Outcome.SUCCEEDED]} of {requests['began']} requests succeeded, none was out of memory"
     return "no request had the time to end"

@@ -1,35 +1,35 @@
-"""The command `plan`: what it prints, and its exit status."""
+"""The command `plan`."""
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from typing import Final
 
-from vllm_headroom.commands.cli import BAD_INPUT, say
+from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.plan.document import document
-from vllm_headroom.commands.plan.estimate import estimate, fits
-from vllm_headroom.commands.plan.options import parser
+from vllm_headroom.commands.plan.estimate import Estimate, estimate, fits
+from vllm_headroom.commands.plan.options import DESCRIPTION, EXAMPLES, options
 from vllm_headroom.commands.plan.request import question
 from vllm_headroom.commands.plan.text import text
-from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom.trace.errors import BadInput
 
-FITS: Final = 0
-DOES_NOT_FIT: Final = 1
-CANNOT_TELL: Final = 2
+STATUS: Final = {True: 0, False: 1, None: 2}
 
 
-def start(words: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    given = parser().parse_args(words)
-    asked = question(given)
-    found = asked if isinstance(asked, str) else estimate(asked) or "the KV cache's dtype is not known here"
-    if isinstance(found, str):
-        sys.stderr.write(f"vllm-headroom plan: {found.translate(CONTROLS)}\n")
-        return BAD_INPUT
-    say(json.dumps(document(found), allow_nan=False) if given.json else text(found))
-    answer = fits(found)
-    return CANNOT_TELL if answer is None else FITS if answer else DOES_NOT_FIT
+def _run(given: Namespace) -> Estimate:
+    found = estimate(question(given))
+    if found is None:
+        raise BadInput("the KV cache's dtype is not known here")
+    return found
+
+
+COMMAND: Final[Command[Estimate]] = Command(
+    usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=text,
+    document=document,
+    status=lambda found: STATUS[fits(found)],
+)

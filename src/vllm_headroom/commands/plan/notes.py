@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.commands.plan.estimate import Estimate
-from vllm_headroom.commands.plan.verdict import gib, spread
+from vllm_headroom.commands.plan.verdict import spread
+from vllm_headroom.units import gib
 
 
 def notes(found: Estimate) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.commands.plan.question import GIB, Question
+from vllm_headroom.commands.plan.question import Question
+from vllm_headroom.units import GIB
 
 LOGITS_BYTES: Final = 4
 LOGITS_LOW, LOGITS_HIGH = 4, 11

@@ -7,8 +7,8 @@ from typing import Final
 
 from vllm_headroom.sizing.footprint import model_bytes
 from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.units import GIB
 
-GIB: Final = 2**30
 UTILIZATION: Final = 0.92
 """vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
 

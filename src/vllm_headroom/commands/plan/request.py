@@ -14,16 +14,17 @@ from vllm_headroom.sizing.model_config import parse_model_config
 from vllm_headroom.sizing.model_file import read_model
 from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
 from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.trace.errors import BadInput
 
 ALONE: Final = ("layers", "kv_heads", "head_size")
 """What the KV cache's size cannot be told without."""
 
 
-def question(given: argparse.Namespace) -> Question | str:
-    """Return what is asked, or what is wrong with it, in a sentence."""
+def question(given: argparse.Namespace) -> Question:
+    """Return what is asked; raises BadInput where that cannot be."""
     shape = _shape(given)
     if isinstance(shape, str):
-        return shape
+        raise BadInput(shape)
     checkpoint, parameters = _weights(given, shape)
     sequences, tokens = defaults(given.gpu_memory)
     sequences = given.max_num_seqs or sequences
@@ -44,7 +45,9 @@ def question(given: argparse.Namespace) -> Question | str:
         kv_cache_memory_bytes=given.kv_cache_memory_bytes,
         enforce_eager=given.enforce_eager,
     )
-    return unusable(asked) or asked
+    if problem := unusable(asked):
+        raise BadInput(problem)
+    return asked
 
 
 def _shape(given: argparse.Namespace) -> ModelShape | str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator
 from math import floor
 from typing import Final
@@ -11,20 +10,21 @@ from vllm_headroom.commands.plan.changes import changes
 from vllm_headroom.commands.plan.estimate import Estimate, fits
 from vllm_headroom.commands.plan.notes import notes
 from vllm_headroom.commands.plan.overhead import LIBRARIES, Range
-from vllm_headroom.commands.plan.question import GIB, UTILIZATION
+from vllm_headroom.commands.plan.question import UTILIZATION
 from vllm_headroom.commands.plan.tables import longest, most
-from vllm_headroom.commands.plan.verdict import gib, verdict
+from vllm_headroom.commands.plan.verdict import verdict
+from vllm_headroom.commands.text import paragraphs, wrapped
 from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.units import GIB, gib
 
-WIDTH: Final = 100
 BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
 
-def text(found: Estimate) -> str:
-    """Return the whole answer."""
+def text(found: Estimate) -> Iterator[str]:
+    """Yield the whole answer."""
     parts = (_heading(found), _memory(found), _cache(found), _tables(found), _answer(found))
-    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part)))
+    yield from paragraphs(parts)
 
 
 def _heading(found: Estimate) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[s
 
 def _answer(found: Estimate) -> Iterator[str]:
     for sentence in (*notes(found), verdict(found)):
-        yield from textwrap.wrap(sentence, WIDTH)
+        yield from wrapped("", sentence)
     if fits(found) is True or found.kv_cache is None:
         return
     tried = changes(found)

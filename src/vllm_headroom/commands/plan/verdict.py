@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from vllm_headroom.commands.plan.estimate import Estimate, fits
 from vllm_headroom.commands.plan.overhead import Range
-from vllm_headroom.commands.plan.question import GIB
-
-
-def gib(n_bytes: float) -> str:
-    """Return bytes in GiB, in which vLLM logs them."""
-    return f"{n_bytes / GIB:,.2f} GiB"
+from vllm_headroom.units import GIB, gib
 
 
 def unknown(found: Estimate) -> list[str]:

@@ -7,8 +7,8 @@ from math import ceil
 from typing import Final
 
 from vllm_headroom.model import GpuMemory
+from vllm_headroom.units import GIB
 
-GIB: Final = 2**30
 LEAST_OWN_BYTES: Final = 3 * GIB // 10
 """vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already lie on the GPU.
 In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200) to 0.53 GiB (H100) apart on GPUs that
@@ -53,8 +53,3 @@ def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
     left_bytes = memory.free_bytes - ask.most_own_bytes
     hundredths = left_bytes * 100 // usable_bytes(memory) if usable_bytes(memory) > 0 else 0
     return hundredths / 100 if hundredths > 0 else None
-
-
-def gib(n_bytes: float) -> str:
-    """Return bytes as vLLM shows them."""
-    return f"{n_bytes / GIB:.2f} GiB"

@@ -8,14 +8,15 @@ from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
     Ask,
     asked_bytes,
-    gib,
     highest_utilization,
     usable_bytes,
 )
-from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Shm
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason
 
 CERTAIN: Final = frozenset(
@@ -23,12 +24,12 @@ CERTAIN: Final = frozenset(
 )
 """Failures that CUDA meets as well."""
 
-LEAST_SHM_BYTES: Final = 256 * 2**20
+LEAST_SHM_BYTES: Final = 256 * MIB
 """vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
 (vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
 """
 
-ENOUGH_SHM_BYTES: Final = 2**30
+ENOUGH_SHM_BYTES: Final = GIB
 """What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
 
 LARGER_SHM: Final = (
@@ -39,7 +40,7 @@ LARGER_SHM: Final = (
 
 def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
     """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
-    verdict = Verdict.NO_GO if failure.reason in CERTAIN else Verdict.CANNOT_TELL
+    verdict = Verdict.NOT_GOOD if failure.reason in CERTAIN else Verdict.CANNOT_TELL
     silent = failure.reason is Reason.TIMEOUT
     return Finding(kind=Kind.DRIVER, verdict=verdict, text=failure.message, gpu=gpu, may_pass=silent)
 
@@ -64,12 +65,12 @@ def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -
             f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"
             f" this GPU has {gib(usable)} in all"
         )
-        return _of(device, Verdict.NO_GO, text, "ask for less")
+        return _of(device, Verdict.NOT_GOOD, text, "ask for less")
     text = (
         f"{gib(memory.free_bytes)} are free, and vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more"
         f" that it takes before it looks: {gib(asked + LEAST_OWN_BYTES - memory.free_bytes)} are missing{held_by}"
     )
-    return _of(device, Verdict.NO_GO, text, _less(ask, memory), may_pass=True)
+    return _of(device, Verdict.NOT_GOOD, text, _less(ask, memory), may_pass=True)
 
 
 def _less(ask: Ask, memory: GpuMemory) -> str:
@@ -87,7 +88,7 @@ def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> tuple[Finding, ...
         f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)} to"
         f" {gib(ask.most_own_bytes)} before it looks"
     )
-    return (_of(device, Verdict.GO, text, "should it refuse, ask for a little less"),)
+    return (_of(device, Verdict.GOOD, text, "should it refuse, ask for a little less"),)
 
 
 def _of(device: GpuReading, verdict: Verdict, text: str, fix: str, *, may_pass: bool = False) -> Finding:
@@ -112,7 +113,7 @@ def faults(faults: GpuFaults) -> tuple[Finding, ...]:
             ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
         )
     return tuple(
-        Finding(kind=Kind.ECC, verdict=Verdict.NO_GO, text=text, fix=f"{fix}; or --ignore ecc", gpu=faults.index)
+        Finding(kind=Kind.ECC, verdict=Verdict.NOT_GOOD, text=text, fix=f"{fix}; or --ignore ecc", gpu=faults.index)
         for text, fix in found
     )
 
@@ -126,18 +127,18 @@ def unanswered(device: GpuReading) -> Finding:
 def shared_memory(shm: Shm | None) -> tuple[Finding, ...]:
     """Compare /dev/shm with what several processes of vLLM need."""
     if shm is None:
-        return (Finding(kind=Kind.SHM, verdict=Verdict.NO_GO, text="there is no /dev/shm", fix=LARGER_SHM),)
+        return (Finding(kind=Kind.SHM, verdict=Verdict.NOT_GOOD, text="there is no /dev/shm", fix=LARGER_SHM),)
     if shm.free_bytes >= ENOUGH_SHM_BYTES:
         return ()
     told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
     if shm.free_bytes >= LEAST_SHM_BYTES:
         text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
-        return (Finding(kind=Kind.SHM, verdict=Verdict.GO, text=text, fix=LARGER_SHM),)
+        return (Finding(kind=Kind.SHM, verdict=Verdict.GOOD, text=text, fix=LARGER_SHM),)
     text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
     left = shm.total_bytes >= ENOUGH_SHM_BYTES
     fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
-    return (Finding(kind=Kind.SHM, verdict=Verdict.NO_GO, text=text, fix=f"{fix}; or --ignore shm"),)
+    return (Finding(kind=Kind.SHM, verdict=Verdict.NOT_GOOD, text=text, fix=f"{fix}; or --ignore shm"),)
 
 
 def _mib(n_bytes: int) -> str:
-    return f"{n_bytes // 2**20} MiB"
+    return f"{n_bytes // MIB} MiB"

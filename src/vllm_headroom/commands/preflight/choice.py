@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Finding, Kind
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import GpuReading
 
 
@@ -49,7 +50,7 @@ def identical(devices: Sequence[GpuReading]) -> tuple[Finding, ...]:
     return (
         Finding(
             kind=Kind.IDENTICAL,
-            verdict=Verdict.NO_GO,
+            verdict=Verdict.NOT_GOOD,
             text=f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}",
             fix="name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so"
             " does their ECC mode; or --ignore identical",
@@ -79,7 +80,7 @@ def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: 
     return (
         Finding(
             kind=Kind.GPUS,
-            verdict=Verdict.NO_GO,
+            verdict=Verdict.NOT_GOOD,
             text=f"{given_by} names GPUs that are not visible: {', '.join(names)}",
             fix=f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES",
         ),
@@ -92,7 +93,7 @@ def _too_few(chosen: tuple[GpuReading, ...], count: int) -> tuple[Finding, ...]:
     return (
         Finding(
             kind=Kind.GPUS,
-            verdict=Verdict.NO_GO,
+            verdict=Verdict.NOT_GOOD,
             text=f"vLLM needs {count} GPUs, and {len(chosen)} are there for it",
             fix="lower --tensor-parallel-size, or give this container more GPUs",
         ),

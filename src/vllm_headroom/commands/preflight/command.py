@@ -1,33 +1,30 @@
-"""The command `preflight`: its options and its exit status."""
+"""The command `preflight`."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
 import os
-import signal
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.cli import BAD_INPUT, say
+from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import look
-from vllm_headroom.commands.preflight.options import DEFAULT_UTILIZATION, parser_of_options
+from vllm_headroom.commands.preflight.options import DEFAULT_UTILIZATION, DESCRIPTION, EXAMPLES, options
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.commands.preflight.wait import settled
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.values import GPU
 from vllm_headroom.daemon import logs
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
-STATUS: Final = {Verdict.GO: 0, Verdict.NO_GO: 1, Verdict.CANNOT_TELL: BAD_INPUT}
 PATIENCE_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
 
@@ -36,22 +33,22 @@ PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
 
 
-def start(words: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """The report, and how long it was waited for."""
+
+    report: Report
+    waited_seconds: float
+
+
+async def _run(given: Namespace) -> Settled:
     logs.configure("logfmt", "error")  # the readers log what is told here in full
-    parser = parser_of_options()
-    given = parser.parse_args(words)
-    wanted = _wanted(given, os.environ)
-    if isinstance(wanted, str):
-        parser.error(wanted)
-    report, waited_seconds = asyncio.run(_settled(given, wanted))
-    say(json.dumps(document(report, waited_seconds), indent=2) if given.json else text(report, waited_seconds))
-    return STATUS[report.verdict]
+    report, waited_seconds = await _settled(given, _wanted(given, os.environ))
+    return Settled(report=report, waited_seconds=waited_seconds)
 
 
-def _wanted(given: argparse.Namespace, environ: Mapping[str, str]) -> Wanted | str:
-    """Return which GPUs are meant, or what is wrong with CUDA_VISIBLE_DEVICES."""
+def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
+    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES does not say."""
     count, visible = given.tensor_parallel_size, environ.get("CUDA_VISIBLE_DEVICES")
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
@@ -60,11 +57,11 @@ def _wanted(given: argparse.Namespace, environ: Mapping[str, str]) -> Wanted | s
         return Wanted(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
-        return f"CUDA_VISIBLE_DEVICES: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place"
+        raise BadOptions(f"CUDA_VISIBLE_DEVICES: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
     return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
 
 
-async def _settled(given: argparse.Namespace, wanted: Wanted) -> tuple[Report, float]:
+async def _settled(given: Namespace, wanted: Wanted) -> tuple[Report, float]:
     plain = given.gpu_memory_utilization is None and given.bytes is None
     ask = Ask(
         utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
@@ -80,11 +77,18 @@ async def _settled(given: argparse.Namespace, wanted: Wanted) -> tuple[Report, f
         return judge(sight, ask, wanted, ignored)
 
     try:
-        return await settled(report, given.wait, _to_stderr)
+        return await settled(report, given.wait, tell)
     finally:
         await nvml.close()
 
 
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+COMMAND: Final[Command[Settled]] = Command(
+    usage="%(prog)s [OPTION]...",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=lambda settled: text(settled.report, settled.waited_seconds),
+    document=lambda settled: document(settled.report, settled.waited_seconds),
+    status=lambda settled: settled.report.verdict.status,
+)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from vllm_headroom.commands.verdict import Verdict
+
 
 class Kind(StrEnum):
     """What is looked at; a closed set, for scripts and for --ignore."""
@@ -18,17 +20,9 @@ class Kind(StrEnum):
     SHM = "shm"
 
 
-class Verdict(StrEnum):
-    """Whether vLLM would start."""
-
-    GO = "go"
-    NO_GO = "no_go"
-    CANNOT_TELL = "cannot_tell"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that keeps vLLM from starting, that cannot be told, or, with GO, that is worth a remark.
+    """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
 
     `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may mend it.
     """
@@ -44,4 +38,4 @@ class Finding:
 def overall(findings: Iterable[Finding]) -> Verdict:
     """Return the verdict: one certain hindrance is enough, whatever else cannot be told."""
     verdicts = {finding.verdict for finding in findings}
-    return next((worst for worst in (Verdict.NO_GO, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GO)
+    return next((worst for worst in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GOOD)

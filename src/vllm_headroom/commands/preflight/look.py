@@ -57,8 +57,8 @@ async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeo
     if isinstance(readings, Failure):
         return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
     faults = await nvml.faults(timeout_seconds)
-    seen = await processes.read(PROCESSES_SECONDS)
-    return Sight(readings=readings, faults=faults, holders=await _holders(readings, seen, proc), shm=shm_of(shm))
+    listed = await processes.read(PROCESSES_SECONDS)
+    return Sight(readings=readings, faults=faults, holders=await _holders(readings, listed, proc), shm=shm_of(shm))
 
 
 def shm_of(path: Path) -> Shm | None:
@@ -70,12 +70,14 @@ def shm_of(path: Path) -> Shm | None:
     return Shm(total_bytes=told.f_blocks * told.f_frsize, free_bytes=told.f_bavail * told.f_frsize)
 
 
-async def _holders(readings: GpuReadings, seen: ProcessReadings | Failure, proc: Path) -> dict[str, tuple[Holder, ...]]:
+async def _holders(
+    readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
+) -> dict[str, tuple[Holder, ...]]:
     names: dict[int, str] = {}
-    if not isinstance(seen, Failure) and pids_are_true(readings, seen):
+    if not isinstance(listed, Failure) and pids_are_true(readings, listed):
         pids = {process.pid for device in readings.devices for process in device.processes or ()}
-        names = await _names(proc, pids & seen.visible_pids)
-    memory_is_true = not isinstance(seen, Failure) and process_memory_is_true(readings, seen)
+        names = await _names(proc, pids & listed.visible_pids)
+    memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
         for device in readings.devices

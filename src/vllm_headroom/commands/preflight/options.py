@@ -1,16 +1,15 @@
-"""The options of `preflight`, understood."""
+"""The options of `preflight`."""
 
 from __future__ import annotations
 
-import argparse
-from typing import Final, TypeVar
+from typing import Final
 
-from vllm_headroom.commands.cli import Parser, accepting
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.config.values import gpu_names
-from vllm_headroom.units import duration_seconds, some_bytes, utilization
+from vllm_headroom.config.kinds import GPUS, RATIO, Value, choice, size, whole
+from vllm_headroom.config.options import Parser
+from vllm_headroom.units import duration_seconds
 
-T = TypeVar("T")
+WAIT: Final = Value(read=duration_seconds, accepts="a duration such as 120s or 2m")
 DEFAULT_UTILIZATION: Final = 0.92
 """vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
 
@@ -34,66 +33,18 @@ Example:
 """
 
 
-def parser_of_options() -> argparse.ArgumentParser:
-    """Return the parser of the command's options."""
-    parser = Parser(
-        prog="vllm-headroom preflight",
-        usage="%(prog)s [OPTION]...",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
     add = parser.add_argument
-    add(
-        "--gpu-memory-utilization",
-        metavar="RATIO",
-        type=accepting(utilization, "a ratio above 0, at most 1"),
-        help=f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)",
-    )
-    add(
-        "--bytes",
-        metavar="SIZE",
-        type=accepting(some_bytes, "a number of bytes, or a size such as 72GiB"),
-        help="what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes",
-    )
-    add(
-        "--gpus",
-        metavar="GPUS",
-        type=accepting(_gpus, "all, or GPU indices or UUIDs separated by commas"),
-        help="the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES leaves",
-    )
-    add(
-        "--tensor-parallel-size",
-        metavar="N",
-        type=accepting(_count, f"a number from 1 to {MOST_GPUS}"),
-        help="as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at",
-    )
-    add(
-        "--wait",
-        metavar="DURATION",
-        default=0.0,
-        type=accepting(duration_seconds, "a duration such as 120s or 2m"),
-        help="look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go",
-    )
-    add(
-        "--ignore",
-        metavar="WHAT",
-        action="append",
-        default=[],
-        choices=[str(kind) for kind in IGNORABLE],
-        help="go although: ecc (NVIDIA lets new work start while a remapping is due), identical or shm; repeatable",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of words")
-    return parser
-
-
-def _gpus(text: str) -> object:
-    return "all" if text == "auto" else gpu_names(text)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= MOST_GPUS:
-        raise ValueError
-    return count
+    ratio = f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)"
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
+    n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
+    add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
+    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES leaves"
+    add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
+    parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
+    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)
+    wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
+    add("--wait", metavar="DURATION", default=0.0, type=WAIT, help=wait)
+    ignore = "go although: ecc (NVIDIA lets new work start while a remapping is due), identical or shm; repeatable"
+    add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)

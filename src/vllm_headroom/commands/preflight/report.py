@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.commands.preflight import checks
-from vllm_headroom.commands.preflight.budget import GIB, Ask, asked_bytes, gib, highest_utilization
+from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
-from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict, overall
+from vllm_headroom.commands.preflight.finding import Finding, Kind, overall
 from vllm_headroom.commands.preflight.look import Holder, Shm, Sight
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
+from vllm_headroom.units import GIB, gib
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
 
@@ -33,7 +35,7 @@ class GpuReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found; the findings with GO are remarks."""
+    """What was found; the findings with GOOD are remarks."""
 
     driver_version: str | None
     gpus: tuple[GpuReport, ...]
@@ -48,7 +50,7 @@ class Report:
     @property
     def hindrances(self) -> tuple[Finding, ...]:
         """What is in the way of a go."""
-        return tuple(finding for finding in self.findings if finding.verdict is not Verdict.GO)
+        return tuple(finding for finding in self.findings if finding.verdict is not Verdict.GOOD)
 
     @property
     def may_pass(self) -> bool:
@@ -122,4 +124,4 @@ def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> tuple[Finding, ...]:
 
 
 def _remark(finding: Finding) -> Finding:
-    return replace(finding, verdict=Verdict.GO, text=f"{finding.text} (ignored)")
+    return replace(finding, verdict=Verdict.GOOD, text=f"{finding.text} (ignored)")

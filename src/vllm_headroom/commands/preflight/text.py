@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
-from vllm_headroom.commands.preflight.budget import gib, usable_bytes
-from vllm_headroom.commands.preflight.finding import Finding, Verdict
+from vllm_headroom.commands.preflight.budget import usable_bytes
+from vllm_headroom.commands.preflight.finding import Finding
 from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
+from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.units import gib
 
-SPOKEN: Final = {Verdict.GO: "GO", Verdict.NO_GO: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
-
-
-def text(report: Report, waited_seconds: float) -> str:
-    """Return what a person reads."""
-    return "\n".join(_lines(report, waited_seconds))
+SPOKEN: Final = {Verdict.GOOD: "GO", Verdict.NOT_GOOD: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
 
 
-def _lines(report: Report, waited_seconds: float) -> Iterator[str]:
+def text(report: Report, waited_seconds: float) -> Iterator[str]:
+    """Yield what a person reads."""
     for gpu in report.gpus:
         yield from _gpu(gpu)
     waited = f" after {waited_seconds:.0f} s" if waited_seconds >= 1 else ""
@@ -47,7 +45,7 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
 
 def _finding(finding: Finding) -> Iterator[str]:
     unsure = "cannot tell: " if finding.verdict is Verdict.CANNOT_TELL else ""
-    note = "note: " if finding.verdict is Verdict.GO else ""
+    note = "note: " if finding.verdict is Verdict.GOOD else ""
     of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
     yield f"  {note}{unsure}{of}{finding.text}"
     if finding.fix is not None:

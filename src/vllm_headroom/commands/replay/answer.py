@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.trace.parse import unnamed
+from vllm_headroom.trace.entries import unnamed
 from vllm_headroom.trace.replay import Watch
 
 
-def found(watch: Watch) -> dict[str, Any]:
+def document(watch: Watch) -> dict[str, Any]:
     """Return the object; times are the trace's, None is what is unknown."""
     begin, end = watch.span
     return {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
-from vllm_headroom.derive.readings import named
+from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.model import Failure, Snapshot
 
 Point = tuple[float, float | None]
@@ -34,14 +34,8 @@ class Curves:
             self.gpus.setdefault(uuid, [])
         for uuid, points in self.gpus.items():
             points.append((now, held.get(uuid)))
-        self.running.append((now, _running(snapshot)))
-
-
-def _running(snapshot: Snapshot) -> float | None:
-    if isinstance(snapshot.engines, Failure):
-        return None
-    known = [engine.running for engine in named(snapshot.engines) if engine.running is not None]
-    return sum(known) if known else None
+        page = snapshot.engines
+        self.running.append((now, None if isinstance(page, Failure) else running_requests(page)))
 
 
 def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:

@@ -9,11 +9,11 @@ import plotext
 
 from vllm_headroom.commands.replay.curves import Curves, Point, Stretch, limits, thinned
 from vllm_headroom.trace.replay import Watch
+from vllm_headroom.units import GIB
 
 DOTS: Final = 2
 """Of a braille character, side by side."""
 
-GB: Final = 1e9
 MEMORY_LINES: Final = 13
 LOAD_LINES: Final = 8
 TICKS: Final = 5
@@ -22,21 +22,17 @@ FRAME: Final = 12
 """Columns beside the drawing: the labels of its axis and the frame."""
 
 
-def drawing(watch: Watch, curves: Curves, *, columns: int, colour: bool) -> list[str]:
-    """Return a chart for each GPU and one of the load, where anything could be read; with escape codes if `colour`."""
+def drawing(watch: Watch, curves: Curves, *, columns: int) -> list[list[str]]:
+    """Return the lines of a chart for each GPU and one of the load, where anything could be read."""
     charts: list[str] = []
     for index, uuid, course in watch.gpus:
-        title = f"GPU {index}: memory held by the engine, GB"
+        title = f"GPU {index}: memory held by the engine, GiB"
         alarms = () if course.first is None else (course.first.seconds,)
         if alarms:
             title += "; the upright line is the first alarm"
-        charts += _chart(title, curves.gpus[uuid], alarms, unit=GB, columns=columns, lines=MEMORY_LINES)
+        charts += _chart(title, curves.gpus[uuid], alarms, unit=GIB, columns=columns, lines=MEMORY_LINES)
     charts += _chart("running requests", curves.running, (), unit=1.0, columns=columns, lines=LOAD_LINES)
-    return charts if colour else [_plain(chart) for chart in charts]
-
-
-def _plain(text: str) -> str:
-    return "\n".join(line.rstrip() for line in str(plotext.uncolorize(text)).splitlines())
+    return [[line.rstrip() for line in str(plotext.uncolorize(chart)).splitlines()] for chart in charts]
 
 
 def _chart(
@@ -51,9 +47,9 @@ def _chart(
     plotext.plotsize(columns, lines)
     for stretch in stretches:
         times, values = zip(*stretch, strict=True)
-        plotext.plot(times, [value / unit for value in values], marker="braille", color="cyan")
+        plotext.plot(times, [value / unit for value in values], marker="braille")
     for seconds in marks:
-        plotext.vline(seconds, "red")
+        plotext.vline(seconds)
     _axes(stretches, points, unit, lines)
     return [f"{title}\n{plotext.build()}"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.trace.course import Course, Interval, Moment
-from vllm_headroom.trace.parse import unnamed
+from vllm_headroom.trace.entries import unnamed
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
 

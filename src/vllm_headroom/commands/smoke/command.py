@@ -1,13 +1,13 @@
-"""The command `smoke`: its steps, what it prints, and how it went as the exit status."""
+"""The command `smoke`: its steps, and how they went."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm_headroom.commands.cli import say
+from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.smoke.completion import completed
 from vllm_headroom.commands.smoke.counters import counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
@@ -15,24 +15,48 @@ from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon import logs
 
-SERVES: Final = 0
-FAILED: Final = 1
+DESCRIPTION: Final = """\
+Says whether a vLLM that was just started serves: waits until it is healthy,
+lets it complete one short prompt, looks for that request in its metrics, and
+compares the GPU memory it holds with what it was told to use. It takes the
+daemon's settings for how to reach vLLM.
+"""
+
+EPILOG: Final = """\
+It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
+cannot use its settings. What cannot be looked at from here is skipped, and it
+says why.
+
+Example:
+  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
+"""
 
 
-async def serve(settings: SmokeSettings, *, as_json: bool) -> int:
-    """Print how it goes; return the exit status."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How each step went with the engine whose page is at `engine_url`."""
+
+    engine_url: str
+    steps: tuple[Step, ...]
+
+
+def _options(parser: Parser) -> None:
+    parser.add_settings(SmokeSettings)
+
+
+async def _run(given: Namespace) -> Report:
+    settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
     reach = Reach(settings)
-    steps = await taken(settings, reach, _to_stderr)
-    say(json.dumps(document(steps, reach), indent=2) if as_json else text(steps))
-    return SERVES if serves(steps) else FAILED
+    return Report(engine_url=reach.address(""), steps=await taken(settings, reach, tell))
 
 
-async def taken(settings: SmokeSettings, reach: Reach, tell: Callable[[str], None]) -> tuple[Step, ...]:
+async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> tuple[Step, ...]:
     """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
-    health = await healthy(reach, settings.deadline, tell)
+    health = await healthy(reach, settings.deadline, say)
     if health.state is State.FAILED:
         others = (name for name in Name if name is not Name.HEALTH)
         return (health, *(Step(name=name, state=State.SKIPPED, text="vLLM is not healthy") for name in others))
@@ -50,20 +74,25 @@ def serves(steps: tuple[Step, ...]) -> bool:
     return all(step.state is not State.FAILED for step in steps)
 
 
-def text(steps: tuple[Step, ...]) -> str:
-    """Return what a person reads."""
-    return "\n".join(f"{step.state:<8} {step.name:<12} {step.text}" for step in steps)
+def _text(report: Report) -> Iterator[str]:
+    yield from (f"{step.state:<8} {step.name:<12} {step.text}" for step in report.steps)
 
 
-def document(steps: tuple[Step, ...], reach: Reach) -> dict[str, Any]:
-    """Return the same for scripts."""
+def _document(report: Report) -> dict[str, Any]:
     return {
-        "serves": serves(steps),
-        "engine_url": reach.address(""),
-        "steps": [{"name": step.name, "state": step.state, "text": step.text} for step in steps],
+        "serves": serves(report.steps),
+        "engine_url": report.engine_url,
+        "steps": [{"name": step.name, "state": step.state, "text": step.text} for step in report.steps],
     }
 
 
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+COMMAND: Final[Command[Report]] = Command(
+    usage="%(prog)s [--json] [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    text=_text,
+    document=_document,
+    status=lambda report: 0 if serves(report.steps) else 1,
+)

@@ -12,7 +12,7 @@ from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import Name, State, Step
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Answer
-from vllm_headroom.vocabulary import CONTROLS, Reason
+from vllm_headroom.vocabulary import Reason
 
 MODELS: Final = "v1/models"
 MODELS_SECONDS: Final = 10.0
@@ -62,7 +62,7 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
 
 def _completed(model: str, answer: Answer | Failure, seconds: float) -> Step:
     tokens = 0 if isinstance(answer, Failure) else _tokens(_document(answer.text))
-    text = f"{_plain(model)} gave {tokens} tokens in {seconds:.2f} s"
+    text = f"{model} gave {tokens} tokens in {seconds:.2f} s"
     return Step(name=Name.COMPLETION, state=State.OK, text=text)
 
 
@@ -76,7 +76,7 @@ def _trouble(answer: Answer | Failure, address: str) -> str | None:
         said = _said(answer.text)
         return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advice(answer.status, said)}"
     if not _tokens(_document(answer.text)):
-        said = _plain(answer.text[:SAID_CHARACTERS])
+        said = answer.text[:SAID_CHARACTERS]
         return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
     return None
 
@@ -106,7 +106,7 @@ def _said(text: str) -> str:
     document = _document(text)
     error = document.get("error")
     message = error.get("message") if isinstance(error, dict) else document.get("message")
-    return _plain((message if isinstance(message, str) else text).strip()[:SAID_CHARACTERS])
+    return (message if isinstance(message, str) else text).strip()[:SAID_CHARACTERS]
 
 
 def _document(text: str) -> dict[str, Any]:
@@ -115,10 +115,6 @@ def _document(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
-
-
-def _plain(text: str) -> str:
-    return text.translate(CONTROLS)
 
 
 def _failed(text: str) -> Step:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Final
-
-import httpx
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.smoke.step import Name, State, Step
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.derive.attribution import AttributionState, attribute
+from vllm_headroom.daemon.look import machine
 from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Sample, Snapshot
-from vllm_headroom.scrape.http.reader import port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
-GPUS_SECONDS: Final = 6.0
-PROCESSES_SECONDS: Final = 6.0
 NOT_ITS_OWN: Final = -0.5
 """A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
 
@@ -34,14 +26,13 @@ async def within(settings: Settings, page: EnginePage | Failure, limit_ratio: fl
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return _skipped(f"the engine's page, which has its budget, cannot be read: {page.message}")
-    readings, processes = await asyncio.gather(_gpu_readings(), _processes(settings))
-    if isinstance(readings, Failure):
-        return _skipped(f"the GPUs cannot be read: {readings.message}")
-    _, gpus = attribute(AttributionState(), readings, processes, settings.selection)
-    if not any(gpu.attribution for gpu in gpus):
+    here = await machine(settings)
+    if isinstance(here.readings, Failure):
+        return _skipped(f"the GPUs cannot be read: {here.readings.message}")
+    if not any(gpu.attribution for gpu in here.gpus):
         return _skipped(NO_GPU)
     snapshot = Snapshot(
-        time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=gpus, processes=()
+        time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
     return judged(discrepancy(snapshot, configured_bytes=settings.reported_bytes), limit_ratio)
 
@@ -62,19 +53,6 @@ def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
     if strangers:
         return _skipped(f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are")
     return Step(name=Name.DISCREPANCY, state=State.OK, text=f"{told}, {limit_ratio:.1%} is allowed")
-
-
-async def _gpu_readings() -> GpuReadings | Failure:
-    nvml = Nvml(monotonic=time.monotonic)
-    try:
-        return await nvml.read(GPUS_SECONDS)
-    finally:
-        await nvml.close()
-
-
-async def _processes(settings: Settings) -> ProcessReadings | Failure:
-    port = port_of(httpx.URL(settings.engine_url))
-    return await Processes(engine_port=port, monotonic=time.monotonic).read(PROCESSES_SECONDS)
 
 
 def _skipped(text: str) -> Step:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import Mapping
-from typing import Final
 
 import httpx
 
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.app import page_reader
+from vllm_headroom.daemon.look import closed, fetched
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.http.reader import Answer, PageReader
 from vllm_headroom.vocabulary import Reason
-
-GOODBYE_SECONDS: Final = 0.3
 
 
 class Reach:
@@ -32,11 +28,7 @@ class Reach:
 
     async def text(self, path: str, seconds: float) -> str | Failure:
         """Return what is served at `path`, which is relative to the engine's page; never raise."""
-        reader = self._reader(path, seconds)
-        try:
-            answer = await reader.fetch()
-        finally:
-            await _close(reader)
+        answer = await fetched(self._reader(path, seconds))
         return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
 
     async def page(self) -> str | Failure:
@@ -49,7 +41,7 @@ class Reach:
         try:
             answer = await reader.post(body)
         finally:
-            await _close(reader)
+            await closed(reader)
         return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
 
     def _told(self, path: str, seconds: float, failure: Failure) -> Failure:
@@ -61,9 +53,3 @@ class Reach:
 
     def _reader(self, path: str, seconds: float) -> PageReader:
         return page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
-
-
-async def _close(reader: PageReader) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GOODBYE_SECONDS):
-            await reader.close()

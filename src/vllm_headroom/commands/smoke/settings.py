@@ -10,24 +10,6 @@ from vllm_headroom.config.fields import setting
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.units import duration_seconds, share
 
-USAGE: Final = """\
-Usage: vllm-headroom smoke [--json] [OPTION VALUE]...
-
-Says whether a vLLM that was just started serves: waits until it is healthy,
-lets it complete one short prompt, looks for that request in its metrics, and
-compares the GPU memory it holds with what it was told to use. It takes the
-daemon's settings for how to reach vLLM.
-
-  --json           Print one JSON object instead of words.
-
-It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
-cannot use its settings. What cannot be looked at from here is skipped, and it
-says why.
-
-Example:
-  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
-"""
-
 USED: Final = frozenset({"gpus", "reported_bytes"})
 
 

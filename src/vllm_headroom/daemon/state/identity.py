@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.derive.leak.gpus import finished, life
-from vllm_headroom.derive.readings import named
+from vllm_headroom.derive.page_facts import finished, life, named
 from vllm_headroom.model import EnginePage, Failure
 
 COUNTED_SECONDS: Final = 300.0

@@ -7,9 +7,8 @@ from math import isfinite, log
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.gpus import finished, life
-from vllm_headroom.derive.leak.work import begun_anew
-from vllm_headroom.derive.readings import gpu_labels, running_requests
+from vllm_headroom.derive.page_facts import begun_anew, finished, life, running_requests
+from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1

@@ -9,8 +9,9 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
 from vllm_headroom.derive.leak.track import observe, warming_up
-from vllm_headroom.derive.readings import gpu_labels, named
-from vllm_headroom.model import EnginePage, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.derive.page_facts import awake, finished, life
+from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
@@ -60,25 +61,6 @@ def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
         awake=None if page is None else awake(page),
         room_bytes=room,
     )
-
-
-def finished(page: EnginePage) -> float | None:
-    """Return the requests all engines of the page finished; None where one does not say."""
-    totals = [engine.finished_total for engine in named(page)]
-    known = [total for total in totals if total is not None]
-    return sum(known) if known and len(known) == len(totals) else None
-
-
-def life(page: EnginePage) -> str | None:
-    """Return what names this life of the server: when it started, where the page says so."""
-    started = {engine.started_at_seconds for engine in page.engines} - {None}
-    return ",".join(sorted(f"{seconds:.3f}" for seconds in started if seconds is not None)) or None
-
-
-def awake(page: EnginePage) -> bool | None:
-    """Return False while an engine of the page sleeps; None where none says."""
-    said = [engine.awake for engine in page.engines if engine.awake is not None]
-    return all(said) if said else None
 
 
 def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:

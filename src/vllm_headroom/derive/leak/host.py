@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Observation, Track
-from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, awake, finished, kept, leak_state
+from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
 from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.page_facts import awake, finished
 from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
 

@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels, named, running_requests
+from vllm_headroom.derive.page_facts import named, running_requests
+from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Failure, Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0

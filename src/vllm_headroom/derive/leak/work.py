@@ -8,6 +8,7 @@ from math import exp
 from typing import Final
 
 from vllm_headroom.derive.leak.facts import Observation, Work
+from vllm_headroom.derive.page_facts import begun_anew
 
 AVERAGE_SECONDS: Final = 300.0
 MILEAGE_SECONDS: Final = 900.0
@@ -18,13 +19,6 @@ MILEAGE_POINTS: Final = 97
 def restarted(work: Work, seen: Observation) -> bool:
     """Return whether this is another life of the engine: its start time or processes changed, or its counter fell."""
     return begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
-
-
-def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
-    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing."""
-    if life is not None and new_life is not None and life != new_life:
-        return True
-    return finished is not None and new_finished is not None and new_finished < finished
 
 
 def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:

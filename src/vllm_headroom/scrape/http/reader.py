@@ -15,7 +15,7 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
-from vllm_headroom.scrape.http.credentials import Credentials
+from vllm_headroom.scrape.http.credential_reader import CredentialReader
 from vllm_headroom.scrape.http.failures import broken_body, no_answer, refusal, without_secrets
 from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason
@@ -59,7 +59,7 @@ class PageReader:
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
-        self._credentials = Credentials(bearer_token_file, ca_file)
+        self._credentials = CredentialReader(bearer_token_file, ca_file)
         self._has_token = bearer_token_file is not None
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "gzip"

@@ -13,7 +13,8 @@ from vllm_headroom.commands.advise.finding import Advice, Cause, Change
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.history.history import History
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.commands.advise.verdict import Answer, Verdict, judge
+from vllm_headroom.commands.advise.verdict import Answer, judge
+from vllm_headroom.commands.verdict import Verdict
 
 AS_SET = Settings(gpu_memory_utilization=0.92)
 Trace = Callable[[], Iterator[traces.Record]]
@@ -73,7 +74,7 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
 def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: Settings) -> None:
     told = answer(trace, settings)
 
-    assert (told.verdict, told.advice, told.missing) == (Verdict.NOTHING_TO_CHANGE, (), ())
+    assert (told.verdict, told.advice, told.missing) == (Verdict.GOOD, (), ())
 
 
 @pytest.mark.parametrize(("trace", "cause"), CAUSES)
@@ -81,7 +82,7 @@ def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: Settings) -> N
 def test_each_cause_is_found_and_no_other(trace: Trace, cause: Cause, settings: Settings) -> None:
     told = answer(trace, settings)
 
-    assert told.verdict is Verdict.ADVICE
+    assert told.verdict is Verdict.NOT_GOOD
     assert [advice.cause for advice in told.advice] == [cause]
     assert told.advice[0].changes
     assert told.advice[0].evidence

@@ -79,7 +79,7 @@ def test_json_has_the_same_for_scripts(overshoot: str, tmp_path: Path) -> None:
         "missing",
         "notes",
     ]
-    assert (found["verdict"], found["origin"], found["samples"]) == ("advice", "trace", 960)
+    assert (found["verdict"], found["origin"], found["samples"]) == ("not_good", "trace", 960)
     assert (found["vllm_version"], found["vllm_version_at_least"]) == (None, "0.11.1")
     (advice,) = found["advice"]
     assert advice["cause"] == "configuration_overshoot"
@@ -108,7 +108,7 @@ def test_what_cannot_be_told_ends_with_status_2_and_says_what_is_missing() -> No
 
 def test_a_sidecars_page_is_read() -> None:
     with EngineServer(page(pages.text(pages.healthy(engine_mib=80_800)))) as server:
-        process = advise("--url", server.url.removesuffix("/metrics"))
+        process = advise("--headroom-url", server.url.removesuffix("/metrics"))
 
     assert (process.returncode, process.stderr) == (1, "")
     assert "first --gpu-memory-utilization 0.90 (now 0.92)" in process.stdout
@@ -146,7 +146,7 @@ def test_an_engine_that_sizes_its_cache_in_bytes_is_told_bytes(overshoot: str) -
     assert "--gpu-memory-utilization" not in process.stdout
 
 
-BOTH = "needs a TRACE or --url, and not both"
+BOTH = "needs a TRACE or --headroom-url, and not both"
 RATIO = "accepts a ratio above 0, at most 1"
 URL = "accepts an http or https URL such as http://gpu-7:9839"
 VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
@@ -156,42 +156,45 @@ VERSIONS = "accepts a version of vLLM from 0.4 on, such as 0.11.2"
     ("words", "why"),
     [
         ((), BOTH),
-        (("-", "--url", "http://h"), BOTH),
+        (("-", "--headroom-url", "http://h"), BOTH),
         (("-", "--trace", "x"), BOTH),
-        (("-", "--vllm-version", "0.1.dev1"), f"argument --vllm-version: got '0.1.dev1', {VERSIONS}"),
-        (("-", "--gpu-memory-utilization", "92"), f"argument --gpu-memory-utilization: got '92', {RATIO}"),
-        (("-", "--max-num-seqs", "0"), "argument --max-num-seqs: got '0', accepts a whole number above 0"),
-        (("--url", "gpu-7:9839"), f"argument --url: got 'gpu-7:9839', {URL}"),
+        (("-", "--vllm-version", "0.1.dev1"), f"--vllm-version: got '0.1.dev1', {VERSIONS}"),
+        (("-", "--gpu-memory-utilization", "92"), f"--gpu-memory-utilization: got '92', {RATIO}"),
+        (("-", "--max-num-seqs", "0"), "--max-num-seqs: got '0', accepts a whole number from 1 on"),
+        (("--headroom-url", "gpu-7:9839"), f"--headroom-url: got 'gpu-7:9839', {URL}"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(words: tuple[str, ...], why: str) -> None:
     process = advise(*words)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"vllm-headroom advise: {why}; see --help\n"
+    assert process.stderr == f"vllm-headroom advise: {why}\n"
 
 
 def test_a_trace_that_is_not_there_is_one_line() -> None:
     process = advise("missing.jsonl")
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "missing.jsonl: cannot be read: No such file or directory\n"
+    assert process.stderr == "vllm-headroom advise: missing.jsonl: cannot be read: No such file or directory\n"
 
 
 def test_a_trace_that_is_none_names_the_line() -> None:
     process = advise("-", trace='{"headroom_trace": 1}\n{"t": 1}\n{"t": "x"}\n')
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "line 3: t: got 'x', accepts seconds since the epoch\n"
+    assert process.stderr == "vllm-headroom advise: line 3: t: got 'x', accepts seconds since the epoch\n"
 
 
 def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
     with EngineServer(page("")) as server:
         url = server.url
-    process = advise("--url", url)
+    process = advise("--headroom-url", url)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"no page from {url} (unreachable): check that vllm-headroom runs there, port 9839\n"
+    assert (
+        process.stderr
+        == f"vllm-headroom advise: no page from {url} (unreachable): check that vllm-headroom runs there, port 9839\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
 def test_an_engine_that_is_none_is_one_line(answer: Answer, why: str) -> None:
     with EngineServer(answer) as server:
         process = advise("-", "--engine-url", server.url)
-        expected = why.format(url=server.url)
+        expected = f"vllm-headroom advise: {why.format(url=server.url)}"
 
     assert (process.returncode, process.stdout, process.stderr) == (2, "", expected)
 
@@ -214,13 +217,13 @@ def test_help_has_an_example() -> None:
     process = advise("--help")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert "  vllm-headroom advise --url http://gpu-7:9839 --json\n" in process.stdout
+    assert "  vllm-headroom advise --headroom-url http://gpu-7:9839 --json\n" in process.stdout
 
 
 def test_a_trace_alone_brings_no_http_client() -> None:
     code = (
-        "import sys; from vllm_headroom.__main__ import main; sys.argv = ['x', 'advise', '-'];"
-        " main(); print(*sys.modules, file=sys.stderr)"
+        "import sys; from vllm_headroom.commands import cli; from vllm_headroom.commands.advise.command import COMMAND;"
+        " cli.execute(COMMAND, 'advise', ['-'], {}); print(*sys.modules, file=sys.stderr)"
     )
     process = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,7 +10,8 @@ from tests.unit.commands.advise import traces
 from vllm_headroom.commands.advise.facts import EngineFacts, Shortage
 from vllm_headroom.commands.advise.finding import Cause
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.commands.advise.verdict import Verdict, judge
+from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom.commands.verdict import Verdict
 
 
 def engine(records: traces.Records) -> EngineFacts:
@@ -74,7 +75,7 @@ def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
 
     told = judge(traces.facts(changed()))
 
-    assert told.verdict is Verdict.NOTHING_TO_CHANGE
+    assert told.verdict is Verdict.GOOD
     assert told.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
     assert told.notes[0].startswith("Judged since 2025-10-09 16:53:20Z")
 
@@ -151,7 +152,7 @@ def test_samples_without_gpus_or_engines_are_passed_over() -> None:
         for step, record in enumerate(traces.healthy())
     ]
 
-    assert judge(traces.facts(records)).verdict is Verdict.NOTHING_TO_CHANGE
+    assert judge(traces.facts(records)).verdict is Verdict.GOOD
 
 
 def test_a_short_trace_is_not_called_healthy() -> None:
@@ -177,7 +178,7 @@ def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
 
     told = judge(traces.facts(records))
 
-    assert told.verdict is Verdict.NOTHING_TO_CHANGE
+    assert told.verdict is Verdict.GOOD
     assert any(note.startswith("Too little was looked up in the prefix cache") for note in told.notes)
 
 

@@ -22,7 +22,8 @@ from vllm_headroom.commands.advise.finding import Cause
 from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.history.page import facts_of
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.commands.advise.verdict import Answer, Verdict, judge
+from vllm_headroom.commands.advise.verdict import Answer, judge
+from vllm_headroom.commands.verdict import Verdict
 
 FULL: Lines = {
     of_engine(catalog.ENGINE_KV_USED): 0.99,
@@ -48,7 +49,7 @@ def causes(lines: Lines) -> list[Cause]:
 def test_a_healthy_page_is_told_nothing_now() -> None:
     told = answer(healthy())
 
-    assert (told.verdict, told.missing) == (Verdict.NOTHING_TO_CHANGE, ())
+    assert (told.verdict, told.missing) == (Verdict.GOOD, ())
     assert any(note.startswith("One page is a moment") for note in told.notes)
 
 
@@ -117,7 +118,7 @@ def test_memory_of_nobody_up_to_200_mib_is_the_drivers() -> None:
 
 
 def test_a_full_cache_that_hardly_preempts_is_no_trouble() -> None:
-    assert answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 500}).verdict is Verdict.NOTHING_TO_CHANGE
+    assert answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 500}).verdict is Verdict.GOOD
 
 
 def test_a_full_cache_that_preempts_is_told_as_of_now() -> None:
@@ -232,3 +233,11 @@ def test_another_page_is_refused_with_its_reason(page: str, why: str) -> None:
 
     assert isinstance(found, str)
     assert found.startswith(why)
+
+
+def test_requests_that_one_engine_does_not_tell_are_unknown_in_all() -> None:
+    crowded = healthy(engine_mib=80_700)
+    other = {line(catalog.ENGINE_INFO, {"model_name": "m", "engine": "1", "profile": "vllm"}): 1.0}
+
+    assert facts(crowded).gpus[0].spells[0].running == 80
+    assert facts(crowded | other).gpus[0].spells[0].running is None

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_headroom.commands.advise.document import document
@@ -28,7 +28,8 @@ from vllm_headroom.commands.advise.finding import Cause, Change
 from vllm_headroom.commands.advise.flags import FIRST, Flag
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.text import text
-from vllm_headroom.commands.advise.verdict import Verdict, judge
+from vllm_headroom.commands.advise.verdict import judge
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.vocabulary import LeakState
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url"}
@@ -148,6 +149,15 @@ def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
     )
 
 
+ENDED_BESIDE_OTHERS = Start(most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=2e9, room_before_bytes=2.1e9)
+MORE_WAS_FREE_THAN_IS_THERE = Facts(
+    origin=Origin.TRACE,
+    settings=Settings(),
+    gpus=(GpuFacts(index=0, uuid="GPU-a", leak=Leak(state=LeakState.STABLE), usable_bytes=1e9),),
+    failed_starts=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
+)
+
+
 def changes(found: Facts) -> list[tuple[Cause, Change]]:
     return [(advice.cause, change) for advice in judge(found).advice for change in advice.changes]
 
@@ -158,11 +168,12 @@ def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> Non
     told = judge(found)
     there = {str(flag) for flag in Flag if FIRST[flag] <= found.settings.known}
 
-    for words in (text(told), json.dumps(document(told), allow_nan=False)):
+    for words in ("\n".join(text(told)), json.dumps(document(told), allow_nan=False)):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS
 
 
 @given(facts(HEALTHY) | facts())
+@example(MORE_WAS_FREE_THAN_IS_THERE)
 @settings(max_examples=300, deadline=None)
 def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
     for _, change in changes(found):
@@ -216,6 +227,6 @@ def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
 def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
     told = judge(found)
 
-    assert (told.verdict is Verdict.ADVICE) == bool(told.advice)
-    if told.verdict is Verdict.NOTHING_TO_CHANGE:
+    assert (told.verdict is Verdict.NOT_GOOD) == bool(told.advice)
+    if told.verdict is Verdict.GOOD:
         assert not told.missing

@@ -10,6 +10,7 @@ from typing import Any, Final
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.history import History
 from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshots
 
 Record = dict[str, Any]
@@ -39,7 +40,7 @@ def facts(records: Records, settings: Settings = UNTOLD) -> Facts:
 def history(records: Records) -> History:
     seen = History()
     for snapshot in snapshots(text(records).encode().splitlines()):
-        assert not isinstance(snapshot, str), snapshot
+        assert isinstance(snapshot, Snapshot), snapshot
         seen.step(snapshot)
     return seen
 

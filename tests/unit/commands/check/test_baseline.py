@@ -64,7 +64,7 @@ def test_host_memory_that_grew_fails(tmp_path: Path) -> None:
     [
         ({"model": "n"}, {}, "the baseline is of another model: m there, n here"),
         ({}, {"gpus": 2}, "the baseline has 2 GPUs, this trace 1"),
-        ({}, {"total": TOTAL // 2}, "the baseline is of another kind of GPU: 41.9 GB there, 83.9 GB here"),
+        ({}, {"total": TOTAL // 2}, "the baseline is of another kind of GPU: 39.1 GiB there, 78.1 GiB here"),
         ({"running": 80.0}, {}, "no load in common: 80 running here, 40 running in the baseline"),
         (
             {},
@@ -143,9 +143,9 @@ def test_the_table_has_the_baseline_beside(tmp_path: Path) -> None:
         "",
         "             limit                      of           found                     at most  baseline",
         "passed       engine restarts                         0                         0        0",
-        "FAILED       GPU memory over baseline   GPU 0        80.7 GB, +10.00%          5% more  73.4 GB",
+        "FAILED       GPU memory over baseline   GPU 0        75.2 GiB, +10.00%         5% more  68.4 GiB",
         "             at 40 running, and 40 in the baseline",
-        "passed       host memory over baseline  engine_core  3.15 GB, +0.00%           5% more  3.15 GB",
+        "passed       host memory over baseline  engine_core  2.93 GiB, +0.00%          5% more  2.93 GiB",
         "             at 40 running, and 40 in the baseline",
         "passed       KV cache against baseline  engine 0     1,000,000 tokens, +0.00%  5% less  1,000,000 tokens",
         "",

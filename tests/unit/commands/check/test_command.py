@@ -11,6 +11,7 @@ import pytest
 from tests.unit.commands.check.checking import OWN, check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
 
+A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"
 LIMIT = ("--max-leak-per-thousand-requests", "1MB")
 
 
@@ -22,7 +23,7 @@ def test_a_bad_line_ends_with_status_2_and_is_named(tmp_path: Path, json: tuple[
     process = check("--trace", trace, *LIMIT, *json)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "--trace: line 722: gpus: got 3, accepts a list or null\n"
+    assert process.stderr == "vllm-headroom check: --trace: line 722: gpus: got 3, accepts a list or null\n"
 
 
 def test_a_bad_baseline_is_named(steady: str, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_bad_baseline_is_named(steady: str, tmp_path: Path) -> None:
     process = check("--trace", steady, "--baseline", str(missing), *LIMIT)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"--baseline: {missing}: cannot be read: No such file or directory\n"
+    assert process.stderr == f"vllm-headroom check: --baseline: {missing}: cannot be read: No such file or directory\n"
 
 
 def test_a_trace_can_come_from_standard_input(steady: str) -> None:
@@ -51,15 +52,19 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
     process = check("--trace", steady, *LIMIT, "--junit", str(file))
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"{file}: cannot be written: No such file or directory\n"
+    assert process.stderr == f"vllm-headroom check: {file}: cannot be written: No such file or directory\n"
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "the following arguments are required: --trace"),
-        (("--trace", "x"), "needs a limit, such as --max-leak-per-thousand-requests 1MB"),
-        (("--trace", "x", "--max-restarts", "3"), "needs a limit, such as --max-leak-per-thousand-requests 1MB"),
+        ((), "--trace: needed, accepts the path of a trace, or - for standard input"),
+        (
+            ("--trace", "x", "--max-bytes-per-request", "2"),
+            f"--max-bytes-per-request: got '2' (without a unit it is bytes: 2GiB?), {A_SIZE}",
+        ),
+        (("--trace", "x"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
+        (("--trace", "x", "--max-restarts", "3"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
         (("--trace", "x", "--max-growth-over-baseline", "5%"), "--max-growth-over-baseline needs a --baseline"),
         (
             ("--trace", "-", "--baseline", "-", *LIMIT),
@@ -67,31 +72,31 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
         ),
         (
             ("--trace", "x", "--max-leak-per-thousand-requests", "1G"),
-            "argument --max-leak-per-thousand-requests: got '1G', accepts a number of bytes, or a size such as 8MiB",
+            f"--max-leak-per-thousand-requests: got '1G', {A_SIZE}",
         ),
         (
             ("--trace", "x", "--max-discrepancy", "3"),
-            "argument --max-discrepancy: got '3', accepts a share such as 3% or 0.03",
+            "--max-discrepancy: got '3', accepts a share such as 5% or 0.05, at most 100%",
         ),
         (
             ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "90"),
-            "argument --gpu-memory-utilization: got '90', accepts a ratio above 0, at most 1",
+            "--gpu-memory-utilization: got '90', accepts a ratio above 0, at most 1",
         ),
         (
             ("--trace", "x", *LIMIT, "--gpu-memory-utilization", "0.9", "--reported-bytes", "1GB"),
-            "argument --reported-bytes: not allowed with argument --gpu-memory-utilization",
+            "--gpu-memory-utilization and --reported-bytes cannot both be given",
         ),
         (
             ("--trace", "x", *LIMIT, "--json", "--format", "github"),
-            "argument --format: not allowed with argument --json",
+            "--json and --format cannot both be given",
         ),
         (
             ("--trace", "x", "--max-preemptions-per-thousand-requests", "nan"),
-            "argument --max-preemptions-per-thousand-requests: got 'nan', accepts a number, 0 or more",
+            "--max-preemptions-per-thousand-requests: got 'nan', accepts a number, 0 or more",
         ),
         (
             ("--trace", "x", *LIMIT, "--max-restarts", "-1"),
-            "argument --max-restarts: got '-1', accepts a whole number, 0 or more",
+            "--max-restarts: got '-1', accepts a whole number from 0 on",
         ),
     ],
 )
@@ -99,20 +104,21 @@ def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], prob
     process = check(*words)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"vllm-headroom check: {problem}; see --help\n"
+    assert process.stderr == f"vllm-headroom check: {problem}\n"
 
 
 def test_help_has_an_example_and_every_limit() -> None:
     process = check("--help")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert "vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MB" in process.stdout
+    assert "vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB" in process.stdout
     assert process.stdout.count("  --max-") == 7
 
 
 def test_a_check_imports_nothing_of_the_daemon() -> None:
     code = (
-        "import sys; from vllm_headroom.commands.check.command import start; start(sys.argv[1:]); print(*sys.modules)"
+        "import sys; from vllm_headroom.commands import cli; from vllm_headroom.commands.check.command import COMMAND;"
+        " cli.execute(COMMAND, 'check', sys.argv[1:], {}); print(*sys.modules)"
     )
     process = subprocess.run(
         [sys.executable, "-c", code, "--trace", "-", *LIMIT],

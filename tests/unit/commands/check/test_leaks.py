@@ -24,7 +24,7 @@ def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(s
 
     assert status == 0
     assert (found[LEAK]["outcome"], found[LEAK]["value"], found[LEAK]["most"]) == ("passed", None, 1_000_000)
-    assert found[LEAK]["why"] == "one of 500 kB or more would have been seen in 2 h 29 min and 179,900 requests"
+    assert found[LEAK]["why"] == "one of 488 KiB or more would have been seen in 2 h 29 min and 179,900 requests"
 
 
 def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_an_early_warning_that_a_restart_cut_off_cannot_be_told(tmp_path: Path) 
             0.5,
             (
                 "one at the limit would not have been seen in 29 min 55 s and 35,900 requests, "
-                "only one of 4 MB or more: record about 4 times as many"
+                "only one of 3.81 MiB or more: record about 4 times as many"
             ),
         ),
     ],
@@ -169,4 +169,4 @@ def test_the_baselines_leak_stands_beside_it(steady: str, leaking: str) -> None:
     _, found = judged("--trace", steady, "--baseline", leaking, *AT_1_MB)
 
     assert found[LEAK]["baseline"] == pytest.approx(12.8e6, rel=0.05)
-    assert any(line.split()[-2:] == ["12.8", "MB"] for line in lines)
+    assert any(line.split()[-2:] == ["12.2", "MiB"] for line in lines)

@@ -40,7 +40,7 @@ def test_the_discrepancy_is_the_highest_against_what_the_engine_was_told_to_use(
 
     assert (status, found["discrepancy"]["outcome"]) == (1, "failed")
     assert found["discrepancy"]["value"] == pytest.approx(0.05, abs=1e-6)
-    assert found["discrepancy"]["why"] == "at the highest 3.77 GB over what was reported, at 2025-10-09 09:18:20Z"
+    assert found["discrepancy"]["why"] == "at the highest 3.52 GiB over what was reported, at 2025-10-09 09:18:20Z"
     assert judged("--trace", trace, "--max-discrepancy", "0.06", *UTILIZATION)[0] == 0
 
 
@@ -56,7 +56,7 @@ def test_a_discrepancy_without_what_was_reported_cannot_be_told(steady: str) -> 
 
     assert (status, found["discrepancy"]["outcome"], found["discrepancy"]["value"]) == (2, "cannot_tell", None)
     assert found["discrepancy"]["why"] == (
-        "a trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
+        "the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes"
     )
 
 
@@ -81,7 +81,7 @@ def test_a_request_is_priced_at_the_highest_load_that_lasted(tmp_path: Path) -> 
     status, found = judged("--trace", trace, "--max-bytes-per-request", "2GB")
     cost = found["bytes per running request"]
 
-    assert (status, cost["value"], cost["why"]) == (0, HELD / 40, "73.4 GB held at this load")
+    assert (status, cost["value"], cost["why"]) == (0, HELD / 40, "68.4 GiB held at this load")
     assert judged("--trace", trace, "--max-bytes-per-request", "1.8GB")[0] == 1
 
 

@@ -100,7 +100,7 @@ def test_a_trace_that_cannot_be_read_leaves_no_older_report(tmp_path: Path) -> N
 
     assert process.returncode == 2
     assert case[0].tag == "error"
-    assert case[0].get("message") == process.stderr.rstrip("\n")
+    assert process.stderr == f"vllm-headroom check: {case[0].get('message')}\n"
 
 
 def test_the_annotations_of_a_failure(leaking: str) -> None:
@@ -111,12 +111,12 @@ def test_the_annotations_of_a_failure(leaking: str) -> None:
     assert process.returncode == 1
     assert table.startswith(f"{leaking}: 1,800 samples")
     assert annotations == (
-        "::error title=vllm-headroom check::leak per thousand requests, GPU 0: 12.8 MB, at most 1 MB"
-        " (the detector's alarm; 95 %25: 12.3 MB to 13.3 MB, 2.19 GB in all)\n"
+        "::error title=vllm-headroom check::leak per thousand requests, GPU 0: 12.2 MiB, at most 977 KiB"
+        " (the detector's alarm; 95 %25: 11.7 MiB to 12.7 MiB, 2.04 GiB in all)\n"
         "::warning title=vllm-headroom check::discrepancy, GPU 0: unknown, at most 3%25"
-        " (a trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes)\n"
-        "::error title=vllm-headroom check::bytes per running request, GPU 0: 1.86 GB at 40 running, at most 1 GB"
-        " (74.6 GB held at this load)\n"
+        " (the trace does not say what the engine was told to use: give --gpu-memory-utilization or --reported-bytes)\n"
+        "::error title=vllm-headroom check::bytes per running request, GPU 0: 1.74 GiB at 40 running, at most 954 MiB"
+        " (69.4 GiB held at this load)\n"
     )
 
 
@@ -146,14 +146,14 @@ def test_the_table(steady: str) -> None:
     assert process.stdout.splitlines() == [
         f"{steady}: 1,800 samples over 2 h 29 min, 179,900 requests finished",
         "",
-        "             limit                              of     found                  at most",
-        "passed       engine restarts                           0                      0",
-        "cannot tell  leak per thousand requests         GPU 0  none seen              100 kB",
-        "             one at the limit would not have been seen in 2 h 29 min and 179,900 requests, only one of 800 kB",
+        "             limit                              of     found                   at most",
+        "passed       engine restarts                           0                       0",
+        "cannot tell  leak per thousand requests         GPU 0  none seen               97.7 KiB",
+        f"{' ' * 13}one at the limit would not have been seen in 2 h 29 min and 179,900 requests, only one of 781 KiB",
         "             or more: record about 8 times as many",
-        "FAILED       bytes per running request          GPU 0  1.84 GB at 40 running  1.5 GB",
-        "             73.4 GB held at this load",
-        "passed       preemptions per thousand requests         0                      0",
+        "FAILED       bytes per running request          GPU 0  1.71 GiB at 40 running  1.4 GiB",
+        "             68.4 GiB held at this load",
+        "passed       preemptions per thousand requests         0                       0",
         "             0 in all",
         "",
         "FAILED: 1 of 4 limits exceeded, 1 cannot be judged.",
@@ -182,5 +182,5 @@ def test_json_has_the_figures(steady: str, short: str) -> None:
         "most": 2_000_000_000,
         "least": None,
         "baseline": None,
-        "why": "73.4 GB held at this load",
+        "why": "68.4 GiB held at this load",
     }

@@ -13,9 +13,9 @@ from typing import Final
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.proc_tree import ProcTree
+from tests.settings import load
 from vllm_headroom.commands.doctor.command import examine
 from vllm_headroom.commands.doctor.finding import Finding, Name
-from vllm_headroom.config.load import load
 
 CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426

@@ -81,7 +81,7 @@ def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> Non
 )
 def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, line: str) -> None:
     with EngineServer(answer) as server:
-        findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3")
+        findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3" if answer is hang else "30")
 
     found = findings[Name.ENGINE]
     assert found.state is State.MISSING

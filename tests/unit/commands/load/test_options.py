@@ -4,17 +4,20 @@ from pathlib import Path
 
 import pytest
 
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.lengths import Lengths
-from vllm_headroom.commands.load.options import order, parser
+from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.order import Order
 from vllm_headroom.commands.load.prompts import Api
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.derive.attribution import Selection
 
-LEAST = ("--url", "http://engine:8000", "--concurrency", "10")
+LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
 
 
 def ordered(*words: str) -> Order:
-    return order(parser().parse_args([*LEAST, *words]))
+    return order(parser_of(COMMAND, "load").read([*LEAST, *words], {}))
 
 
 def test_what_is_not_said_is_bounded() -> None:
@@ -34,7 +37,7 @@ def test_everything_can_be_said() -> None:
         *("--api", "chat", "--model", "m", "--prompt-tokens", "256..2048", "--output-tokens", "64..512"),
         *("--shared-prefix", "30%", "--duration", "5m", "--grace", "2s", "--timeout", "90s", "--max-requests", "7"),
         *("--rate", "0.5", "--metrics-url", "http://pod:9000", "--gpus", "0,GPU-a", "--trace", "t.jsonl"),
-        *("--bearer-token-file", "token", "--ca-file", "ca.pem"),
+        *("--engine-bearer-token-file", "token", "--engine-ca-file", "ca.pem"),
     )
 
     assert str(made) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
@@ -50,33 +53,31 @@ def test_everything_can_be_said() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "accepts"),
     [
-        ("url", "engine:8000", "an http or https URL without user, password and query"),
         ("concurrency", "0", "a whole number from 1 to 1000000"),
         ("concurrency", "1000001", "a whole number from 1 to 1000000"),
         ("prompt-tokens", "9..3", "a number of tokens, or two such as 256..2048"),
-        ("shared-prefix", "101%", "a share such as 30% or 0.3"),
+        ("shared-prefix", "101%", "a share such as 5% or 0.05, at most 100%"),
         ("duration", "0", "a duration above 0 such as 90s, 5m or 1h"),
         ("rate", "nan", "a number above 0"),
         ("rate", "inf", "a number above 0"),
-        ("max-requests", "²", "a whole number above 0"),
+        ("max-requests", "²", "a whole number from 1 on"),
         ("gpus", "one", "auto, all, or GPU indices or UUIDs separated by commas"),
-        ("metrics-url", "x", "an http or https URL"),
+        ("metrics-url", "x", "an http or https URL such as http://127.0.0.1:8000"),
+        ("api", "chats", "completions or chat"),
     ],
 )
-def test_what_is_not_understood_is_one_line(
-    option: str, value: str, accepts: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ending:
-        ordered(f"--{option}", value)
+def test_what_is_not_understood_is_one_line(option: str, value: str, accepts: str) -> None:
+    least = () if option == "concurrency" else ("--concurrency", "1")
+    with pytest.raises(BadOptions) as refused:
+        parser_of(COMMAND, "load").read(["--engine-url", "http://e", *least, f"--{option}", value], {})
 
-    assert ending.value.code == 2
-    told = f"argument --{option}: got {value!r}, accepts {accepts}"
-    assert capsys.readouterr().err == f"vllm-headroom load: {told}; see --help\n"
+    assert refused.value.lines == (f"--{option}: got {value!r}, accepts {accepts}",)
 
 
-def test_a_server_is_never_a_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ending:
-        parser().parse_args(["--concurrency", "1"])
+def test_a_server_is_never_a_default_and_its_password_is_not_shown() -> None:
+    url = "an http or https URL without user, password and query"
+    for words, why in (((), "needed"), (("--engine-url", "http://me:secret@e"), "got 'http://***@e'")):
+        with pytest.raises(BadOptions) as refused:
+            parser_of(COMMAND, "load").read(["--concurrency", "1", *words], {"HEADROOM_ENGINE_URL": "http://e"})
 
-    assert ending.value.code == 2
-    assert capsys.readouterr().err == ("vllm-headroom load: the following arguments are required: --url; see --help\n")
+        assert refused.value.lines == (f"--engine-url: {why}, accepts {url}",)

@@ -21,10 +21,9 @@ from vllm_headroom.commands.load.target import (
     find,
     first_model,
     is_local,
-    token,
-    trust,
     within,
 )
+from vllm_headroom.scrape.http.credentials import trust
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
 
@@ -40,7 +39,7 @@ def problem(url: str, *, ca_file: Path | None = None) -> str:
 
     async def steps() -> None:
         base = base_url(url)
-        tls = trust(base, ca_file)
+        tls = trust(ca_file) if base.scheme == "https" else None
         await find(base, Api.CHAT, tls, None)
         await first_model(base, tls, None)
 
@@ -101,7 +100,9 @@ def test_a_server_that_wants_a_token_is_told() -> None:
     with StreamingServer(token="secret") as server:
         told = problem(server.url)
 
-    assert told == (f"{server.url}/v1/models answers 401: name a --model, or a --bearer-token-file if it asks for one")
+    assert told == (
+        f"{server.url}/v1/models answers 401: name a --model, or an --engine-bearer-token-file if it asks for one"
+    )
 
 
 def test_what_is_not_there_is_one_line() -> None:
@@ -139,26 +140,12 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
         base = base_url(server.url)
 
         async def steps() -> Model:
-            tls = trust(base, certificate)
+            tls = trust(certificate)
             assert (await find(base, Api.CHAT, tls, None)).tls is tls
             return await first_model(base, tls, None)
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)
-    with pytest.raises(BadInput, match="cannot be used: No such file"):
-        trust(base, tmp_path / "missing")
-
-
-def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(" secret\n")
-    assert token(file) == "secret"
-    assert token(None) is None
-    file.write_text("two words")
-    with pytest.raises(BadInput, match="is empty or holds more than a token"):
-        token(file)
-    with pytest.raises(BadInput, match="cannot be read: No such file"):
-        token(tmp_path / "missing")
 
 
 def test_only_addresses_of_this_machine_are_local() -> None:

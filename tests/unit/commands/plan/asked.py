@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import FOLDER, model
-from vllm_headroom.commands.plan import command
+from vllm_headroom.commands.cli import execute
+from vllm_headroom.commands.plan.command import COMMAND
 from vllm_headroom.commands.plan.estimate import Estimate, estimate
-from vllm_headroom.commands.plan.question import GIB, Question
+from vllm_headroom.commands.plan.question import Question
+from vllm_headroom.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +30,7 @@ class Answer:
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
     """Run the command with these words."""
-    try:
-        status = command.start(words)
-    except SystemExit as end:
-        status = int(end.code or 0)
+    status = execute(COMMAND, "plan", words, {})
     out, err = capsys.readouterr()
     return Answer(status=status, out=out, err=err)
 

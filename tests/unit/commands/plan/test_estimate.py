@@ -14,8 +14,9 @@ from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.commands.plan.changes import changes
 from vllm_headroom.commands.plan.estimate import Estimate, estimate, fits
 from vllm_headroom.commands.plan.overhead import NOTHING
-from vllm_headroom.commands.plan.question import GIB, Question, defaults, unusable
+from vllm_headroom.commands.plan.question import Question, defaults, unusable
 from vllm_headroom.commands.plan.tables import longest, most
+from vllm_headroom.units import GIB
 
 COUNTED = [name for name in NAMES if model(name).layer_parameters is not None]
 questions = st.builds(

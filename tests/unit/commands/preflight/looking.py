@@ -12,10 +12,11 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Finding, Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import look
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.preflight.wait import settled
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -86,5 +87,5 @@ class Preflight:
 def only(report: Report) -> Finding:
     """Return the one finding, which is why it is no go."""
     (finding,) = report.findings
-    assert report.verdict is finding.verdict is Verdict.NO_GO
+    assert report.verdict is finding.verdict is Verdict.NOT_GOOD
     return finding

@@ -4,7 +4,8 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
-from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Kind
+from vllm_headroom.commands.verdict import Verdict
 
 LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
 
@@ -13,8 +14,8 @@ LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
     ("code", "verdict", "words"),
     [
         (LIBRARY_MISSING, Verdict.CANNOT_TELL, "libnvidia-ml.so.1 cannot be loaded"),
-        (DRIVER_MISSING, Verdict.NO_GO, "driver is not loaded"),
-        (MISMATCH, Verdict.NO_GO, "not of the loaded driver's version"),
+        (DRIVER_MISSING, Verdict.NOT_GOOD, "driver is not loaded"),
+        (MISMATCH, Verdict.NOT_GOOD, "not of the loaded driver's version"),
         (UNKNOWN, Verdict.CANNOT_TELL, "NVML fails on every GPU"),
     ],
 )
@@ -49,10 +50,10 @@ def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight
     both = preflight.report()
     first = preflight.report(wanted=Wanted(named=("0",)))
 
-    assert both.verdict is Verdict.NO_GO
+    assert both.verdict is Verdict.NOT_GOOD
     assert [(finding.gpu, finding.verdict) for finding in both.findings] == [
         (0, Verdict.CANNOT_TELL),
-        (1, Verdict.NO_GO),
+        (1, Verdict.NOT_GOOD),
     ]
     assert first.verdict is Verdict.CANNOT_TELL
     assert first.findings[0].text.startswith("the GPU does not answer: ")

@@ -3,7 +3,8 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import run
 from tests.unit.commands.preflight.looking import Preflight, only
-from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Kind
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import GpuReadings
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -49,9 +50,9 @@ def test_what_is_ignored_is_still_told(preflight: Preflight, nvml: FakeNvml) -> 
 
     report = preflight.report(ignored={Kind.ECC})
 
-    assert report.verdict is Verdict.GO
+    assert report.verdict is Verdict.GOOD
     assert report.findings[0].text == "a faulty row of its memory waits to be remapped (ignored)"
-    assert preflight.report(ignored={Kind.SHM, Kind.IDENTICAL}).verdict is Verdict.NO_GO
+    assert preflight.report(ignored={Kind.SHM, Kind.IDENTICAL}).verdict is Verdict.NOT_GOOD
 
 
 def test_a_gpu_without_ecc_has_nothing_pending(preflight: Preflight, nvml: FakeNvml) -> None:

@@ -3,8 +3,9 @@ import pytest
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.preflight.budget import Ask
-from vllm_headroom.commands.preflight.finding import Kind, Verdict
+from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import Holder
+from vllm_headroom.commands.verdict import Verdict
 
 RESERVED = 600 * MIB
 USABLE = 80 * GIB - RESERVED
@@ -13,7 +14,7 @@ USABLE = 80 * GIB - RESERVED
 def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     report = preflight.report()
 
-    assert (report.verdict, report.findings) == (Verdict.GO, ())
+    assert (report.verdict, report.findings) == (Verdict.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
     assert report.driver_version == "580.95.05"
@@ -72,11 +73,11 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
     short = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 200 * MIB))
     parallel = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 700 * MIB, tensor_parallel_size=2))
 
-    assert tight.verdict is Verdict.GO
+    assert tight.verdict is Verdict.GOOD
     assert tight.findings[0].text == (
         "it is close: 0.39 GiB are left beside what vLLM asks for, and it takes 0.30 GiB to 0.60 GiB before it looks"
     )
-    assert short.verdict is Verdict.NO_GO
+    assert short.verdict is Verdict.NOT_GOOD
     assert "0.30 GiB to 1.00 GiB" in parallel.findings[0].text
 
 

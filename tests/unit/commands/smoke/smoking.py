@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from tests.settings import load_as
 from vllm_headroom.commands.smoke.command import taken
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import Name, State, Step
-from vllm_headroom.config.load import load_as
 
 Steps = dict[Name, Step]
 

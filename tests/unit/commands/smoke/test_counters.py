@@ -4,13 +4,13 @@ import re
 import pytest
 
 from tests.fakes.engine_server import Answer, page
+from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
 from vllm_headroom.commands.smoke.counters import counted, read_page
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import Name, State, Step
-from vllm_headroom.config.load import load_as
 
 pytestmark = pytest.mark.usefixtures("nvml")
 

@@ -177,8 +177,13 @@ def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: F
     async def steps(nvml: Nvml) -> None:
         await devices(nvml)
         hang(fake, 0)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(nvml.read(FOR_EVER), SHORT_SECONDS)
+        fake.forget_calls()
+        reading = asyncio.create_task(nvml.read(FOR_EVER))
+        async with asyncio.timeout(PROMPTLY_SECONDS):
+            while f"{MEMORY} GPU-0" not in fake.calls():  # noqa: ASYNC110 - what changes is a file
+                await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.wait([reading])
         async with asyncio.timeout(PROMPTLY_SECONDS):
             assert reasons(await devices(nvml, FOR_EVER)) == [Reason.TIMEOUT, None, None]
 
@@ -188,7 +193,7 @@ def test_a_cancelled_reading_leaves_its_gpu_alone_until_the_call_returns(fake: F
 
 
 @pytest.mark.parametrize(
-    ("function", "timeout_seconds"), [("nvmlInitWithFlags", 0.3), (MEMORY, 2.0), ("nvmlShutdown", 10.0)]
+    ("function", "timeout_seconds"), [("nvmlInitWithFlags", 2.0), (MEMORY, 2.0), ("nvmlShutdown", 10.0)]
 )
 def test_the_process_ends_promptly_while_a_call_hangs(tmp_path: Path, function: str, timeout_seconds: float) -> None:
     fake = FakeNvml(tmp_path)

@@ -178,10 +178,11 @@ def test_a_file_that_blocks_is_a_timeout_until_it_lets_go(tree: ProcTree, proces
     os.mkfifo(cmdline)  # opening it blocks until somebody writes
 
     hung = [asyncio.run(processes.read(0.1)) for _ in range(2)]
-    with cmdline.open("wb") as file:
-        cmdline.unlink()
-        cmdline.write_bytes(b"vllm\0serve\0")
-        file.write(b"vllm\0serve\0")
+    writing = os.open(cmdline, os.O_RDWR)  # to write alone would block where nobody has opened it yet
+    cmdline.unlink()
+    cmdline.write_bytes(b"vllm\0serve\0")
+    os.write(writing, b"vllm\0serve\0")
+    os.close(writing)
     deadline = time.monotonic() + 30
     while isinstance(readings := asyncio.run(processes.read(30)), Failure):
         assert time.monotonic() < deadline

@@ -12,11 +12,11 @@ from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, TELLS_S
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
 from vllm_headroom.commands.advise.history.starts import Starts
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import Settings, with_page
 from vllm_headroom.derive.derivation import answer, stateless
 from vllm_headroom.derive.kv_cache import kv_cache
-from vllm_headroom.derive.leak.gpus import awake
-from vllm_headroom.derive.readings import engine_labels, named, running_requests
+from vllm_headroom.derive.page_facts import awake, named, running_requests
+from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import Watch
@@ -36,6 +36,7 @@ class History:
         self._at_least: Version = OLDEST
         self._since: float | None = None
         self._now = 0.0
+        self._page: EnginePage | None = None
         self._engines: dict[tuple[str, str], EngineHistory] = {}
         self._gpus: dict[str, GpuHistory] = {}
         self._host_bytes: dict[str, float] = {}
@@ -49,6 +50,7 @@ class History:
         self._starts.step(snapshot)
         page = snapshot.engines if isinstance(snapshot.engines, EnginePage) else None
         engines = () if page is None else named(page)
+        self._page = page if engines else self._page
         if any(
             self._engines[engine_labels(one)].other_settings(one)
             for one in engines
@@ -64,8 +66,9 @@ class History:
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:
-        """Return the facts, of an engine started with these settings."""
+        """Return the facts, of an engine started with these settings; the trace tells those that nobody gave."""
         begin, end = self._watch.span
+        settings = settings if self._page is None else with_page(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
         engines = (history.facts() for history in self._engines.values())
         return Facts(

@@ -22,6 +22,7 @@ from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_C
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
 from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import LeakState
 
@@ -31,11 +32,9 @@ def facts_of(text: str, settings: Settings) -> Facts | str:
     try:
         page = Page(text)
     except (ValueError, IndexError):
-        return (
-            "the page is not in Prometheus's format: --url takes the address of vllm-headroom, not of what it watches"
-        )
+        return "the page is not in Prometheus's format: --headroom-url is vllm-headroom's, not that of what it watches"
     if page.value(catalog.BUILD_INFO) is None:
-        return "the page is not vllm-headroom's: --url takes its address, port 9839 unless it is set otherwise"
+        return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
     if {labels.get("profile") for labels, _ in page.each(catalog.ENGINE_INFO)} - {"vllm"}:
         return "the engine behind this page is not vLLM, and vLLM's options are all that is known here"
     return Facts(
@@ -77,10 +76,11 @@ def _utilization(page: Page) -> float | None:
 
 
 def _gpus(page: Page) -> Iterator[GpuFacts]:
-    running = [value for _, value in page.each(catalog.ENGINE_RUNNING)]
+    engines = (labels for labels, _ in page.each(catalog.ENGINE_INFO))
+    running = together(page.value(catalog.ENGINE_RUNNING, **_names(engine)) for engine in engines)
     for labels, _ in page.each(catalog.GPU_INFO):
         if labels.get("attribution"):
-            yield _gpu(page, int(labels["gpu"]), labels["uuid"], sum(running) if running else None)
+            yield _gpu(page, int(labels["gpu"]), labels["uuid"], running)
 
 
 def _gpu(page: Page, index: int, uuid: str, running: float | None) -> GpuFacts:
@@ -147,8 +147,12 @@ def _hosts(page: Page) -> Iterator[HostFacts]:
         yield HostFacts(process=process, leak=leak, held_bytes=held)
 
 
+def _names(info: Labels) -> Labels:
+    return {name: info[name] for name in catalog.ENGINE}
+
+
 def _engine(page: Page, info: Labels) -> EngineFacts:
-    names = {"model_name": info["model_name"], "engine": info["engine"]}
+    names = _names(info)
     awake, used = page.value(catalog.ENGINE_AWAKE, **names), page.value(catalog.ENGINE_KV_USED, **names)
     running = page.value(catalog.ENGINE_RUNNING, **names)
     return EngineFacts(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Final
 from urllib.parse import urljoin
 
-from vllm_headroom.commands.advise.flags import SIZES_CACHE_IN_BYTES, version_of
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.flags import version_of
+from vllm_headroom.commands.advise.history.page import facts_of
+from vllm_headroom.commands.advise.settings import Settings, with_page
 from vllm_headroom.config.values import redacted
+from vllm_headroom.daemon.look import fetched
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
@@ -21,22 +23,25 @@ TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon waits: it is asked once, and a busy engine answers late."""
 
 
-def sidecar_page(url: str) -> str:
-    """Return the page of the sidecar at `url`; raises BadInput where none comes."""
-    answer = asyncio.run(_read(url))
-    if isinstance(answer, Failure):
-        problem = answer.reason.replace("_", " ")
+async def sidecar_facts(url: str, settings: Settings) -> Facts:
+    """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
+    page = await _read(url)
+    if isinstance(page, Failure):
+        problem = page.reason.replace("_", " ")
         raise BadInput(f"no page from {redacted(url)} ({problem}): check that vllm-headroom runs there, port 9839")
-    return answer
+    facts = facts_of(page, settings)
+    if isinstance(facts, str):
+        raise BadInput(facts)
+    return facts
 
 
-def with_engine(settings: Settings, url: str) -> Settings:
+async def with_engine(settings: Settings, url: str) -> Settings:
     """Return the settings with what the engine whose page is at `url` says; what the operator told is believed.
 
     Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
     comes, or it is no engine's.
     """
-    text, about = asyncio.run(_both(_read(url), _read(urljoin(url, "version"))))
+    text, about = await asyncio.gather(_read(url), _read(urljoin(url, "version")))
     page = text if isinstance(text, Failure) else parse_engines(text)
     if isinstance(page, Failure):
         raise BadInput(
@@ -47,31 +52,11 @@ def with_engine(settings: Settings, url: str) -> Settings:
     return _added(settings, page, about)
 
 
-async def _both(
-    first: Awaitable[str | Failure], second: Awaitable[str | Failure]
-) -> tuple[str | Failure, str | Failure]:
-    return await asyncio.gather(first, second)
-
-
 async def _read(url: str) -> str | Failure:
-    reader = PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS)
-    try:
-        return await reader.fetch()
-    finally:
-        await reader.close()
+    return await fetched(PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS))
 
 
 def _added(settings: Settings, page: EnginePage, about: str | Failure) -> Settings:
-    ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
-    sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
-    ratio = ratios.pop() if len(ratios) == 1 else None
-    size = sizes.pop() if len(sizes) == 1 else None
     told = None if isinstance(about, Failure) else server_version(about)
-    return replace(
-        settings,
-        version=settings.version or (version_of(told) if told else None),
-        gpu_memory_utilization=settings.gpu_memory_utilization or ratio,
-        at_least=settings.at_least if size is None else SIZES_CACHE_IN_BYTES,
-        sizes_cache_in_bytes=size is not None,
-        kv_cache_memory_bytes=size,
-    )
+    version = settings.version or (version_of(told) if told else None)
+    return replace(with_page(settings, page), version=version)

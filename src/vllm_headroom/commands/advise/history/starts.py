@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm_headroom.commands.advise.facts import Start
 from vllm_headroom.commands.advise.history.gpu_history import others_bytes
-from vllm_headroom.commands.advise.limits import GIB
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.units import GIB
 
 HELD_BYTES = GIB
 """Where processes are not seen, an engine is there while this much is held; a CUDA context alone takes less."""

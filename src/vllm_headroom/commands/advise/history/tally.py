@@ -1,4 +1,4 @@
-"""How often a value was seen, in bounded memory."""
+"""How often a value was counted, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Tally:
 
     def quantile(self, share: float) -> float | None:
         """Return the least value that so large a share of all does not exceed; None without any."""
-        wanted, seen = share * self._counts.total(), 0
+        wanted, counted = share * self._counts.total(), 0
         for value, times in sorted(self._counts.items()):
-            seen += times
-            if seen >= wanted:
+            counted += times
+            if counted >= wanted:
                 return value
         return None
 

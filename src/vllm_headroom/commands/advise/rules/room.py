@@ -13,7 +13,8 @@ from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.figures import memory
 from vllm_headroom.commands.advise.finding import Change
 from vllm_headroom.commands.advise.flags import Flag
-from vllm_headroom.commands.advise.limits import AIM_BYTES, HIGHEST_UTILIZATION, MIB, USUAL_SECONDS
+from vllm_headroom.commands.advise.limits import AIM_BYTES, HIGHEST_UTILIZATION, USUAL_SECONDS
+from vllm_headroom.units import MIB
 
 _EXACT: Final = 1e-9
 """Room for what binary fractions make of 0.92 * 100."""

@@ -76,7 +76,7 @@ def _beside_others(facts: Facts) -> tuple[Change, ...]:
     if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
         return (move,)
     value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
-    if value <= 0 or (now is not None and value >= now):
+    if value <= 0 or value >= (HIGHEST_UTILIZATION if now is None else now):
         return (move,)
     return (
         move,

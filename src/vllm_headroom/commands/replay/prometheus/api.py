@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from typing import Any, Final, Self
 import httpx
 
 from vllm_headroom.commands.replay.prometheus.text import Span
+from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.trace.errors import BadInput
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus gives up a query after two minutes (--query.timeout): wait for it to say so."""
 
-_TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 _MOST_OF_A_TEXT: Final = 300
 
 
@@ -38,18 +37,22 @@ class Api:
     """The HTTP API of the Prometheus at `url`, or of what speaks like one; `close` or `with` ends its connection.
 
     The token in `bearer_token_file` stands in for the user and password of the URL; `ca_file` replaces the authorities
-    trusted by default. Raises BadInput when one of the three cannot be used.
+    trusted by default. Raises BadInput when one of them cannot be used.
     """
 
-    def __init__(self, url: str, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
-        base = _base(url)
+    def __init__(self, url: httpx.URL, *, bearer_token_file: Path | None = None, ca_file: Path | None = None) -> None:
+        base = url.copy_with(query=None, fragment=None)
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
         headers = {"User-Agent": "vllm-headroom"}
-        if bearer_token_file is not None:
-            headers["Authorization"] = f"Bearer {_token(bearer_token_file)}"
-            self._address = self._address.copy_with(userinfo=b"")
-        self._client = httpx.Client(verify=_trust(ca_file), timeout=_TIMEOUT, headers=headers)
+        try:
+            if bearer_token_file is not None:
+                headers["Authorization"] = f"Bearer {bearer_token(bearer_token_file)}"
+                self._address = self._address.copy_with(userinfo=b"")
+            verify = trust(ca_file) if ca_file else True
+        except Unusable as error:
+            raise BadInput(str(error)) from None
+        self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 
     def query_range(self, expression: str, span: Span) -> list[Series]:
         """Return the series that the PromQL `expression` gives over the span, or raise BadInput."""
@@ -109,36 +112,6 @@ class Api:
         if response.has_redirect_location:
             return f"{said}, a redirect to a login or another address: give the address of Prometheus itself"
         return f"{said} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
-
-
-def _base(url: str) -> httpx.URL:
-    try:
-        base = httpx.URL(url)
-    except httpx.InvalidURL:
-        base = httpx.URL("")
-    if base.scheme not in ("http", "https") or not base.host:
-        raise BadInput("--from-prometheus: not an http or https URL such as http://prometheus:9090")
-    return base.copy_with(query=None, fragment=None)
-
-
-def _token(file: Path) -> str:
-    try:
-        token = file.read_bytes().decode("ascii", "replace").strip()
-    except OSError as error:
-        raise BadInput(f"the token file {file} cannot be read ({error.strerror})") from None
-    if not _TOKEN.fullmatch(token):
-        raise BadInput(f"the token file {file} is empty or holds more than a token: write one token to it")
-    return token
-
-
-def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
-    if ca_file is None:
-        return True
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:
-        problem = f"the CA file {ca_file} cannot be used ({error.strerror or error})"
-        raise BadInput(f"{problem}: make it a readable file of PEM certificates") from None
 
 
 def _object(response: httpx.Response) -> dict[str, Any]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.replay.prometheus.kinds import Kind, Side, Value
-from vllm_headroom.model import Failure
+from vllm_headroom.model import EngineReading, Failure
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profiles.vllm import VLLM
+from vllm_headroom.trace.entries import engine_entry
 
-_VLLM_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
-_OWN_FIELDS: Final = {
-    catalog.ENGINE_RUNNING.name: "running",
-    catalog.ENGINE_WAITING.name: "waiting",
-    catalog.ENGINE_FINISHED.name: "finished_total",
-    catalog.ENGINE_KV_USED.name: "kv_used_ratio",
-    catalog.ENGINE_AWAKE.name: "awake",
-}
+_FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake")
+"""What the detector and the picture look at: every series more is a series more to ask the server for."""
+
+_OWN_FIELDS: Final = {each.metadata["metric"]: each.name for each in fields(EngineReading) if each.name in _FACTS}
 
 
 def _own(values: Iterable[Value]) -> Side:
@@ -35,15 +33,7 @@ def _own(values: Iterable[Value]) -> Side:
 def _vllm(values: Iterable[Value]) -> Side:
     """Read the series as the daemon reads vLLM's page."""
     page = engine_page(VLLM, [Sample(series.name, dict(series.labels), value) for series, value in values])
-    return [
-        {
-            "model_name": engine.model_name,
-            "engine": engine.engine,
-            **{fact: getattr(engine, fact) for fact in _VLLM_FACTS},
-            "started_at": engine.started_at_seconds,
-        }
-        for engine in (() if isinstance(page, Failure) else page.engines)
-    ]
+    return [] if isinstance(page, Failure) else [engine_entry(engine) for engine in page.engines]
 
 
 def _processes(values: Iterable[Value]) -> Side:
@@ -72,7 +62,7 @@ OWN_PROCESSES: Final = Kind(
 VLLM_ENGINES: Final = Kind(
     side="engines",
     lead=_vllm_names("running"),
-    names=_vllm_names(*_VLLM_FACTS),
+    names=_vllm_names(*_FACTS),
     identity=frozenset(
         (
             VLLM.model_label,

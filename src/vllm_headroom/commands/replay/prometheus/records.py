@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.commands.replay.prometheus.api import Api, Series
@@ -22,28 +20,6 @@ _LONGEST_PAGE_MS: Final = 6 * 3600 * 1000
 
 _NEARLY: Final = 1.1
 """The interval of scrapes is known no better: they are counted."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a replay from Prometheus; a value such as -24h is then none of an option's."""
-    parser._negative_number_matcher = re.compile(r"-\.?\d")  # noqa: SLF001 - as argparse has it from Python 3.14 on
-    group = parser.add_argument_group(
-        "history",
-        "Reads this exporter's series, or DCGM's or nvidia_gpu_exporter's together with\n"
-        "vLLM's own. A history is as coarse as the interval of its scrapes, and what\n"
-        "happened between two of them is not in it.",
-    )
-    group.add_argument("--from-prometheus", metavar="URL", help="Prometheus, such as http://prometheus:9090")
-    group.add_argument("--start", metavar="TIME", help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
-    group.add_argument("--end", metavar="TIME", default="now", help="the same, or now, which is the default")
-    group.add_argument(
-        "--step", metavar="TIME", default="15s", help="between samples: 15s, or the scrape interval where it is longer"
-    )
-    for option, whose in (("--match", "all"), ("--match-gpu", "the GPUs'"), ("--match-engine", "the engine's")):
-        text = f"choose among {whose} series; may be given again"
-        group.add_argument(option, metavar='LABEL="VALUE"', action="append", default=[], help=text)
-    group.add_argument("--bearer-token-file", metavar="FILE", type=Path, help="a token for Prometheus")
-    group.add_argument("--ca-file", metavar="FILE", type=Path, help="the authority behind its certificate, PEM")
 
 
 def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from tests.fakes.prometheus_server import PrometheusServer
-from vllm_headroom.commands.replay.prometheus.records import add_options, records_from
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.replay.command import COMMAND
+from vllm_headroom.commands.replay.prometheus.records import records_from
 
 BEGIN: Final = 1_760_000_000
 UUID: Final = "GPU-11111111-2222-3333-4444-555555555555"
@@ -22,9 +23,7 @@ def records(server: PrometheusServer, minutes: float, *words: str) -> list[dict[
 
 def lazily(url: str, *words: str) -> Iterator[dict[str, Any]]:
     """Return the records that the command would replay."""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    return records_from(parser.parse_args(["--from-prometheus", url, *words]))
+    return records_from(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words], {}))
 
 
 def scraped(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.fakes.certificates import server_context, write_self_signed
@@ -11,6 +12,7 @@ from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, prob
 from tests.unit.commands.replay.prometheus.history import lazily
 from vllm_headroom.commands.replay.prometheus.api import Api
 from vllm_headroom.commands.replay.prometheus.text import Span
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.errors import BadInput
 
 SPAN = Span(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
@@ -18,7 +20,7 @@ SPAN = Span(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000
 
 def refusal(url: str, **options: Path) -> str:
     """Return why a query failed."""
-    with pytest.raises(BadInput) as caught, Api(url, **options) as api:
+    with pytest.raises(BadInput) as caught, Api(httpx.URL(url), **options) as api:
         api.query_range("up", SPAN)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -26,7 +28,7 @@ def refusal(url: str, **options: Path) -> str:
 
 def test_a_query_is_posted_below_the_path_of_the_url() -> None:
     with PrometheusServer(answer=matrix([({"__name__": "up", "job": "a"}, [(1_760_000_000.5, 2.0)])])) as server:
-        with Api(f"{server.url}/prometheus/?tab=1") as api:
+        with Api(httpx.URL(f"{server.url}/prometheus/?tab=1")) as api:
             found = api.query_range("up", SPAN)
 
         assert [(each.name, each.labels, each.values) for each in found] == [
@@ -105,7 +107,7 @@ def test_a_token_stands_in_for_them(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("t0ken\n")
     with PrometheusServer(answer=matrix([])) as server:
-        with Api(server.url.replace("//", "//user:secret@"), bearer_token_file=file) as api:
+        with Api(httpx.URL(server.url.replace("//", "//user:secret@")), bearer_token_file=file) as api:
             api.query_range("up", SPAN)
 
         assert server.heads[0]["Authorization"] == "Bearer t0ken"
@@ -116,7 +118,7 @@ def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
 
     assert (
         refusal("http://p", bearer_token_file=file)
-        == f"the token file {file} cannot be read (No such file or directory)"
+        == f"the token file {file} cannot be read (No such file or directory): make it readable for this user"
     )
     file.write_text("two words")
     assert refusal("http://p", bearer_token_file=file) == (
@@ -126,7 +128,11 @@ def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["prometheus:9090", "ftp://prometheus", "http://", "http://a:x"])
 def test_a_url_that_is_none(url: str) -> None:
-    assert refusal(url) == "--from-prometheus: not an http or https URL such as http://prometheus:9090"
+    with pytest.raises(BadOptions) as caught:
+        lazily(url)
+
+    why = f"got {url!r}, accepts an http or https URL such as http://prometheus:9090"
+    assert caught.value.lines == (f"--from-prometheus: {why}",)
 
 
 def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
@@ -134,7 +140,7 @@ def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
     body = matrix([])[2].decode()
     with EngineServer(page(body), tls=server_context(certificate, key)) as server:
         url = server.url.removesuffix("/metrics")
-        with Api(url, ca_file=certificate) as api:
+        with Api(httpx.URL(url), ca_file=certificate) as api:
             assert api.query_range("up", SPAN) == []
 
         told = refusal(url)
@@ -151,4 +157,4 @@ def test_a_ca_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_before_the_first_record_is() -> None:
-    lazily("ftp://nowhere", "--start", "-1h")
+    lazily("http://nowhere", "--start", "-1h")

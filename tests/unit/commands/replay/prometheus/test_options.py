@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import argparse
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.replay.prometheus.records import add_options
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.replay.command import COMMAND
 from vllm_headroom.commands.replay.prometheus.text import Span, matcher, span_between
 from vllm_headroom.trace.errors import BadInput
 
@@ -89,11 +88,8 @@ def test_what_is_no_matcher_is_refused(text: str) -> None:
 
 
 def test_the_command_takes_a_time_ago_as_a_value() -> None:
-    parser = argparse.ArgumentParser()
-    add_options(parser)
+    words = ["--from-prometheus", "http://p:9090", "--start", "-24h", "--match", "a=b", "--match", "c=d"]
 
-    args = parser.parse_args(
-        ["--from-prometheus", "http://p:9090", "--start", "-24h", "--match", "a=b", "--match", "c=d"]
-    )
+    args = parser_of(COMMAND, "replay").read(words, {})
 
     assert (args.start, args.end, args.step, args.match) == ("-24h", "now", "15s", ["a=b", "c=d"])

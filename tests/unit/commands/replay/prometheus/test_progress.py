@@ -15,12 +15,11 @@ from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm
 
 READ: Final = """
-import argparse, sys
-from vllm_headroom.commands.replay.prometheus import records as prometheus
-parser = argparse.ArgumentParser()
-prometheus.add_options(parser)
-args = parser.parse_args(sys.argv[1:])
-print(sum(1 for _ in prometheus.records_from(args)))
+import sys
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.replay.command import COMMAND
+from vllm_headroom.commands.replay.prometheus.records import records_from
+print(sum(1 for _ in records_from(parser_of(COMMAND, "replay").read(sys.argv[1:], {}))))
 """
 
 

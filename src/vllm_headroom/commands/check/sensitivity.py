@@ -1,54 +1,21 @@
-"""What does the detector say of a series, and what leak would it have seen in it?"""
+"""What leak would the detector have seen in a series?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 from typing import Final
 
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict
-from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.leak.work import restarted
+from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.trace.replay import tracks
 
 STEP_BYTES: Final = 2 * MIB
 """An allocator takes no less at a time (cudaMalloc, torch's small pool), so a leak comes in steps of this."""
 
 FAINTER, STRONGER = 4, 10
 """How often a leak is halved while it would still be seen, and doubled until it would be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
-    """The detector's verdict on a series, as `replay` would give it.
-
-    `leaking` is whether there ever was an alarm, `growing` whether an early warning was left open: at the end, or when
-    the engine began anew. `estimate` is the newest of the alarm's, or else of that warning's; None without one.
-    """
-
-    leaking: bool
-    growing: bool
-    estimate: Estimate | None
-
-
-def follow(series: Sequence[Observation]) -> Followed:
-    """Feed the detector a series."""
-    alarm: Estimate | None = None
-    leaking = growing = False
-    track: Track | None = None
-    for seen, after in _tracks(series):
-        growing = growing or _cut_off(track, seen)
-        track = after
-        if track.verdict is Verdict.LEAKING:
-            leaking, alarm = True, track.estimate or alarm
-    still = track is not None and track.verdict is Verdict.GROWING
-    warning = track.estimate if track is not None and still else None
-    return Followed(leaking=leaking, growing=growing or still, estimate=alarm if leaking else warning)
-
-
-def _cut_off(track: Track | None, seen: Observation) -> bool:
-    return track is not None and track.verdict is Verdict.GROWING and restarted(track.work, seen)
 
 
 def faintest(series: Sequence[Observation], bytes_per_request: float) -> float | None:
@@ -58,7 +25,7 @@ def faintest(series: Sequence[Observation], bytes_per_request: float) -> float |
     it, since it may be a leak that was not seen, or hide one. Looks from `bytes_per_request` downwards when that would
     have been seen, else upwards; None when none would.
     """
-    requests = [track.work.requests for _, track in _tracks(series)]
+    requests = [track.work.requests for track in tracks(series)]
     own = _drift(series, requests)
     if own is None:
         return None
@@ -91,7 +58,7 @@ def _floor(readings: Sequence[Observation]) -> int | None:
 def _sees(series: Sequence[Observation], requests: Sequence[float], bytes_per_request: float) -> bool:
     """Tell whether a leak would have given an alarm, or an early warning that lasts."""
     last = Verdict.NONE
-    for _, track in _tracks(_leaking(series, requests, bytes_per_request)):
+    for track in tracks(_leaking(series, requests, bytes_per_request)):
         last = track.verdict
         if last is Verdict.LEAKING:
             return True
@@ -108,10 +75,3 @@ def _leaking(
             held_bytes=None if seen.held_bytes is None else seen.held_bytes + leaked,
             room_bytes=None if seen.room_bytes is None else seen.room_bytes - leaked,
         )
-
-
-def _tracks(series: Iterable[Observation]) -> Iterator[tuple[Observation, Track]]:
-    track: Track | None = None
-    for seen in series:
-        track = observe(track or Track(clock=seen.seconds), seen)
-        yield seen, track

@@ -18,14 +18,16 @@ from tests.fakes.streaming_server import LOOPBACK, StreamingServer
 from tests.unit.commands.load.asking import asker, run, target, until
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
+from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.compose import _parts
-from vllm_headroom.commands.load.observed import Seen
-from vllm_headroom.commands.load.options import order, parser
+from vllm_headroom.commands.load.observed import Observed
+from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.pace import Pace
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
-from vllm_headroom.commands.load.sampling import ELSEWHERE, Beside, GpusElsewhere, ProcessesElsewhere, new_trace
+from vllm_headroom.commands.load.sampling import ELSEWHERE, GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
 from vllm_headroom.daemon.app import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage
@@ -42,7 +44,7 @@ def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
         yield fake
 
 
-def beside(server: StreamingServer, trace: Path, *, here: bool = False) -> Beside:
+def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sampling:
     clock = SystemClock()
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
@@ -50,7 +52,7 @@ def beside(server: StreamingServer, trace: Path, *, here: bool = False) -> Besid
         processes=ProcessesElsewhere(),
         clock=clock,
     )
-    return Beside(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
+    return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
 
 
 def records(trace: Path) -> list[dict[str, object]]:
@@ -58,11 +60,11 @@ def records(trace: Path) -> list[dict[str, object]]:
 
 
 def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeNvml, tmp_path: Path) -> None:
-    trace, first, second = tmp_path / "trace", Seen(), Seen()
+    trace, first, second = tmp_path / "trace", Observed(), Observed()
     new_trace(trace)
 
-    async def steps(server: StreamingServer) -> Beside:
-        made = beside(server, trace, here=True)
+    async def steps(server: StreamingServer) -> Sampling:
+        made = sampling(server, trace, here=True)
         await made.look(first)
         nvml.gpus[0].used_bytes = 2 * GIB
         nvml.write()
@@ -87,8 +89,8 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     trace = tmp_path / "trace"
     new_trace(trace)
 
-    async def steps(server: StreamingServer) -> Beside:
-        made = beside(server, trace)
+    async def steps(server: StreamingServer) -> Sampling:
+        made = sampling(server, trace)
         await made.tick()
         await made.close()
         return made
@@ -120,7 +122,9 @@ def test_what_is_read_follows_from_where_the_server_is(
     host: str, words: tuple[str, ...], kinds: tuple[type, type]
 ) -> None:
     async def steps() -> None:
-        made = order(parser().parse_args(["--url", f"http://{host}:8000", "--concurrency", "1", *words]))
+        made = order(
+            parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words], {})
+        )
         parts = _parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
         assert (type(parts.gpus), type(parts.processes)) == kinds
@@ -148,7 +152,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
     """Run the steps of ten clients, 0.2 s each; or an hour each, and stop when so many requests are being answered."""
 
     async def steps() -> tuple[Step, ...]:
-        made, asking = beside(server, trace), asker(server)
+        made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
         with screen(io.StringIO()) as shown:
@@ -157,7 +161,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
                 seconds=0.2 if stop_after is None else 3600,
                 clients=clients,
                 pace=pace,
-                beside=made,
+                sampling=made,
                 screen=shown,
                 now=time.monotonic,
             )
@@ -182,7 +186,7 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
         assert sum(step.tally.to_end.count for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
     assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
-    finished = [step.seen.engine(catalog.ENGINE_FINISHED) for step in steps]
+    finished = [step.observed.engine(catalog.ENGINE_FINISHED) for step in steps]
     assert [span and span.grown for span in finished] == [step.tally.began for step in steps]
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.commands.load.observed import Seen
+from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.sampling import ended
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample
 from vllm_headroom.vocabulary import Reason, Source
@@ -18,38 +18,38 @@ def samples(*values: tuple[Metric, tuple[str, ...], float]) -> tuple[Sample, ...
 
 
 def test_memory_has_its_first_its_newest_and_its_highest_value() -> None:
-    seen = Seen()
+    observed = Observed()
     for n_bytes in (700, 900, 800):
-        seen.take(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
+        observed.take(snapshot(gpus=(gpu(engine=n_bytes),)), samples((catalog.HOST_MEMORY, ("worker",), n_bytes / 10)))
 
-    held, host = seen.held[A_GPU], seen.host[("worker",)]
+    held, host = observed.held[A_GPU], observed.host[("worker",)]
     assert (held.first, held.last, held.most) == (700, 800, 900)
     assert (host.first, host.last, host.most) == (70, 80, 90)
 
 
 def test_what_is_not_known_is_absent() -> None:
-    seen = Seen()
-    seen.take(snapshot(gpus=failure(Source.NVML)), ())
-    seen.take(snapshot(gpus=(gpu(held=None),)), ())
+    observed = Observed()
+    observed.take(snapshot(gpus=failure(Source.NVML)), ())
+    observed.take(snapshot(gpus=(gpu(held=None),)), ())
 
-    assert not seen.held
-    assert not seen.host
-    assert seen.engine(catalog.ENGINE_RUNNING) is None
-    assert seen.bytes_per_request(A_GPU) is None
+    assert not observed.held
+    assert not observed.host
+    assert observed.engine(catalog.ENGINE_RUNNING) is None
+    assert observed.bytes_per_request(A_GPU) is None
 
 
 def test_engines_count_together_and_the_fullest_cache_counts() -> None:
-    seen = Seen()
+    observed = Observed()
     values = (
         (catalog.ENGINE_RUNNING, AN_ENGINE, 3.0),
         (catalog.ENGINE_RUNNING, OTHER_ENGINE, 4.0),
         (catalog.ENGINE_KV_USED, AN_ENGINE, 0.9),
         (catalog.ENGINE_KV_USED, OTHER_ENGINE, 0.2),
     )
-    seen.take(snapshot(), samples(*values))
-    seen.take(snapshot(), samples((catalog.ENGINE_RUNNING, AN_ENGINE, 1.0)))
+    observed.take(snapshot(), samples(*values))
+    observed.take(snapshot(), samples((catalog.ENGINE_RUNNING, AN_ENGINE, 1.0)))
 
-    running, used = seen.engine(catalog.ENGINE_RUNNING), seen.engine(catalog.ENGINE_KV_USED)
+    running, used = observed.engine(catalog.ENGINE_RUNNING), observed.engine(catalog.ENGINE_KV_USED)
     assert running is not None
     assert used is not None
     assert (running.most, running.last) == (7, 1)
@@ -58,21 +58,21 @@ def test_engines_count_together_and_the_fullest_cache_counts() -> None:
 
 @pytest.mark.parametrize(("counts", "grown"), [((5, 5, 9), 4), ((5,), 0), ((5, 2, 9), None)])
 def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: float | None) -> None:
-    seen = Seen()
+    observed = Observed()
     for count in counts:
-        seen.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
+        observed.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
 
-    span = seen.engine(catalog.ENGINE_PREEMPTIONS)
+    span = observed.engine(catalog.ENGINE_PREEMPTIONS)
     assert span is not None
     assert span.grown == grown
 
 
 def test_the_cost_of_a_running_request_is_the_median() -> None:
-    seen = Seen()
+    observed = Observed()
     for cost in (10, 1000, 20):
-        seen.take(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
+        observed.take(snapshot(), samples((catalog.MEMORY_PER_RUNNING_REQUEST, A_GPU, cost)))
 
-    assert seen.bytes_per_request(A_GPU) == 20
+    assert observed.bytes_per_request(A_GPU) == 20
 
 
 def started(*times: float | None) -> EnginePage:

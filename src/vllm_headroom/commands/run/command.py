@@ -1,0 +1,45 @@
+"""The command `run`: the daemon."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Final
+
+from vllm_headroom.commands.cli import Command
+from vllm_headroom.config.options import Parser
+from vllm_headroom.config.settings import Settings
+
+DESCRIPTION: Final = """\
+Reads a vLLM server's metrics and the GPUs' memory side by side, and serves what
+is reported, what is really held and what is left, for Prometheus, at /metrics.
+"""
+
+EPILOG: Final = """\
+Example:
+  vllm-headroom --engine-url http://127.0.0.1:8000 --gpus 0,1
+  curl http://127.0.0.1:9839/metrics
+
+It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
+3 when only a new container can mend the driver, 1 on an error of its own.
+"""
+
+
+def _options(parser: Parser) -> None:
+    parser.add_settings(Settings)
+
+
+async def _run(given: Namespace) -> int:
+    from vllm_headroom.daemon import app, logs  # noqa: PLC0415 - --help need not wait for a web server
+
+    logs.configure(given.settings.log_format, given.settings.log_level)
+    return await app.serve(given.settings)
+
+
+COMMAND: Final[Command[int]] = Command(
+    usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    status=int,
+)

@@ -1,0 +1,27 @@
+"""Text for people, broken into lines."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+WIDTH: Final = 110
+
+
+def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
+    """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
+    return textwrap.wrap(
+        body,
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * (len(head) if indent is None else indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def paragraphs(parts: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of those parts that have any, with an empty line between them."""
+    for number, lines in enumerate(lines for part in parts if (lines := list(part))):
+        yield from ("", *lines) if number else lines

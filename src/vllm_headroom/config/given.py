@@ -1,0 +1,40 @@
+"""What an operator gave, before it is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+PREFIX: Final = "HEADROOM_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """One setting as its author wrote it; `name` is how and where, `value` text or, from YAML, a list or mapping."""
+
+    setting: str
+    name: str
+    value: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one source gives, and its mistakes, one line each."""
+
+    given: tuple[Given, ...] = ()
+    mistakes: tuple[str, ...] = ()
+
+
+def unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
+    """Say that there is no such thing; its value is not shown, for it may be a secret under a wrong name."""
+    spelt = {_plain(each): each for each in sorted(known)}
+    meant = _plain(name.split(maxsplit=1)[0])
+    containing = sorted((each for each in spelt if f"_{meant}_" in f"_{each}_"), key=len)
+    closest = containing or difflib.get_close_matches(meant, spelt, n=1)
+    return f"{name}: not {what}, " + (f"did you mean {spelt[closest[0]]}?" if closest else "see --help")
+
+
+def _plain(name: str) -> str:
+    return name.lower().lstrip("-").removeprefix(PREFIX.lower()).replace("-", "_")

@@ -1,0 +1,133 @@
+"""The kinds of values that options take: how each is read, and what a refusal says is accepted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from vllm_headroom.config.values import gpu_names, http_url, metrics_url, redacted
+from vllm_headroom.units import duration_seconds, share, size_bytes, vllm_number
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+MOST: Final = 2**53
+WHOLE: Final = re.compile(r"\d{1,16}", re.ASCII)
+LONGEST_SHOWN: Final = 80
+"""Characters of a refused value that a line shows."""
+
+
+def shown(value: object) -> str:
+    """Return a value for the line that refuses it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def shown_url(value: object) -> str:
+    """Return a URL for the line that refuses it, without user and password."""
+    return shown(redacted(value)) if isinstance(value, str) else "no text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value(Generic[T]):
+    """How what is given becomes a value: `read` raises ValueError for what is not accepted."""
+
+    read: Callable[[Any], T]
+    accepts: str
+    shown: Callable[[object], str] = shown
+
+    def __call__(self, given: Any) -> T:  # noqa: ANN401 - a text, or what YAML holds
+        """Return the value, as argparse asks for it."""
+        return self.read(given)
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise ValueError
+    return Path(text)
+
+
+def _within(read: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
+    def checked(text: str) -> float:
+        value = read(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return checked
+
+
+def _above_zero(read: Callable[[str], float]) -> Callable[[str], float]:
+    return _within(read, 5e-324, 1.7e308)
+
+
+def _whole(text: str) -> int:
+    if not WHOLE.fullmatch(text):
+        raise ValueError
+    return int(text)
+
+
+ANYTHING: Final[Value[Any]] = Value(read=lambda given: given, accepts="a text")
+FILE: Final = Value(read=_file, accepts="the path of a file")
+TRACE: Final = Value(read=lambda text: str(_file(text)), accepts="the path of a trace, or - for standard input")
+RATIO: Final = Value(read=_above_zero(_within(float, 0, 1)), accepts="a ratio above 0, at most 1")
+SHARE: Final = Value(read=_within(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
+DURATION: Final = Value(read=_above_zero(duration_seconds), accepts="a duration above 0 such as 90s, 5m or 1h")
+NUMBER: Final = Value(read=_above_zero(float), accepts="a number above 0")
+GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas")
+
+
+def size(example: str) -> Value[int]:
+    """Return the kind of a size in bytes."""
+    return Value(read=size_bytes, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on")
+
+
+def whole(low: int = 1, high: int = MOST) -> Value[int]:
+    """Return the kind of a whole number from `low` to `high`."""
+    most = f" to {high}" if high < MOST else " on"
+    return Value(read=_bounded(_whole, low, high), accepts=f"a whole number from {low}{most}")
+
+
+def tokens(high: int = MOST) -> Value[int]:
+    """Return the kind of a number of tokens, as vLLM's options take it."""
+    return Value(
+        read=_bounded(vllm_number, 1, high),
+        accepts=f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)",
+    )
+
+
+def _bounded(read: Callable[[str], int], low: int, high: int) -> Callable[[str], int]:
+    within = _within(read, low, high)
+    return lambda text: int(within(text))
+
+
+def choice(names: Sequence[str]) -> Value[str]:
+    """Return the kind of a name out of several."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise ValueError
+        return text
+
+    return Value(read=read, accepts=f"{', '.join(names[:-1])} or {names[-1]}")
+
+
+def url(example: str) -> Value[httpx.URL]:
+    """Return the kind of an http or https URL."""
+    return Value(read=http_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
+
+
+def page_url(example: str) -> Value[str]:
+    """Return the kind of the URL of a page of metrics."""
+    return Value(read=metrics_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
+
+
+SHOWN: Final[dict[str, Callable[[object], str]]] = {
+    "engine_headers": lambda _: "a value that is kept secret",
+    "engine_url": shown_url,
+}
+"""How the settings are shown that may hold a secret."""

@@ -1,0 +1,66 @@
+"""One look at the engine's page, the GPUs and the processes, through the daemon's own readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.app import CLOSE_SECONDS, GPU_TIMEOUT_SECONDS
+from vllm_headroom.derive.attribution import AttributionState, attribute
+from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+
+PROC: Final = Path("/proc")
+PATIENCE_SECONDS: Final = 6.0
+"""For each source, all at the same time: a look has to be over within ten seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What was read of this machine; `gpus` is empty where NVML failed."""
+
+    readings: GpuReadings | Failure
+    processes: ProcessReadings | Failure
+    gpus: tuple[Gpu, ...]
+
+
+async def fetched(reader: PageReader) -> str | Failure:
+    """Return the one page that is wanted of this reader, which is closed."""
+    try:
+        return await reader.fetch()
+    finally:
+        await closed(reader)
+
+
+async def closed(*readers: PageReader | Nvml) -> None:
+    """Close what was read, unless that takes long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            for reader in readers:
+                await reader.close()
+
+
+async def machine(settings: Settings, proc: Path = PROC) -> Machine:
+    """Read NVML and `proc` once, side by side, and tell whose the GPUs are, as the daemon does with these settings."""
+    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
+    port = port_of(httpx.URL(settings.engine_url))
+    try:
+        readings, processes = await asyncio.gather(
+            nvml.read(PATIENCE_SECONDS),
+            Processes(engine_port=port, proc=proc, monotonic=time.monotonic).read(PATIENCE_SECONDS),
+        )
+    finally:
+        await nvml.close()
+    gpus: tuple[Gpu, ...] = ()
+    if not isinstance(readings, Failure):
+        gpus = attribute(AttributionState(), readings, processes, settings.selection)[1]
+    return Machine(readings=readings, processes=processes, gpus=gpus)

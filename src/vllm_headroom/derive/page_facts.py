@@ -1,0 +1,48 @@
+"""What a page says of the server as a whole: all its engines taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from vllm_headroom.model import EnginePage, EngineReading
+
+
+def named(page: EnginePage) -> tuple[EngineReading, ...]:
+    """Return the engines with a model's name: before its first request, vLLM V0 tells its settings and no name."""
+    return tuple(engine for engine in page.engines if engine.model_name)
+
+
+def together(values: Iterable[float | None]) -> float | None:
+    """Return the sum; None where one is unknown, for the rest is not the whole, or there is none."""
+    amounts = tuple(values)
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if known and len(known) == len(amounts) else None
+
+
+def running_requests(page: EnginePage) -> float | None:
+    """Return the requests all engines of the page run; None where one does not say, or there is none."""
+    return together(engine.running for engine in named(page))
+
+
+def finished(page: EnginePage) -> float | None:
+    """Return the requests all engines of the page finished; None where one does not say."""
+    return together(engine.finished_total for engine in named(page))
+
+
+def life(page: EnginePage) -> str | None:
+    """Return what names this life of the server: when it started, where the page says so."""
+    started = {engine.started_at_seconds for engine in page.engines} - {None}
+    return ",".join(sorted(f"{seconds:.3f}" for seconds in started if seconds is not None)) or None
+
+
+def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
+    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing."""
+    if life is not None and new_life is not None and life != new_life:
+        return True
+    return finished is not None and new_finished is not None and new_finished < finished
+
+
+def awake(page: EnginePage) -> bool | None:
+    """Return False while an engine of the page sleeps; None where none says."""
+    said = [engine.awake for engine in page.engines if engine.awake is not None]
+    return all(said) if said else None

@@ -1,0 +1,107 @@
+"""What a line of a trace says of one GPU, one engine and one process, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final, get_type_hints
+
+from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading
+from vllm_headroom.trace.fields import WrongFieldError, known, number, size, text, truth
+from vllm_headroom.vocabulary import Attribution, Role
+
+NO_PID: Final = 0
+"""A trace tells processes apart by their start alone."""
+
+_NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "started_at_seconds": "started_at"}
+"""The engine's facts that the format calls otherwise than the code."""
+
+_READS: Final[Mapping[object, Any]] = {str: text, float | None: number, str | None: text, bool | None: truth}
+_TYPES: Final = get_type_hints(EngineReading)
+_FACTS: Final = tuple(
+    (each.name, _NAMES.get(each.name, each.name), _READS[_TYPES[each.name]]) for each in fields(EngineReading)
+)
+"""Each field of EngineReading, its name in a trace and what reads it there."""
+
+
+def engine_entry(engine: EngineReading) -> dict[str, Any]:
+    """Return all that an engine said of itself."""
+    return known({name: getattr(engine, fact) for fact, name, _ in _FACTS})
+
+
+def engine_of(entry: Mapping[str, Any], place: int) -> EngineReading:
+    """Return an engine; one without a name is known by its place in the list."""
+    facts = {fact: read(entry, name) for fact, name, read in _FACTS}
+    unnamed_as = {"model_name": "unknown", "engine": str(place)}
+    return EngineReading(**facts | {name: named for name, named in unnamed_as.items() if facts[name] is None})
+
+
+def gpu_entry(gpu: Gpu) -> dict[str, Any]:
+    """Return a GPU of the engine's.
+
+    One whose holders are unknown for now is without `used`, since a reader takes all that is used for the engine's.
+    """
+    memory = gpu.reading.memory
+    return known(
+        {
+            "gpu": gpu.reading.index,
+            "uuid": gpu.reading.uuid,
+            "total": None if memory is None else memory.total_bytes,
+            "used": None if memory is None or gpu.held_bytes is None else memory.used_bytes,
+            "reserved": None if memory is None else memory.reserved_bytes,
+            "used_peak": gpu.reading.used_peak_bytes,
+            "engine": gpu.engine_bytes,
+            "other": gpu.other_bytes,
+            "processes": gpu.process_count,
+        }
+    )
+
+
+def gpu_of(entry: Mapping[str, Any], place: int) -> Gpu:
+    """Return a GPU of the engine's, which holds what is attributed to it, else what is used and not others'."""
+    index = size(entry, "gpu")
+    index = place if index is None else index
+    used, engine, other = size(entry, "used"), size(entry, "engine"), size(entry, "other")
+    return Gpu(
+        reading=GpuReading(
+            index=index,
+            uuid=text(entry, "uuid") or unnamed(index),
+            name="",
+            memory=_memory(used, size(entry, "total"), size(entry, "reserved")),
+            used_peak_bytes=size(entry, "used_peak"),
+        ),
+        attribution=Attribution.UUID if engine is None else Attribution.PROCESS,
+        engine_bytes=engine,
+        other_bytes=other,
+        held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
+        process_count=size(entry, "processes"),
+    )
+
+
+def _memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:
+    if used is None or total is None:
+        return None
+    free = max(0, total - used - (reserved or 0))
+    return GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved)
+
+
+def unnamed(index: int) -> str:
+    """Return what a GPU without a UUID is known by; no UUID looks like it."""
+    return f"index {index}"
+
+
+def process_entry(process: EngineProcess) -> dict[str, Any]:
+    """Return a process of the engine's."""
+    return {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
+
+
+def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
+    """Return a process; None where its memory is unknown."""
+    name = text(entry, "role")
+    role = Role.OTHER if name is None else next((role for role in Role if role == name), None)
+    if role is None:
+        raise WrongFieldError("role", name, ", ".join(Role))
+    rss, started = size(entry, "rss"), number(entry, "started_at")
+    if rss is None:
+        return None
+    return EngineProcess(pid=NO_PID, role=role, rss_bytes=rss, started_at_seconds=started or 0.0)

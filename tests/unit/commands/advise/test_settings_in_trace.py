@@ -1,0 +1,53 @@
+"""What the engine was started with stands in the trace; what the operator gives wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.commands.advise import traces
+from vllm_headroom.commands.advise.flags import SIZES_CACHE_IN_BYTES
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.verdict import judge
+
+
+def told(settings: Settings = traces.UNTOLD, **said: Any) -> Settings:
+    return traces.facts((traces.sample(step, **said) for step in range(3)), settings).settings
+
+
+def test_the_share_of_the_gpu_is_the_engines_own() -> None:
+    assert told(gpu_memory_utilization=0.92).gpu_memory_utilization == 0.92
+    assert told().gpu_memory_utilization is None
+
+
+def test_what_the_operator_gives_wins() -> None:
+    assert told(Settings(gpu_memory_utilization=0.8), gpu_memory_utilization=0.92).gpu_memory_utilization == 0.8
+
+
+def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:
+    settings = told(kv_cache_memory_bytes=2**30, awake=None)
+
+    assert (settings.sizes_cache_in_bytes, settings.kv_cache_memory_bytes) == (True, 2**30)
+    assert settings.known == SIZES_CACHE_IN_BYTES
+
+
+def test_the_newest_life_of_the_engine_counts() -> None:
+    lives = [traces.sample(0, gpu_memory_utilization=0.95), traces.sample(1, gpu_memory_utilization=0.9)]
+
+    assert traces.facts([*lives, traces.down(2)]).settings.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize("share", [0.92, None])
+def test_a_value_takes_the_place_of_a_difference_where_the_share_is_known(share: float | None) -> None:
+    records = (
+        {**each, "engines": [{**each["engines"][0], "gpu_memory_utilization": share}]}
+        for each in traces.configuration_overshoot()
+    )
+    change = judge(traces.facts(records)).advice[0].changes[0]
+
+    assert (change.now, change.value is not None, change.difference is not None) == (
+        share,
+        share is not None,
+        share is None,
+    )

@@ -1,0 +1,87 @@
+"""The one runner of all commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import pytest
+
+from tests.unit.test_main import OWN
+from vllm_headroom.commands.cli import Command, execute
+from vllm_headroom.trace.errors import BadInput
+
+
+class Answering(NamedTuple):
+    """An answer that a command of the tests gives."""
+
+    text: str
+
+
+def command(run: Callable[[Namespace], Any]) -> Command[Answering]:
+    return Command(
+        usage="%(prog)s",
+        description="",
+        epilog="",
+        options=lambda _parser: None,
+        run=run,
+        text=lambda answer: [answer.text, "the end"],
+        document=lambda answer: {"text": answer.text},
+        status=lambda _answer: 7,
+    )
+
+
+def test_text_stays_on_its_line_and_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    status = execute(command(lambda _given: Answering("\x1b[31mred\nand more")), "test", [], {})
+
+    assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand more\nthe end\n")
+
+
+def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None:
+    execute(command(lambda _given: Answering("\x1b")), "test", ["--json"], {})
+
+    assert capsys.readouterr().out == '{\n  "text": "\\u001b"\n}\n'
+
+
+def test_a_command_without_an_answer_says_why_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_given: Namespace) -> Answering:
+        raise BadInput("line 1\nof a file")
+
+    assert execute(command(run), "test", [], {}) == 2
+    assert capsys.readouterr() == ("", "vllm-headroom test: line 1\\x0aof a file\n")
+
+
+LIVE: Final = """
+import asyncio, sys
+from vllm_headroom.commands import cli
+from vllm_headroom.commands.run import command
+async def daemon(given):
+    print(type(asyncio.get_running_loop()).__module__, flush=True)
+    {end}
+command.COMMAND = cli.Command(usage="", description="", epilog="", options=lambda parser: None, run=daemon, status=int)
+cli.start({{"run": ("run.command", "")}}, "run", [])
+"""
+
+
+def live(end: str) -> subprocess.CompletedProcess[str]:
+    code = LIVE.format(end=end)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60, env=OWN
+    )
+
+
+def test_the_daemon_runs_on_uvloop_and_its_status_is_the_exit_status() -> None:
+    process = live("return 3")
+
+    assert (process.returncode, process.stdout, process.stderr) == (3, "uvloop\n", "")
+
+
+def test_an_error_of_its_own_ends_the_process_with_its_traceback_and_status_1() -> None:
+    process = live("raise RuntimeError('the sampler fell over')")
+
+    assert process.returncode == 1
+    assert process.stderr.startswith("Traceback (most recent call last):\n")
+    assert process.stderr.endswith("\nRuntimeError: the sampler fell over\n")

@@ -1,0 +1,59 @@
+"""How long growth must have lasted before anything is said, and what of the device counts as left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.derive.leak.stretches import BASE, HOUR, Shape, follow, readings, segments
+from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+
+QUIET = 3 * HOUR
+
+
+def on_a_device(shape: Shape, hours: float, room_bytes: float) -> Iterator[Observation]:
+    """Yield the readings on a device that has so much left at first."""
+    for each in readings(shape, hours):
+        assert each.held_bytes is not None
+        yield replace(each, room_bytes=int(room_bytes - (each.held_bytes - BASE)))
+
+
+@pytest.mark.parametrize("full_after_seconds", [HOUR / 2, 100 * HOUR], ids=["soon full", "not soon full"])
+@pytest.mark.parametrize("rate", [MIB / 2, 2 * MIB], ids=["fast", "faster"])
+def test_growth_after_quiet_hours_is_nothing_before_ten_minutes_however_fast(
+    rate: float, full_after_seconds: float
+) -> None:
+    def shape(seconds: float) -> float:
+        return segments(max(0.0, seconds - QUIET) * rate)
+
+    course = follow(on_a_device(shape, QUIET / HOUR + 0.5, full_after_seconds * rate))
+    first = course.first(Verdict.GROWING)
+
+    assert first is not None
+    assert first * HOUR >= QUIET + 600
+
+
+def test_the_last_100_mib_are_no_time_that_is_left() -> None:
+    rate = MIB / 2
+    course = follow(on_a_device(lambda seconds: segments(seconds * rate), 0.5, HOUR * rate))
+    at = course.first(Verdict.LEAKING)
+
+    assert at is not None
+    assert course.alarm is not None
+    assert course.alarm.oom_seconds is not None
+    assert HOUR - at * HOUR - course.alarm.oom_seconds == pytest.approx(100 * MIB / rate, rel=0.2)
+
+
+def test_the_last_100_mib_do_not_put_an_alarm_off() -> None:
+    """Growth that slows down is an alarm only once it has lasted longer than what is left."""
+    room_bytes = 400 * MIB
+
+    def slowing(seconds: float) -> float:
+        return segments(300 * MIB * (seconds / HOUR) ** 0.6)
+
+    at = follow(on_a_device(slowing, 1.0, room_bytes)).first(Verdict.LEAKING)
+
+    assert at is not None
+    assert room_bytes - slowing(at * HOUR) > slowing(at * HOUR)

@@ -1,0 +1,51 @@
+"""What a page says of the server as a whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import engine, page
+from vllm_headroom.derive.page_facts import awake, begun_anew, finished, life, named, running_requests, together
+
+
+@pytest.mark.parametrize(
+    ("values", "whole"), [((1.0, 2.0), 3.0), ((0.0,), 0.0), ((1.0, None), None), ((None,), None), ((), None)]
+)
+def test_the_sum_of_what_is_not_all_known_is_unknown(values: tuple[float | None, ...], whole: float | None) -> None:
+    assert together(values) == whole
+
+
+def test_engines_without_a_name_do_not_count() -> None:
+    both = page(engine("0", running=2.0, finished_total=5.0), engine("1", model_name=""))
+
+    assert [each.engine for each in named(both)] == ["0"]
+    assert (running_requests(both), finished(both)) == (2.0, 5.0)
+    assert (running_requests(page()), finished(page())) == (None, None)
+
+
+def test_a_life_is_named_by_its_start() -> None:
+    assert life(page(engine())) is None
+    assert life(page(engine("0", started_at_seconds=2.0), engine("1", started_at_seconds=1.5))) == "1.500,2.000"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "anew"),
+    [
+        (("a", 5.0), ("a", 6.0), False),
+        (("a", 5.0), ("b", 6.0), True),
+        (("a", 5.0), ("a", 4.0), True),
+        ((None, 5.0), ("b", 6.0), False),
+        (("a", None), (None, 1.0), False),
+    ],
+)
+def test_what_is_unknown_tells_of_no_other_life(
+    before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
+) -> None:
+    assert begun_anew(before[0], now[0], before[1], now[1]) is anew
+
+
+@pytest.mark.parametrize(
+    ("said", "whole"), [((True, True), True), ((True, False), False), ((True, None), True), ((None, None), None)]
+)
+def test_one_engine_that_sleeps_is_a_server_that_sleeps(said: tuple[bool | None, ...], *, whole: bool | None) -> None:
+    assert awake(page(*(engine(str(rank), awake=each) for rank, each in enumerate(said)))) is whole

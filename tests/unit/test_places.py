@@ -1,0 +1,135 @@
+"""What a newcomer adds takes as few places as DESIGN.md says: each is added to a copy of the source, and works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import vllm_headroom
+
+SOURCE: Final = Path(vllm_headroom.__file__).parent
+LOOK: Final = """
+import json, sys
+from vllm_headroom.commands.doctor.inputs import SERIES
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.model import Snapshot
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.write import HEADER, line, record_of
+
+page = parse_engines(sys.stdin.read())
+seen = Snapshot(time_seconds=1.0, monotonic_seconds=1.0, engines=page, gpus=(), processes=())
+(back,) = snapshots((line(HEADER), line(record_of(seen))))
+print(json.dumps({
+    "profile": page.profile,
+    "page": {s.metric.name: s.value for each in derivations() for s in answer(each, each.initial, seen)[1]},
+    "inputs": dict(page.inputs),
+    "record": record_of(seen)["engines"][0],
+    "kept": back.engines.engines == page.engines,
+    "doctor": {name: [metric.name for metric in made] for name, made in SERIES.items()},
+}))
+"""
+PAGE: Final = 'vllm:num_requests_running{model_name="m",engine="0"} 4\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    copy = tmp_path / "vllm_headroom"
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def add(file: Path, after: str, added: str) -> None:
+    """Add lines after the one line that begins with `after`."""
+    text, found = re.subn(rf"^({after}.*\n)", lambda line: line[1] + added, file.read_text(), flags=re.MULTILINE)
+    assert found == 1, (file, after)
+    file.write_text(text)
+
+
+def look(source: Path, page: str) -> dict[str, Any]:
+    """Return what the copy says of a page."""
+    process = subprocess.run(
+        [sys.executable, "-c", LOOK],
+        input=page,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={"PYTHONPATH": str(source.parent)},
+    )
+    assert process.returncode == 0, process.stderr
+    found: dict[str, Any] = json.loads(process.stdout)
+    return found
+
+
+def test_a_raw_fact_takes_three_places(source: Path) -> None:
+    add(
+        source / "model.py",
+        "    waiting:",
+        '    swapped: float | None = _input("requests_swapped", "headroom_engine_requests_swapped")\n',
+    )
+    add(
+        source / "parse/profiles/vllm.py",
+        r'        Fact\(field="waiting"',
+        '        Fact(field="swapped", families=("num_requests_swapped",)),\n',
+    )
+    add(
+        source / "catalog.py",
+        "ENGINE_WAITING",
+        'ENGINE_SWAPPED: Final = _gauge("engine_requests_swapped", ENGINE, "Requests swapped out.")\n',
+    )
+
+    found = look(source, PAGE + 'vllm:num_requests_swapped{model_name="m",engine="0"} 7\n')
+
+    assert found["page"]["headroom_engine_requests_swapped"] == 7.0
+    assert found["inputs"]["requests_swapped"]
+    assert (found["record"]["swapped"], found["kept"]) == (7.0, True)
+    assert found["doctor"]["requests_swapped"] == ["headroom_engine_requests_swapped"]
+
+
+def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
+    add(
+        source / "catalog.py",
+        "ENGINE_WAITING",
+        'ENGINE_HALF: Final = _gauge("engine_half", ENGINE, "Half of what runs.", needs=("running",))\n',
+    )
+    (source / "derive/half.py").write_text(
+        "from vllm_headroom import catalog\n"
+        "from vllm_headroom.model import Sample\n\n\n"
+        "def half(snapshot):\n"
+        '    return (Sample(catalog.ENGINE_HALF, ("m", "0"), snapshot.engines.engines[0].running / 2),)\n'
+    )
+    add(
+        source / "derive/__init__.py",
+        "from vllm_headroom.derive.health",
+        "from vllm_headroom.derive.half import half\n",
+    )
+    add(source / "derive/__init__.py", r'        stateless\("readings"', '        stateless("half", half),\n')
+
+    found = look(source, PAGE)
+
+    assert found["page"]["headroom_engine_half"] == 2.0
+    assert "headroom_engine_half" in found["doctor"]["requests_running"]
+
+
+def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> None:
+    (source / "parse/profiles/other.py").write_text(
+        "from vllm_headroom.parse.profile import Fact, Profile\n\n"
+        'OTHER = Profile(name="other", prefixes=("other:",), facts=(Fact(field="running", families=("busy",)),))\n'
+    )
+    profiles = source / "parse/profiles/__init__.py"
+    add(profiles, "from vllm_headroom.parse.profiles", "from vllm_headroom.parse.profiles.other import OTHER\n")
+    profiles.write_text(profiles.read_text().replace("(VLLM,)", "(VLLM, OTHER)"))
+
+    found = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
+
+    assert (found["profile"], found["page"]["headroom_engine_requests_running"]) == ("other", 3.0)
+    assert found["inputs"] == {"requests_running": True}

@@ -1,0 +1,133 @@
+"""Whatever the daemon saw comes back out of the line it wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, Final, get_type_hints
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.samples import engine, gpu, page, snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.trace.fields import LARGEST
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.write import HEADER, line, record_of
+from vllm_headroom.vocabulary import Attribution, Role
+
+SHOWN: Final = st.text().filter(str.isprintable)
+NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
+SIZES: Final = st.integers(min_value=0, max_value=2**43)
+OF_TYPE: Final[dict[Any, st.SearchStrategy[Any]]] = {
+    str: SHOWN,
+    str | None: st.none() | SHOWN,
+    float | None: st.none() | NUMBERS,
+    bool | None: st.none() | st.booleans(),
+}
+FACTS: Final = {name: OF_TYPE[kind] for name, kind in get_type_hints(EngineReading).items()}
+
+
+@st.composite
+def gpus(draw: st.DrawFn) -> tuple[Gpu, ...]:
+    """Return GPUs of the engine's, each with what the daemon knows of one."""
+    uuids = draw(st.lists(st.uuids().map(lambda uuid: f"GPU-{uuid}"), unique=True, max_size=3))
+    return tuple(_gpu(draw, index, uuid) for index, uuid in enumerate(uuids))
+
+
+def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
+    used, free, other = draw(SIZES), draw(SIZES), draw(st.none() | SIZES)
+    reserved, engine_bytes = draw(st.none() | SIZES), draw(st.none() | SIZES)
+    total = used + free + (reserved or 0)
+    return Gpu(
+        reading=GpuReading(
+            index=index,
+            uuid=uuid,
+            name="",
+            memory=GpuMemory(total_bytes=total, used_bytes=used, free_bytes=free, reserved_bytes=reserved),
+            used_peak_bytes=draw(st.none() | SIZES),
+        ),
+        attribution=Attribution.UUID if engine_bytes is None else Attribution.PROCESS,
+        engine_bytes=engine_bytes,
+        other_bytes=other,
+        held_bytes=max(0, used - (other or 0)) if engine_bytes is None else engine_bytes,
+        process_count=draw(st.none() | st.integers(0, 9)),
+    )
+
+
+PROCESSES: Final = st.builds(
+    EngineProcess, pid=st.just(0), role=st.sampled_from(Role), rss_bytes=SIZES, started_at_seconds=NUMBERS
+)
+TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: milliseconds / 1000)
+
+
+@given(
+    time=TIMES,
+    engines=st.lists(st.builds(EngineReading, **FACTS), max_size=3),
+    gpus=gpus(),
+    processes=st.lists(PROCESSES, max_size=3),
+)
+def test_what_was_seen_comes_back(
+    time: float, engines: list[EngineReading], gpus: tuple[Gpu, ...], processes: list[EngineProcess]
+) -> None:
+    seen = Snapshot(
+        time_seconds=time,
+        monotonic_seconds=time,
+        engines=EnginePage(profile="vllm", engines=tuple(engines), inputs=()),
+        gpus=gpus,
+        processes=tuple(processes),
+    )
+
+    assert back(seen) == seen
+
+
+def back(seen: Snapshot) -> Snapshot:
+    (found,) = snapshots((line(HEADER), line(record_of(seen))))
+    assert isinstance(found, Snapshot), found
+    return found
+
+
+def back_engine(**known: Any) -> EngineReading:
+    engines = back(snapshot(engines=page(engine(**known)))).engines
+    assert not isinstance(engines, Failure)
+    return engines.engines[0]
+
+
+@given(name=st.text(st.characters()))
+@example(name="a\nb")
+@example(name="\ud800")
+def test_no_name_of_a_model_makes_a_line_that_cannot_be_read(name: str) -> None:
+    assert back_engine(model_name=name).model_name == (
+        name if name.isprintable() else name.encode("unicode_escape").decode()
+    )
+
+
+@pytest.mark.parametrize("fact", [each.name for each in fields(EngineReading) if each.type == "float | None"])
+def test_a_number_that_no_reader_takes_is_left_out(fact: str) -> None:
+    assert back_engine(**{fact: 2.0**54}) == engine()
+
+
+def test_the_names_of_the_format_are_those_of_the_contract() -> None:
+    facts: dict[str, Any] = {each.name: 1.0 for each in fields(EngineReading) if each.metadata}
+
+    (entry,) = record_of(snapshot(engines=page(engine(**facts)), gpus=(gpu(used_peak_bytes=950),)))["engines"]
+
+    assert set(entry) == {
+        *("model_name", "engine", "running", "waiting", "kv_used_ratio", "kv_capacity_tokens", "finished_total"),
+        *("preemptions_total", "prefix_queries_total", "prefix_hits_total", "prefix_hit_lifetime_ratio", "awake"),
+        *("prompt_tokens_total", "generation_tokens_total", "kv_cache_dtype", "gpu_memory_utilization"),
+        *("kv_cache_memory_bytes", "memory_bytes", "started_at"),
+    }
+
+
+def test_fields_that_have_no_home_yet_are_passed_over() -> None:
+    record = record_of(snapshot(gpus=(gpu(used_peak_bytes=950),)))
+    (entry,) = record["gpus"]
+    assert entry["used_peak"] == 950
+    entry |= {"allocated": 5, "reserved_by_torch": 6, "parts": {"weights": 4}}
+    record["host"] = {"used": 1, "limit": 2, "shm_used": 3, "shm_limit": 4, "oom_kills": 0}
+
+    (found,) = snapshots((line(HEADER), json.dumps(record).encode()))
+
+    assert isinstance(found, Snapshot)
