@@ -8,7 +8,7 @@ RUN python3 -m venv /opt/build && python3 -m venv --without-pip /opt/vllm-headro
 COPY requirements/runtime.txt requirements/
 RUN --mount=type=cache,target=/root/.cache/pip \
     /opt/build/bin/pip --python /opt/vllm-headroom/bin/python3 install \
-        --no-compile --only-binary=:all: --requirement requirements/runtime.txt
+        --no-compile --only-binary=:all: --require-hashes --requirement requirements/runtime.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 ARG REVISION=""

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     INCOMPLETE = "incomplete"
     NOT_METRICS = "not_metrics"
     MALFORMED = "malformed"
+    OUT_OF_BOUNDS = "out_of_bounds"
     CREDENTIALS = "credentials"
     LIBRARY_MISSING = "library_missing"
     DRIVER_MISSING = "driver_missing"
@@ -55,6 +56,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.INCOMPLETE,
         Reason.NOT_METRICS,
         Reason.MALFORMED,
+        Reason.OUT_OF_BOUNDS,
         Reason.CREDENTIALS,
     ),
     Source.NVML: (

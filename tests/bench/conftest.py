@@ -26,7 +26,12 @@ def results() -> Iterator[Results]:
 @pytest.fixture
 def nvml(tmp_path: Path) -> FakeNvml:
     """Eight busy GPUs in the C library, with one process each."""
-    gpus = [
+    return quiet_nvml(tmp_path, GPUS)
+
+
+def quiet_nvml(folder: Path, gpus: int) -> FakeNvml:
+    """Return the C library with busy GPUs, with one process each."""
+    made = [
         FakeGpu(
             uuid=f"GPU-{index}",
             used_bytes=70 * GIB,
@@ -35,9 +40,9 @@ def nvml(tmp_path: Path) -> FakeNvml:
             power_milliwatts=300_000,
             processes={os.getpid(): 69 * GIB},
         )
-        for index in range(GPUS)
+        for index in range(gpus)
     ]
-    return QuietNvml(tmp_path, gpus)
+    return QuietNvml(folder, made)
 
 
 class QuietNvml(FakeNvml):

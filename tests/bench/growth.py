@@ -13,7 +13,6 @@ import sys
 from typing import Final
 
 import uvloop
-from prometheus_client.exposition import generate_latest
 
 from tests.bench.busy_engine import ONE_ENGINE, pages
 from tests.bench.processes import resident_bytes
@@ -21,7 +20,8 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.answers import Request
+from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.vocabulary import Reason, Role, Source
@@ -122,12 +122,13 @@ async def main(ticks: int) -> None:
         clock=world,
         gpu_timeout_seconds=1,
     )
-    page = registry(HeadroomCollector(lambda: sampler.published, world.monotonic, ("0", "", "3")))
+    page = MetricsPage(lambda: sampler.published, world.monotonic, ("0", "", "3"))
+    scrape = Request(method="GET", path="/metrics", headers={"accept-encoding": "gzip"})
     resident: dict[str, int] = {}
     for world.step in range(1, ticks + 1):
         await sampler.tick()
         if world.step % TICKS_PER_SCRAPE == 0:
-            generate_latest(page)
+            page(scrape)
         if world.step in {SETTLED_TICKS, ticks}:
             gc.collect()
             resident["settled" if world.step == SETTLED_TICKS else "end"] = resident_bytes()

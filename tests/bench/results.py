@@ -57,7 +57,9 @@ class Results:
 
 def _machine() -> str:
     cores = len(os.sched_getaffinity(0))
-    return f"{_cpu_model()}, {cores} cores, Linux, {platform.python_implementation()} {platform.python_version()}"
+    load = ", ".join(f"{each:.1f}" for each in os.getloadavg())
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return f"{_cpu_model()}, {cores} cores, Linux, {python}; load average at the end: {load}"
 
 
 def _cpu_model() -> str:

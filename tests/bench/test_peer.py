@@ -1,92 +1,66 @@
+"""What a second costs, beside a peer that reads no engine and the exporter that one writes in an afternoon."""
+
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
-import httpx
 import pytest
 
-from tests.bench.busy_engine import ONE_ENGINE, busy
-from tests.bench.processes import ROOT, cpu_seconds, resident_bytes
+from tests.bench.busy_engine import EIGHT_ENGINES, ONE_ENGINE, busy
+from tests.bench.conftest import quiet_nvml
+from tests.bench.exporters import PEER, Exporter, environment, naive, ours, peer, runtime
 from tests.bench.results import Results
-from tests.fakes.engine_server import LOOPBACK, EngineServer
-from tests.fakes.nvml.library import MIB, FakeNvml
-from tests.process import daemon, eventually
+from tests.fakes.engine_server import EngineServer
+from tests.fakes.nvml.library import MIB
 
 pytestmark = pytest.mark.bench
 
-PEER = "nvitop-exporter==1.7.2"
-COLLECTIONS = 30
+SECONDS = int(os.environ.get("BENCH_PEER_SECONDS", "60"))
+SETTLE_SECONDS = 5
+SITUATIONS = {
+    "1 GPU, 1 engine": (1, ONE_ENGINE, 1.3),
+    "8 GPUs, 1 engine": (8, ONE_ENGINE, 1.0),
+    "8 GPUs, 8 engines": (8, EIGHT_ENGINES, 1.5),
+}
 
 
-def test_beside_a_peer(nvml: FakeNvml, results: Results) -> None:
-    """Let both collect and be scraped once a second, at the same time, over the same library.
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_second_beside_others(situation: str, tmp_path_factory: pytest.TempPathFactory, results: Results) -> None:
+    """Let all three run at the same time, over the same library, and scrape each once a second.
 
-    Ours also reads the engine's page and /proc, and derives. The peer also reads the host's metrics, and asks NVML for
+    Ours also reads the engine's page and /proc, and derives; the peer also reads the host's metrics, and asks NVML for
     clocks, PCIe and NVLink, which this library does not have.
     """
-    settings = {"GPUS": "all", "SAMPLE_INTERVAL_SECONDS": "1", **nvml.environment()}
-    with (
-        _peer(_installed(results), nvml) as (peer_url, peer_pid),
-        EngineServer(busy(ONE_ENGINE)) as engine,
-        daemon("run", ENGINE_URL=engine.url, **settings) as running,
-    ):
-        running.sees(lambda page: page.has("engine_requests_running"), "the engine answers")
-        pids = (running.process.pid, peer_pid)
-        before = [cpu_seconds(pid) for pid in pids]
-        for _ in range(COLLECTIONS):
-            time.sleep(1)
-            httpx.get(f"{running.url}/metrics").raise_for_status()
-            httpx.get(peer_url).raise_for_status()
-        ours, theirs = (1e3 * (cpu_seconds(pid) - was) / COLLECTIONS for pid, was in zip(pids, before, strict=True))
-        our_memory, their_memory = (resident_bytes(pid) / MIB for pid in pids)
+    gpus, page, most = SITUATIONS[situation]
+    own, theirs = runtime(), environment(PEER, PEER)
+    if own is None or theirs is None:
+        pytest.skip("the package index does not offer what is compared")
+    nvml = quiet_nvml(tmp_path_factory.mktemp("nvml"), gpus)
+    with EngineServer(busy(page)) as engine, ExitStack() as stack:
+        running = (
+            stack.enter_context(ours(own, engine.url, nvml, SAMPLE_INTERVAL_SECONDS="1")),
+            stack.enter_context(peer(theirs, nvml, gpus - 1)),
+            stack.enter_context(naive(own, engine.url, nvml)),
+        )
+        _scrapes(running, SETTLE_SECONDS)
+        before = [exporter.cpu_seconds() for exporter in running]
+        _scrapes(running, SECONDS)
+        cpu = [1e3 * (one.cpu_seconds() - was) / SECONDS for one, was in zip(running, before, strict=True)]
+        memory = [exporter.resident_bytes() / MIB for exporter in running]
 
-    results.note(f"CPU per second, a collection and a scrape in each: ours / {PEER}", f"{ours:.2g} / {theirs:.2g} ms")
-    results.note(f"resident memory: ours / {PEER}", f"{our_memory:.3g} / {their_memory:.3g} MiB")
-
-
-def _installed(results: Results) -> Path:
-    """Return the peer's command, installed once; skip where the package index does not answer."""
-    home = ROOT / ".cache" / "bench" / PEER
-    command = home / "bin" / "nvitop-exporter"
-    if not command.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        installed = subprocess.run([*pip, PEER], capture_output=True, check=False)
-        if installed.returncode:
-            results.note(f"beside {PEER}", "left out: the package index does not offer it")
-            pytest.skip(installed.stderr.decode(errors="replace"))
-    return command
+    shown = " / ".join(f"{each:.3g}" for each in cpu)
+    results.note(f"CPU per second, {situation}: ours / {PEER} / naive", f"{shown} ms")
+    results.at_most(most, f"CPU of ours over the peer's, {situation}", cpu[0] / cpu[1], " times")
+    results.note(f"CPU of the naive one over ours, {situation}", f"{cpu[2] / cpu[0]:.3g} times")
+    results.note(f"memory, {situation}: ours / {PEER} / naive", " / ".join(f"{each:.3g}" for each in memory) + " MiB")
 
 
-@contextmanager
-def _peer(command: Path, nvml: FakeNvml) -> Iterator[tuple[str, int]]:
-    """Run the peer; give the address of its page and its pid."""
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [str(command), "--bind-address", LOOPBACK, "--port", str(port), "--interval", "1"],
-        env={**os.environ, **nvml.environment()},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://{LOOPBACK}:{port}/metrics"
-    try:
-        eventually(lambda: _shows_gpus(url), "the peer shows the GPUs")
-        yield url, process.pid
-    finally:
-        process.kill()
-        process.wait(30)
-
-
-def _shows_gpus(url: str) -> bool:
-    try:
-        return 'index="7"' in httpx.get(url).text
-    except httpx.TransportError:
-        return False
+def _scrapes(running: tuple[Exporter, ...], seconds: int) -> None:
+    due = time.monotonic()
+    for _ in range(seconds):
+        due += 1
+        for exporter in running:
+            exporter.scrape()
+        time.sleep(max(0.0, due - time.monotonic()))

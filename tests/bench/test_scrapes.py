@@ -4,6 +4,7 @@ import pytest
 from httpx import URL
 
 from tests.bench.busy_engine import ONE_ENGINE, busy
+from tests.bench.processes import findings, start
 from tests.bench.results import Results
 from tests.bench.scrapers import scrape
 from tests.fakes.engine_server import EngineServer, hang
@@ -32,6 +33,27 @@ def test_scrapes_do_not_wait(nvml: FakeNvml, results: Results) -> None:
         nvml.write()
         running.sees(lambda page: page.value("source_up", source="nvml") == 0, "the driver hangs")
         _measure(running, results, "an NVML call hangs")
+
+
+def test_a_crowd_costs_no_tick(nvml: FakeNvml, results: Results) -> None:
+    """Let 200 connections scrape once a second each, then 500 as fast as they can, and count the ticks."""
+    settings = {"SAMPLE_INTERVAL_SECONDS": "1", "GPUS": "all", **nvml.environment()}
+    with EngineServer(busy(ONE_ENGINE)) as engine, daemon("run", ENGINE_URL=engine.url, **settings) as running:
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+        url = URL(running.url)
+        for connections, per_second in ((200, 1.0), (500, None)):
+            before = len(engine.requests)
+            found = findings(start("crowd", str(url.port), str(connections), str(per_second or 0), str(SECONDS)))
+            ticks = len(engine.requests) - before
+            what = f"{connections} connections, " + (
+                "one scrape a second each" if per_second else "as fast as they can"
+            )
+            results.at_least(found["seconds"] - 2, f"ticks in {found['seconds']:.0f} s, {what}", ticks, "")
+            shown = f"{found['scrapes'] / found['seconds']:.0f} scrapes/s, median {1e3 * found['median']:.2g} ms"
+            if per_second:
+                results.at_most(10, f"/metrics, {what}: p99 ({shown})", 1e3 * found["p99"], " ms")
+            else:
+                results.note(f"/metrics, {what}: p99", f"{1e3 * found['p99']:.3g} ms ({shown})")
 
 
 def _measure(running: Daemon, results: Results, situation: str) -> None:

@@ -40,11 +40,11 @@ class Settings(BaseSettings):
         4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
     )
     engine_max_page_bytes: Size = setting(
-        8 * 1024 * 1024,
+        4 * 1024 * 1024,
         "The largest page to read from the engine; a larger one is a failure.",
         accepts="a size such as 8MiB, or a number of bytes from 1 MiB on",
         word="SIZE",
-        shown="8MiB",
+        shown="4MiB",
     )
     engine_bearer_token_file: Path | None = setting(
         None,
@@ -133,6 +133,13 @@ class Settings(BaseSettings):
         word="PORT",
         ge=0,
         le=65535,
+    )
+    web_config_file: Path | None = setting(
+        None,
+        "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's.",
+        accepts="the path of a file",
+        word="FILE",
+        shown=NONE,
     )
     state_dir: Path | None = setting(
         None,

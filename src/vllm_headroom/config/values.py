@@ -49,8 +49,13 @@ def gpu_names(value: object) -> object:
 
 
 def redacted(url: str) -> str:
-    """Return the URL, or what was meant to be one, with stars for its user and password.
+    """Return the URL, or what was meant to be one, with stars for its user and password, and for its query.
 
-    Everything before the last @ goes, so that a password that was not percent-encoded goes as well.
+    Everything before the last @ goes, so that a password that was not percent-encoded goes as well. Where an @ follows
+    a question mark, which is part of what cannot be told, and all goes.
     """
-    return re.sub(r"^(https?://)?.*@", r"\1***@", url, flags=re.DOTALL | re.IGNORECASE)
+    place, mark, query = url.partition("?")
+    if "@" in query:
+        return re.sub(r"^(https?://)?.*", r"\1***", url, flags=re.DOTALL | re.IGNORECASE)
+    shown = re.sub(r"^(https?://)?.*@", r"\1***@", place, flags=re.DOTALL | re.IGNORECASE)
+    return f"{shown}?***" if mark else shown

@@ -8,7 +8,7 @@ import platform
 import socket
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +21,12 @@ from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime,
 from vllm_headroom.daemon.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
-from vllm_headroom.expose.collector import HeadroomCollector, registry
-from vllm_headroom.expose.page import landing_page
-from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom.expose.answers import application
+from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.server import Server, listen
+from vllm_headroom.expose.web.config import WebConfigError
+from vllm_headroom.expose.web.door import Door
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -105,6 +108,12 @@ async def run(parts: Parts, settings: Settings) -> int:
             problem=error.strerror,
         )
         return CANNOT_LISTEN
+    try:
+        door = None if settings.web_config_file is None else _door(settings.web_config_file)
+    except WebConfigError as error:
+        for line in error.lines:
+            log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
+        return CANNOT_LISTEN
     ending = Ending()
     shape = settings.model_shape
     if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
@@ -112,7 +121,7 @@ async def run(parts: Parts, settings: Settings) -> int:
     with signals(partial(ending.ask, STOPPED)):
         try:
             log.info("listening", port=listener.getsockname()[1], version=version())
-            return await _run(parts, settings, listener, ending)
+            return await _run(parts, settings, listener, ending, door)
         finally:
             await _close(parts)
 
@@ -124,7 +133,7 @@ async def _close(parts: Parts) -> None:
             await parts.gpus.close()
 
 
-async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
+async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
     interval, clock = settings.sample_interval_seconds, parts.clock
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
@@ -163,17 +172,23 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
 
     server = Server(
         application(
-            registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
-            page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
+            metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+            page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
             illness=heartbeat.unhealthy,
             ready=lambda: sampler.published is not None,
-        )
+        ),
+        door,
     )
     fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
     return await live((sampling, peaks, *saving), server, listener, ending)
+
+
+def _door(file: Path) -> Door:
+    """Return the door; passwords are checked on a thread of their own, since each takes its time on purpose."""
+    return Door(file, Worker[Any]("web").call, Worker[Any]("passwords").call)
 
 
 def _keeper(folder: Path, clock: Clock) -> Keeper:
@@ -199,6 +214,6 @@ def version() -> str:
 
 def build() -> tuple[str, str, str]:
     """Return version, source revision (empty where the build wrote none) and the version of Python."""
-    stamp = resources.files("vllm_headroom") / "REVISION"
+    stamp = Path(__file__).parents[1] / "REVISION"
     revision = stamp.read_text().strip() if stamp.is_file() else ""
     return version(), revision, platform.python_version()

@@ -26,9 +26,6 @@ BEYOND_REPAIR: Final = 3
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
 """NVML error 18, and 17 or 999 on every GPU: they last as long as the container (nvidia-container-toolkit#48)."""
 
-SHUTDOWN_SECONDS: Final = 0.5
-"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
-
 LEAST_SILENCE_SECONDS: Final = 3.0
 """A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
 
@@ -103,9 +100,14 @@ class Ending:
 
 @contextlib.contextmanager
 def signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and SIGINT ask for the stop while the block runs, and do what they did before afterwards."""
+    """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs, and do what they did before afterwards.
+
+    A SIGHUP that is ignored, as nohup has it, stays so.
+    """
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
     for number in before:
         loop.add_signal_handler(number, stop)
     try:
@@ -124,12 +126,10 @@ async def live(
     An error in a loop ends all of them and is raised, in an ExceptionGroup.
     """
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(server.serve(sockets=[listener]))
+        serving = group.create_task(server.serve(listener))
         turning = [group.create_task(loop) for loop in loops]
         await ending.wait()
         for task in turning:
             task.cancel()
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=SHUTDOWN_SECONDS)
         serving.cancel()
     return ending.status

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
+import os
 import textwrap
+import threading
+from queue import Full, Queue
 from typing import Final
 
 import structlog
@@ -21,6 +23,60 @@ SHARED: Final[tuple[Processor, ...]] = (
     structlog.processors.format_exc_info,
 )
 
+STDERR: Final = 2
+MOST_WAITING: Final = 1000
+"""Lines kept for a reader of stderr that is slow: a burst of a bad hour, half a megabyte."""
+
+FAREWELL_SECONDS: Final = 0.2
+"""How long the end waits for the last lines to be taken, out of the second that the whole exit may take."""
+
+
+class Background(logging.Handler):
+    """Writes to stderr from a thread of its own, so that a pipe that nobody reads holds up nobody.
+
+    What finds no room among the lines that wait is dropped and counted, and the next line that is written says so.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: Queue[logging.LogRecord] = Queue(MOST_WAITING)
+        self._dropped = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line, or count it as dropped."""
+        try:
+            self._waiting.put_nowait(record)
+        except Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until all lines are written, but not for long."""
+        with self._waiting.all_tasks_done:
+            self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, FAREWELL_SECONDS)
+
+    def _run(self) -> None:
+        told = 0
+        while True:
+            self._write(self._waiting.get())
+            if (dropped := self._dropped) > told:
+                self._write(_notice(dropped - told))
+                told = dropped
+            self._waiting.task_done()
+
+    def _write(self, record: logging.LogRecord) -> None:
+        try:
+            left = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            while left:
+                left = left[os.write(STDERR, left) :]
+        except Exception:  # noqa: BLE001 - nowhere is left to complain: the line is lost, the next may not be
+            self._dropped += 1
+
+
+def _notice(dropped: int) -> logging.LogRecord:
+    message = "log lines were dropped, stderr was not read: dropped=%d"
+    return logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped,), None)
+
 
 def configure(log_format: str, log_level: str) -> None:
     """Write the lines of `log_level` and above to stderr; of libraries, warnings and above at any level.
@@ -28,7 +84,7 @@ def configure(log_format: str, log_level: str) -> None:
     In logfmt a traceback follows its line as an indented block, in JSON it is the field `exception`.
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Background()
     renderer = structlog.processors.JSONRenderer() if log_format == "json" else _logfmt
     handler.setFormatter(
         ProcessorFormatter(

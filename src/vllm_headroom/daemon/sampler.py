@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
@@ -25,7 +26,11 @@ from vllm_headroom.model import (
     Sample,
     Snapshot,
 )
+from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
+
+PARSE_SECONDS: Final = 2.0
+"""A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -102,6 +107,7 @@ class Sampler:
         self.snapshot: Snapshot | None = None
         self._sources = sources
         self._parse = parse
+        self._parser = Worker[EnginePage | Failure]("parse")
         self._selection = selection
         self._attribution = AttributionState()
         self._derivations = derivations
@@ -152,7 +158,7 @@ class Sampler:
         return Snapshot(
             time_seconds=self._clock.time(),
             monotonic_seconds=self._clock.monotonic(),
-            engines=page if isinstance(page, Failure) else self._parse(page),
+            engines=page if isinstance(page, Failure) else await self._understood(page),
             gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
             processes=processes if isinstance(processes, Failure) else processes.engine,
             reading_times=(engine_time, gpu_time, process_time),
@@ -164,6 +170,14 @@ class Sampler:
         value = await reading
         ended = machine()
         return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
+
+    async def _understood(self, page: str) -> EnginePage | Failure:
+        """Parse where a page that is made to be costly holds up no scrape and no look at the GPUs."""
+        try:
+            return await self._parser.call(partial(self._parse, page), PARSE_SECONDS)
+        except TimeoutError:
+            message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
+            return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
 
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)

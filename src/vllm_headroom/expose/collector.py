@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -31,22 +31,35 @@ class HeadroomCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
+        for family in grouped(self.samples()):
+            yield _family(family[0].metric, family)
+
+    def samples(self) -> list[Sample]:
+        """Return all there is to show now."""
         published = self._published()
-        samples = [self._build]
-        if published is not None:
-            age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
-            samples += [Sample(catalog.SAMPLE_AGE, (), age_seconds), *published.samples]
-        yield from families(samples)
+        if published is None:
+            return [self._build]
+        age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
+        return [self._build, Sample(catalog.SAMPLE_AGE, (), age_seconds), *published.samples]
 
 
-def families(samples: list[Sample]) -> Iterator[Family]:
-    """Yield one family per metric among `samples`, in the catalogue's order."""
-    grouped: dict[str, list[Sample]] = {}
+class OneFamily(Collector):
+    """Shows one sample."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+
+    def collect(self) -> Iterator[Family]:
+        """Yield its family."""
+        yield _family(self._sample.metric, [self._sample])
+
+
+def grouped(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each metric together, in the catalogue's order."""
+    groups: dict[str, list[Sample]] = {}
     for sample in samples:
-        grouped.setdefault(sample.metric.name, []).append(sample)
-    for metric in catalog.METRICS:
-        if metric.name in grouped:
-            yield _family(metric, grouped[metric.name])
+        groups.setdefault(sample.metric.name, []).append(sample)
+    return (groups[metric.name] for metric in catalog.METRICS if metric.name in groups)
 
 
 def _family(metric: Metric, samples: list[Sample]) -> Family:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Iterable
 from html import escape
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
 from vllm_headroom.model import Metric, Published, Sample
 from vllm_headroom.units import GIB
 
@@ -16,6 +19,22 @@ _STYLE: Final = (
     "th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #d8dee4;white-space:nowrap}"
     ".bad{color:#b42318;font-weight:600}.notice{background:#fff4ce;padding:.5rem .8rem;border-radius:.3rem}"
 )
+_STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+_POLICY: Final = (
+    f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS: Final[tuple[Header, ...]] = (
+    NO_SNIFF,
+    NO_STORE,
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Content-Security-Policy", _POLICY),
+)
+
+
+def html(page: str) -> Answer:
+    """Return the page as an answer that may load nothing, and be shown in no frame."""
+    return Answer(status=200, body=page.encode(), content_type="text/html; charset=utf-8", headers=_HEADERS)
 
 
 def landing_page(published: Published | None, *, version: str, notice: str) -> str:

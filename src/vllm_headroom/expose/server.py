@@ -1,110 +1,171 @@
-"""The HTTP side: four paths over what is published."""
+"""The HTTP server: a bounded number of connections, answered one by one between what else the loop has to do."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Final
 
-import uvicorn
-from prometheus_client import CollectorRegistry, make_asgi_app
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import structlog
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Message, Receive, Send], Awaitable[None]]
+from vllm_headroom.expose.answers import Answer, Handler, Request, text
+from vllm_headroom.expose.connection import Connection, Phase
+from vllm_headroom.expose.web.door import Door
 
+log = structlog.get_logger()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A whole HTTP answer."""
+MOST_CONNECTIONS: Final = 256
+"""Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""
 
-    status: int
-    body: str
-    content_type: str = "text/plain; charset=utf-8"
+PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
+"""How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
+at the least often."""
 
+MOST_GUESTS: Final = 256
+"""Handshakes and checks of passwords under way at once; the oldest gives way."""
 
-def application(
-    *,
-    registry: CollectorRegistry,
-    page: Callable[[], str],
-    illness: Callable[[], str | None],
-    ready: Callable[[], bool],
-) -> Application:
-    """Return the ASGI application; `illness` says why the sampling loop is not well, None when it is."""
-    metrics: Application = make_asgi_app(registry)
-
-    def health() -> Answer:
-        problem = illness()
-        return Answer(status=503 if problem else 200, body=f"{problem or 'ok'}\n")
-
-    def readiness() -> Answer:
-        return Answer(status=200, body="ok\n") if ready() else Answer(status=503, body="no sample published yet\n")
-
-    answers: dict[str, Callable[[], Answer]] = {
-        "/": lambda: Answer(status=200, body=page(), content_type="text/html; charset=utf-8"),
-        "/healthz": health,
-        "/readyz": readiness,
-    }
-
-    async def serve(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["method"] not in {"GET", "HEAD"}:
-            await _send(send, Answer(status=405, body="only GET and HEAD\n"))
-        elif scope["path"] == "/metrics":
-            await metrics(scope, receive, send)
-        else:
-            await _send(send, answers.get(scope["path"], _not_found)())
-
-    return serve
+ACCEPT_AGAIN_SECONDS: Final = 0.1
+SWEEP_SECONDS: Final = 1.0
+FAREWELL_SECONDS: Final = 0.5
+"""How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
 
-def _not_found() -> Answer:
-    return Answer(status=404, body="not found: there are /, /metrics, /healthz and /readyz\n")
+class Server:
+    """Answers requests with `handler`, which is quick, to whom `door` lets in, to all without one.
 
+    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most.
+    """
 
-async def _send(send: Send, answer: Answer) -> None:
-    headers = [(b"content-type", answer.content_type.encode()), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body.encode()})
+    def __init__(self, handler: Handler, door: Door | None = None) -> None:
+        self._handler = handler
+        self._door = door
+        self._connections: set[Connection] = set()
+        self._waiting: deque[tuple[Connection, Request]] = deque()
+        self._has_work = asyncio.Event()
+        self._guests: dict[asyncio.Task[None], None] = {}
 
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve on the socket until cancelled; requests that are here by then are answered, half a second long."""
+        works = [self._accept(listener), self._answer(), self._sweep(), *([self._door.watch()] if self._door else [])]
+        tasks = [asyncio.create_task(work) for work in works]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            tasks[0].cancel()
+            try:
+                await self._farewell()
+            finally:
+                self._end(listener, tasks)
 
-class Connection(H11Protocol):
-    """uvicorn's connection, which also closes when it stays silent before its first request."""
+    def _end(self, listener: socket.socket, tasks: list[asyncio.Task[None]]) -> None:
+        listener.close()
+        for task in (*tasks, *self._guests):
+            task.cancel()
+        for connection in tuple(self._connections):
+            connection.drop()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock that otherwise starts after the first answer: idle sockets must not pile up."""
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+    async def _accept(self, listener: socket.socket) -> None:
+        """Take connections one by one, so that a crowd of them, too, lets the loop turn in between."""
+        loop = asyncio.get_running_loop()
+        listener.settimeout(0)
+        while True:
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError:  # no descriptor is left, or the client has gone again
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            if len(self._guests) >= MOST_GUESTS:
+                next(iter(self._guests)).cancel()
+            self._as_guest(self._welcome(client))
 
-
-class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to the daemon."""
-
-    def __init__(self, application: Application) -> None:
-        super().__init__(
-            uvicorn.Config(
-                application,
-                loop="none",
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=1,
+    async def _welcome(self, client: socket.socket) -> None:
+        tls = self._door.tls if self._door else None
+        patience = PATIENCE_SECONDS[Phase.HEAD] if tls else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(self), client, ssl=tls, ssl_handshake_timeout=patience
             )
-        )
+        except OSError:  # TLS went wrong, or took too long: what a client sends is no news for the log
+            client.close()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
+    def _as_guest(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what a client has to wait for before its turn."""
+        task = asyncio.create_task(work)
+        self._guests[task] = None
+        task.add_done_callback(lambda done: self._guests.pop(done, None))
+
+    async def _farewell(self) -> None:
+        """Let the accepting task go, and answer the requests that are here."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await asyncio.sleep(0)
+                while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event tells
+                    await asyncio.sleep(0.01)
+
+    def opened(self, connection: Connection) -> None:
+        """Take a connection in; where there are too many, for one whose client does nothing with it."""
+        if self._door is not None and not self._door.admits(connection.peer_certificate):
+            connection.drop()
+            return
+        if len(self._connections) >= MOST_CONNECTIONS:
+            idle = [other for other in self._connections if other.phase in (Phase.HEAD, Phase.IDLE)]
+            oldest = min(idle or self._connections, key=lambda other: other.since_seconds)
+            self._connections.discard(oldest)
+            oldest.drop()
+        self._connections.add(connection)
+
+    def asked(self, connection: Connection, request: Request) -> None:
+        """Queue a request for its turn, if its client may come in."""
+        if self._door is None:
+            self._queue(connection, request)
+        else:
+            self._as_guest(self._checked(self._door, connection, request))
+
+    async def _checked(self, door: Door, connection: Connection, request: Request) -> None:
+        refusal = await door.refusal(request)
+        if refusal is None:
+            self._queue(connection, request)
+        else:
+            connection.answer(door.dressed(refusal))
+
+    def _queue(self, connection: Connection, request: Request) -> None:
+        self._waiting.append((connection, request))
+        self._has_work.set()
+
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._connections.discard(connection)
+
+    async def _answer(self) -> None:
+        while True:
+            await self._has_work.wait()
+            connection, request = self._waiting.popleft()
+            if not self._waiting:
+                self._has_work.clear()
+            answer = self._handled(request)
+            connection.answer(self._door.dressed(answer) if self._door else answer)
+            await asyncio.sleep(0)
+
+    def _handled(self, request: Request) -> Answer:
+        try:
+            return self._handler(request)
+        except Exception:
+            log.exception("a request could not be answered", path=request.path)
+            return text(500, "this is a fault of the daemon, its log says more")
+
+    async def _sweep(self) -> None:
+        """Close the connections whose clients take too long."""
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for connection in tuple(self._connections):
+                if now() - connection.since_seconds > PATIENCE_SECONDS.get(connection.phase, float("inf")):
+                    connection.drop()
 
 
 def listen(host: str, port: int) -> socket.socket:

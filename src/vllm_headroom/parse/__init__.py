@@ -12,8 +12,8 @@ def parse_engines(page: str) -> EnginePage | Failure:
     """Return what a page of Prometheus text says of the engines behind it.
 
     An empty page, and one without a series of any known engine, is read with the first profile and has no engines.
-    Gives NOT_METRICS for anything but metrics, INCOMPLETE for a page that is cut off and MALFORMED when a line that is
-    needed cannot be parsed.
+    Gives NOT_METRICS for anything but metrics, INCOMPLETE for a page that is cut off, MALFORMED when a line that is
+    needed cannot be parsed and OUT_OF_BOUNDS for a page that would cost more than any engine's does.
     """
     if failure := page_failure(page):
         return failure
@@ -22,5 +22,8 @@ def parse_engines(page: str) -> EnginePage | Failure:
         samples = wanted_samples(page, profile.names_pattern)
         if isinstance(samples, Failure):
             return samples
-        pages.append(engine_page(profile, samples))
+        understood = engine_page(profile, samples)
+        if isinstance(understood, Failure):
+            return understood
+        pages.append(understood)
     return next((found for found in pages if found.engines), pages[0])

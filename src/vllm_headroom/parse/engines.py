@@ -8,8 +8,15 @@ from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
-from vllm_headroom.model import EnginePage, EngineReading
+from vllm_headroom.model import EnginePage, EngineReading, Failure
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
+from vllm_headroom.vocabulary import Reason, Source
+
+MOST_ENGINES: Final = 256
+"""Engines and models told apart on one page: each becomes dozens of series of ours."""
+
+MOST_SHARED: Final = 5000
+"""Times that a series without a model, or without an engine, is read for one of those it belongs to: 10 us each."""
 
 _ONLY_ENGINE: Final = "0"
 _NO_EXCEPTIONS: Final = ("", "[]", "None")
@@ -17,8 +24,10 @@ _Key = tuple[str, str]
 _Families = Mapping[str, list[Sample]]
 
 
-def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage:
+def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Return what the samples say of each engine; no engine when no sample has a prefix of the profile.
+
+    A page whose engines would cost too much is OUT_OF_BOUNDS.
 
     A series without a model belongs to every model of its engine, one without model and engine to every engine of the
     page, and one with a model but without an engine to engine "0". While no series names a model, the model is "": in
@@ -28,7 +37,9 @@ def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage:
     ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
     named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
     keys = sorted(named or {("", engine) for engine in ranks}) if owned else []
-    families = _by_engine(keys, owned)
+    families = None if len(keys) > MOST_ENGINES else _by_engine(keys, owned)
+    if families is None:
+        return _beyond(len(keys))
     engines = tuple(_reading(profile, key, families[key], len(ranks)) for key in keys)
     found = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines)) for name, field in profile.inputs
@@ -54,13 +65,30 @@ def _owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sampl
     ]
 
 
-def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[_Key, dict[str, list[Sample]]]:
+def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[_Key, dict[str, list[Sample]]] | None:
+    """Return the samples of each engine by family; None when those that several share are too many."""
     families: dict[_Key, dict[str, list[Sample]]] = {key: {} for key in keys}
+    by_rank: dict[str, list[_Key]] = {"": keys}
+    for key in keys:
+        by_rank.setdefault(key[1], []).append(key)
+    shared = 0
     for family, sample, (model, engine) in owned:
-        owners = [(model, engine or _ONLY_ENGINE)] if model else [key for key in keys if engine in ("", key[1])]
+        owners = [(model, engine or _ONLY_ENGINE)] if model else by_rank.get(engine, [])
+        shared += 0 if model else len(owners)
+        if shared > MOST_SHARED:
+            return None
         for key in owners:
             families[key].setdefault(family, []).append(sample)
     return families
+
+
+def _beyond(engines: int) -> Failure:
+    message = (
+        f"The engine's page tells {engines} engines and models apart, or their settings too often"
+        f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share):"
+        " point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
+    )
+    return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
 
 
 def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:

@@ -5,30 +5,48 @@ from __future__ import annotations
 import asyncio
 import gzip
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+import uvloop
 
-from vllm_headroom.expose.server import Server, application, listen
+from vllm_headroom import catalog
+from vllm_headroom.expose.answers import Answer, Request, application, text
+from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.page import html
+from vllm_headroom.expose.server import Server, listen
+from vllm_headroom.model import Published, Sample
+
+T = TypeVar("T")
+RUNNING = b'headroom_engine_requests_running{engine="0",model_name="m"} 7.0\n'
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop, as the daemon does."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(work)
 
 
 @asynccontextmanager
 async def served(illness: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
-    registry = CollectorRegistry()
-    Gauge("headroom_test", "A test.", registry=registry).set(7)
-    app = application(registry=registry, page=lambda: "<p>hello</p>", illness=lambda: illness, ready=lambda: ready)
-    server, listener = Server(app), listen("127.0.0.1", 0)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    sample = Sample(catalog.ENGINE_RUNNING, ("m", "0"), 7.0)
+    published = Published(samples=(sample,), monotonic_seconds=100.0)
+    handler = application(
+        metrics=MetricsPage(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7")),
+        page=lambda _: html("<p>hello</p>"),
+        illness=lambda: illness,
+        ready=lambda: ready,
+    )
+    server, listener = Server(handler), listen("127.0.0.1", 0)
+    serving = asyncio.create_task(server.serve(listener))
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
             yield client
     finally:
-        server.should_exit = True
-        await serving
+        serving.cancel()
 
 
 def fetched(path: str, method: str = "GET", headers: dict[str, str] | None = None, **state: Any) -> httpx.Response:
@@ -36,7 +54,7 @@ def fetched(path: str, method: str = "GET", headers: dict[str, str] | None = Non
         async with served(**state) as client:
             return await client.request(method, path, headers=headers)
 
-    return asyncio.run(ask())
+    return run(ask())
 
 
 def test_metrics_are_text_unless_openmetrics_is_asked_for() -> None:
@@ -44,7 +62,7 @@ def test_metrics_are_text_unless_openmetrics_is_asked_for() -> None:
     openmetrics = fetched("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
 
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert "headroom_test 7.0\n" in plain.text
+    assert RUNNING.decode() in plain.text
     assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
     assert openmetrics.text.endswith("# EOF\n")
 
@@ -57,13 +75,13 @@ def test_metrics_are_compressed_only_when_asked_for() -> None:
         ):
             return response.headers.get("content-encoding"), b"".join([part async for part in response.aiter_raw()])
 
-    encoding, body = asyncio.run(raw("gzip"))
+    encoding, body = run(raw("gzip"))
     assert encoding == "gzip"
-    assert b"headroom_test 7.0" in gzip.decompress(body)
+    assert RUNNING in gzip.decompress(body)
 
-    encoding, body = asyncio.run(raw("identity"))
+    encoding, body = run(raw("identity"))
     assert encoding is None
-    assert b"headroom_test 7.0" in body
+    assert RUNNING in body
 
 
 def test_healthz_gives_the_reason_when_the_loop_is_ill() -> None:
@@ -130,4 +148,78 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
                     assert await reader.read() == b""
                     writer.close()
 
-    asyncio.run(crowd())
+    run(crowd())
+
+
+def test_between_two_answers_the_loop_turns() -> None:
+    turns, answered_at = 0, []
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def handler(_request: Request) -> Answer:
+        answered_at.append(turns)
+        return text(200, "ok")
+
+    async def crowd() -> None:
+        listener = listen("127.0.0.1", 0)
+        serving = asyncio.create_task(Server(handler).serve(listener))
+        clients = [await asyncio.open_connection(*listener.getsockname()) for _ in range(50)]
+        for _, writer in clients:
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
+        counting = asyncio.create_task(count())
+        for reader, writer in clients:
+            for _ in range(4):
+                await reader.readuntil(b"\nok\n")
+            writer.close()
+        counting.cancel()
+        serving.cancel()
+
+    run(crowd())
+
+    assert len(answered_at) == 200
+    assert len(set(answered_at)) == 200, "what a tick has to do waits for one answer at most"
+
+
+def test_a_handler_that_fails_costs_its_answer_only() -> None:
+    def handler(request: Request) -> Answer:
+        if request.path == "/broken":
+            raise ZeroDivisionError
+        return text(200, "ok")
+
+    async def ask() -> list[int]:
+        listener = listen("127.0.0.1", 0)
+        serving = asyncio.create_task(Server(handler).serve(listener))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
+            statuses = [(await client.get(path)).status_code for path in ("/broken", "/")]
+        serving.cancel()
+        return statuses
+
+    assert run(ask()) == [500, 200]
+
+
+def test_the_page_for_people_may_load_nothing_and_be_framed_by_nobody() -> None:
+    headers = fetched("/").headers
+
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert headers["x-frame-options"] == "DENY"
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET /\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"x" * 20_000]
+)
+def test_what_is_not_http_is_refused_and_the_connection_closed(sent: bytes) -> None:
+    async def say() -> bytes:
+        async with served() as client:
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            writer.write(sent)
+            said = await reader.read()
+            writer.close()
+            return said
+
+    assert run(say()).startswith(b"HTTP/1.1 4")

@@ -15,7 +15,7 @@ from vllm_headroom.daemon.look import PATIENCE_SECONDS, fetched, machine
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
-from vllm_headroom.scrape.http.failures import without_user
+from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.proc.files import command
 from vllm_headroom.scrape.proc.roots import served_port
 from vllm_headroom.scrape.worker import Worker
@@ -53,7 +53,7 @@ async def look(settings: Settings, proc: Path) -> Sight:
         fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
     )
     return Sight(
-        url=without_user(url),
+        url=without_secrets(url),
         page=text if isinstance(text, Failure) else parse_engines(text),
         version=server_version(about) if isinstance(about, str) else None,
         readings=here.readings,

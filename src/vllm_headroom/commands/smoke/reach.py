@@ -10,7 +10,7 @@ from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.app import page_reader
 from vllm_headroom.daemon.look import closed, fetched
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import without_user
+from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.http.reader import Answer, PageReader
 from vllm_headroom.vocabulary import Reason
 
@@ -23,8 +23,8 @@ class Reach:
         self._page = httpx.URL(settings.engine_url)
 
     def address(self, path: str) -> str:
-        """Return where something is, without user and password."""
-        return str(without_user(self._page.join(path)))
+        """Return where something is, without what may be secret."""
+        return str(without_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
         """Return what is served at `path`, which is relative to the engine's page; never raise."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -50,12 +52,21 @@ class File(Generic[T]):
             raise Unusable("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
-        """Return the saved state, None where there is none; raises Unusable and OSError."""
+        """Return the saved state, None where there is none; raises Unusable and OSError.
+
+        A link, a pipe or a device in its place is not followed, opened or waited for: it is no state of ours.
+        """
         try:
-            with (folder / self.name).open("rb") as stream:
+            with open(folder / self.name, "rb", opener=_unfollowed) as stream:
+                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                    raise Unusable("it is no file but a pipe or a device")
                 content = stream.read(MOST_BYTES + 1)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise Unusable("it is no file but a link or a socket") from None
+            raise
         if len(content) > MOST_BYTES:
             raise Unusable("it is too large to be a state")
         return self.decode(content)
@@ -64,7 +75,8 @@ class File(Generic[T]):
         """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
         content, unfinished = self.encode(kept), folder / f"{self.name}.new"
         folder.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as stream:
+        unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+        with unfinished.open("xb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -82,6 +94,10 @@ class File(Generic[T]):
     @cached_property
     def _adapter(self) -> TypeAdapter[T]:
         return TypeAdapter(self._kind)
+
+
+def _unfollowed(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _canonical(document: dict[str, Any]) -> bytes:

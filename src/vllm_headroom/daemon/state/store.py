@@ -47,8 +47,8 @@ class Call(Protocol):
 class Keeper:
     """Owns the files of state in `folder`, which is this daemon's alone.
 
-    The lives of the engine are taken up at once. While what the detector learned waits for its engine to be seen,
-    nothing is written over it.
+    The lives of the engine are taken up at once. While a saved state cannot be read, or waits for its engine to be
+    seen, nothing is written over it.
     """
 
     def __init__(self, *, folder: Path, call: Call, clock: Clock, version: str) -> None:
@@ -63,10 +63,7 @@ class Keeper:
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
-        lives = {} if self._is_read else await self._lives()
-        if not self._is_read:
-            self._saved = await self._read(STATE)
-            self._is_read = True
+        lives = {} if self._is_read else await self._first_read()
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
@@ -93,9 +90,14 @@ class Keeper:
         )
         await self._try(partial(STATE.write, self._folder, kept), timeout_seconds)
 
-    async def _lives(self) -> dict[str, LifeState]:
-        kept = await self._read(LIVES)
-        return {} if kept is None else {LIFE: LifeState(lives=kept.lives)}
+    async def _first_read(self) -> dict[str, LifeState]:
+        """Read both files, and return the engine's lives; what cannot be read is looked at again at the next tick."""
+        lives = await self._read(LIVES)
+        if self._fails:
+            return {}
+        self._saved = await self._read(STATE)
+        self._is_read = not self._fails
+        return {LIFE: LifeState(lives=lives.lives)} if lives is not None and self._is_read else {}
 
     async def _read(self, file: File[T]) -> T | None:
         try:
@@ -117,8 +119,10 @@ class Keeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: File[T], reason: str) -> None:
-        log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
         await self._try(partial(file.set_aside, self._folder))
+        self._is_read = not self._fails  # what could not be set aside is looked at again, and not written over
+        if self._is_read:
+            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
 
     async def _try(self, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
         """Return what a file operation returns, None when it fails."""

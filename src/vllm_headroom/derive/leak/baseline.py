@@ -87,7 +87,8 @@ def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
 
 def _still(busiest: tuple[float, float], now_seconds: float) -> float:
     running, seen_seconds = busiest
-    return float(running * 0.5 ** ((now_seconds - seen_seconds) / HALF_LIFE_SECONDS))
+    passed_seconds = max(0.0, now_seconds - seen_seconds)  # below 0 where a clock was set back, by years at times
+    return float(running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
 
 
 def _busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:

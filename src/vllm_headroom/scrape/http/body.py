@@ -42,7 +42,7 @@ class _Identity:
 async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
     """Return the decoded body of a response that is being streamed.
 
-    Never holds more than `max_bytes` of it beside what the event loop reads ahead (uvloop: up to 8 MiB); httpx's own
+    Never holds more than `max_bytes` of it beside what the event loop reads ahead; httpx's own
     decoder would inflate whatever one read of 64 KiB contains: 64 MiB. Returns MALFORMED for an encoding other than
     gzip, TOO_LARGE, or INCOMPLETE when the connection, the gzip stream or the length promised breaks off.
     """

@@ -9,6 +9,9 @@ from typing import Final
 
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
+TOKEN_BYTES: Final = 64 * 2**10
+"""Far more than a token; a file such as /dev/zero never ends."""
+
 
 class Unusable(Exception):  # noqa: N818 - it says what the file is
     """A file that cannot be used; the message is for the operator."""
@@ -17,7 +20,8 @@ class Unusable(Exception):  # noqa: N818 - it says what the file is
 def bearer_token(file: Path) -> str:
     """Return the token in a file; raises Unusable."""
     try:
-        token = file.read_bytes().decode("ascii", "replace").strip()
+        with file.open("rb") as stream:
+            token = stream.read(TOKEN_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"the token file {file} cannot be read ({error.strerror})"
         raise Unusable(f"{problem}: make it readable for this user") from None

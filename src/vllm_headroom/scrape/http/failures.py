@@ -23,12 +23,12 @@ def failure(reason: Reason, message: str) -> Failure:
     return Failure(source=Source.ENGINE, reason=reason, message=message)
 
 
-def without_user(url: httpx.URL) -> httpx.URL:
-    """Return the URL without user and password, fit to be shown."""
-    return url.copy_with(userinfo=b"")
+def without_secrets(url: httpx.URL) -> httpx.URL:
+    """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
+    return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
-def refusal(response: httpx.Response, url: httpx.URL) -> Failure:
+def refusal(response: httpx.Response, url: str) -> Failure:
     """Return what a status other than 200 means."""
     answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
     match response.status_code:
@@ -44,7 +44,7 @@ def refusal(response: httpx.Response, url: httpx.URL) -> Failure:
     return failure(Reason.HTTP_STATUS, f"{answer}: look for the cause in the engine's log")
 
 
-def broken_body(reason: Reason, url: httpx.URL, max_bytes: int) -> Failure:
+def broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
     """Return what it means that a body could not be read to its end."""
     messages = {
         Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send gzip or none",
@@ -57,7 +57,7 @@ def broken_body(reason: Reason, url: httpx.URL, max_bytes: int) -> Failure:
     return failure(reason, messages[reason])
 
 
-def no_answer(error: Exception, url: httpx.URL, timeout_seconds: float) -> Failure:
+def no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
     """Return what it means that a request ended in `error`, one of httpx's or the operating system's."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
@@ -73,7 +73,7 @@ def no_answer(error: Exception, url: httpx.URL, timeout_seconds: float) -> Failu
     return _no_connection(error, url)
 
 
-def _no_connection(error: Exception, url: httpx.URL) -> Failure:
+def _no_connection(error: Exception, url: str) -> Failure:
     for cause in _causes(error):
         match cause:
             case socket.gaierror():
@@ -87,7 +87,7 @@ def _no_connection(error: Exception, url: httpx.URL) -> Failure:
     return _unreachable(url, type(error).__name__)
 
 
-def _unreachable(url: httpx.URL, problem: str) -> Failure:
+def _unreachable(url: str, problem: str) -> Failure:
     advice = "check that vLLM runs and that HEADROOM_ENGINE_URL names its host and port"
     return failure(Reason.UNREACHABLE, f"no connection to {url} ({problem}): {advice}")
 
@@ -100,4 +100,4 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _location(response: httpx.Response) -> str:
-    return str(without_user(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+    return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]

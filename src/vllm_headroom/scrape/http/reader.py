@@ -8,19 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
-from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
-from vllm_headroom.scrape.http.failures import broken_body, failure, no_answer, refusal, without_user
+from vllm_headroom.scrape.http.credential_reader import CredentialReader
+from vllm_headroom.scrape.http.failures import broken_body, no_answer, refusal, without_secrets
+from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason
-
-_KEEP_ALIVE_SECONDS: Final = 4.0
-"""vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
 
 T = TypeVar("T")
 
@@ -58,18 +57,19 @@ class PageReader:
         *,
         url: str,
         timeout_seconds: float,
-        max_bytes: int = 8 * 2**20,
+        max_bytes: int = 4 * 2**20,
         bearer_token_file: Path | None = None,
         ca_file: Path | None = None,
         headers: Mapping[str, str] = {},
     ) -> None:
         login = httpx.URL(url)
-        self._url = without_user(login)
+        self._url = login.copy_with(userinfo=b"")
+        self._shown = str(without_secrets(login))
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
-        self._bearer_token_file = bearer_token_file
-        self._ca_file = ca_file
+        self._credentials = CredentialReader(bearer_token_file, ca_file)
+        self._has_token = bearer_token_file is not None
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "gzip"
         self._client: httpx.AsyncClient | None = None
@@ -90,13 +90,14 @@ class PageReader:
             async with asyncio.timeout(self._timeout_seconds):
                 return await request
         except (TimeoutError, httpx.HTTPError, OSError) as error:
-            problem = no_answer(error, self._url, self._timeout_seconds)
+            problem = no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed
         return problem
 
     async def close(self) -> None:
         """Close the connection; a later fetch opens another."""
+        self._credentials.close()
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -106,7 +107,7 @@ class PageReader:
             if isinstance(response, Failure):
                 return response
             if response.status_code != HTTPStatus.OK:
-                return refusal(response, self._url)
+                return refusal(response, self._shown)
             return await self._text(response)
 
     async def _answer(self, body: Mapping[str, object]) -> Answer | Failure:
@@ -118,43 +119,41 @@ class PageReader:
 
     @asynccontextmanager
     async def _request(self, method: str, body: Mapping[str, object] | None) -> AsyncIterator[httpx.Response | Failure]:
-        client, headers = self._opened_client(), self._request_headers()
+        client, headers = await self._opened_client(), await self._request_headers()
         if isinstance(client, Failure):
             yield client
         elif isinstance(headers, Failure):
             yield headers
         else:
-            auth = None if self._bearer_token_file else self._auth
+            auth = None if self._has_token else self._auth
             async with client.stream(method, self._url, headers=headers, auth=auth, json=body) as response:
                 yield response
 
     async def _text(self, response: httpx.Response) -> str | Failure:
         body = await read_body(response, self._max_bytes)
         if isinstance(body, Reason):
-            return broken_body(body, self._url, self._max_bytes)
+            return broken_body(body, self._shown, self._max_bytes)
         return body.decode(errors="replace")
 
-    def _opened_client(self) -> httpx.AsyncClient | Failure:
+    async def _opened_client(self) -> httpx.AsyncClient | Failure:
         if self._client is None:
-            try:
-                verify = trust(self._ca_file) if self._ca_file else True
-            except Unusable as problem:
-                return failure(Reason.CREDENTIALS, str(problem))
+            trust = await self._credentials.trust() if self._url.scheme == "https" else None
+            if isinstance(trust, Failure):
+                return trust
+            # What the engine sets is not kept: nobody logs in here, and a cookie would be one more secret to guard.
+            no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
             self._client = httpx.AsyncClient(
-                verify=verify,
+                transport=OneConnection(trust),
                 timeout=None,  # noqa: S113 - fetch bounds the whole, where httpx would bound each part
                 trust_env=False,  # a sidecar talks to its neighbour; the environment's proxies are for the world
-                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS),
+                cookies=no_cookies,
             )
         return self._client
 
-    def _request_headers(self) -> httpx.Headers | Failure:
-        if self._bearer_token_file is None:
-            return self._headers
-        try:
-            token = bearer_token(self._bearer_token_file)
-        except Unusable as problem:
-            return failure(Reason.CREDENTIALS, str(problem))
+    async def _request_headers(self) -> httpx.Headers | Failure:
+        token = await self._credentials.token()
+        if token is None or isinstance(token, Failure):
+            return self._headers if token is None else token
         headers = self._headers.copy()
         headers["Authorization"] = f"Bearer {token}"
         return headers

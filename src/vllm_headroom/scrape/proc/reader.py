@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from itertools import islice
+from math import ceil
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +24,9 @@ _FIRST: Final = 1
 class Processes:
     """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
 
-    A process that is new is looked at once; all of them are looked at again every `rescan_seconds` of `monotonic`,
-    because a process gets its title only after it has started, and whenever one of the engine's has gone.
+    A process that is new is looked at once. Each is looked at again within `rescan_seconds` of `monotonic`, because it
+    gets its title only after it has started: a share at every reading, so that no reading of a full host takes long.
+    All of them are whenever one of the engine's has gone.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Processes:
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
-        self._rescan_at_seconds = monotonic()
+        self._looked_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
@@ -68,7 +71,7 @@ class Processes:
 
     def _read(self) -> ProcessReadings:
         pids = proc_files.pids(self._proc)
-        if self._monotonic() >= self._rescan_at_seconds or not pids >= self._roles.keys():
+        if not pids >= self._roles.keys():
             self._forget()
         engine = self._engine(pids)
         if len(engine) < len(self._roles):
@@ -86,22 +89,32 @@ class Processes:
 
     def _forget(self) -> None:
         self._entries, self._roles = {}, {}
-        self._rescan_at_seconds = self._monotonic() + self._rescan_seconds
 
     def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
-        known = ((pid, self._entries.get(pid) or proc_files.entry(self._proc, pid)) for pid in pids)
-        entries = {pid: entry for pid, entry in known if entry}
+        entries = self._looked_at(pids)
         if entries != self._entries:
-            self._entries, self._roles = entries, self._chosen(entries)
-        found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
+            self._roles = self._chosen(entries)
+        self._entries = entries
+        found = (self._measured(entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
+
+    def _looked_at(self, pids: frozenset[int]) -> dict[int, ProcEntry]:
+        """Return the processes, those that were looked at last behind the others."""
+        now = self._monotonic()
+        share = (now - self._looked_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
+        self._looked_at_seconds = now
+        due = frozenset(islice(self._entries, ceil(share * len(self._entries))))
+        kept = {pid: entry for pid, entry in self._entries.items() if pid in pids and pid not in due}
+        looked = ((pid, proc_files.entry(self._proc, pid)) for pid in pids if pid not in kept)
+        return kept | {pid: entry for pid, entry in looked if entry}
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
         command_of = partial(proc_files.command, self._proc)
         own_pid = proc_files.own_pid(self._proc)
         self._orphaned = self._orphans.among(entries)
         rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned}
-        self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port)
+        before = [pid for pid in self._choice.roots if pid in rest]
+        self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port, before=before)
         roles = engine_roles(rest, own_pid, self._choice.roots)
         self._orphans.remember(rest, self._choice.roots, roles)
         self._sees_others = _sees_others(entries, own_pid)

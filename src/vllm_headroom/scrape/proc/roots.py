@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,12 +35,16 @@ def engine_roots(
     command_of: Callable[[int], tuple[str, ...]],
     *,
     by_port: bool,
+    before: Collection[int] = (),
 ) -> Choice:
-    """Return whose process trees are the engine's; `by_port` is the last choice's, `command_of` gives whole commands.
+    """Return whose process trees are the engine's.
+
+    `by_port` is the last choice's and `before` its roots that still run; `command_of` gives whole commands.
 
     A root is a process of vLLM's with none of vLLM's above it. One server is the engine whatever its port, as a proxy
     or a port mapping may stand before it, unless one with the port has been seen: then another is a neighbour, and the
-    engine is down. Of several servers it is the one with the port. Beside a server, an engine core without one is a
+    engine is down. Of several servers it is the one with the port, and of several with the port the one that was chosen
+    before: a stranger under its name takes nothing else of it. Beside a server, an engine core without one is a
     leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any server,
     cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has taken over
     from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: they are the
@@ -53,6 +57,8 @@ def engine_roots(
     matching = [server for server in servers if served_port(command_of(server[0])) == port]
     by_port = by_port or len(matching) == 1
     candidates = matching if servers and (by_port or len(servers) > 1) else engines
+    if len(candidates) > 1:
+        candidates = [roots for roots in candidates if set(roots) <= set(before)] or candidates
     if len(candidates) == 1 and (len(engines) == 1 or not actors):
         return Choice(roots=candidates[0] + actors, by_port=by_port)
     if not engines:

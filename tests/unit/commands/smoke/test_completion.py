@@ -59,7 +59,7 @@ def test_a_model_that_has_only_chat_is_asked_by_chat(vllm: Vllm, status: str) ->
         ),
         (cut(b""), "/v1/completions hung up in the middle of the completion"),
         (reset, "/v1/completions (Connection reset by peer)"),
-        (page("x" * 9_000_000), "larger than 8388608 bytes"),
+        (page("x" * 9_000_000), "larger than 4194304 bytes"),
     ],
     ids=["oom", "500", "503", "401", "404", "no-choice", "html", "deep", "cut", "eof", "reset", "large"],
 )

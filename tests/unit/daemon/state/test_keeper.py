@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.unit.daemon.state.engine import (
     states,
 )
 from vllm_headroom import catalog
+from vllm_headroom.daemon.state import store
 from vllm_headroom.daemon.state.content import Memory
 from vllm_headroom.daemon.state.file import NAME, encode, read, write
 from vllm_headroom.daemon.state.store import Keeper
@@ -195,8 +195,8 @@ def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
     assert read(tmp_path) == kept(alarmed, LAST)
 
 
-def full(folder: Path) -> None:
-    (folder / f"{NAME}.new").symlink_to("/dev/full")
+def blocked(folder: Path) -> None:
+    (folder / f"{NAME}.new").mkdir()
 
 
 def no_folder(folder: Path) -> None:
@@ -210,7 +210,7 @@ def occupied(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "problem"),
-    [(full, "No space left on device"), (no_folder, "Not a directory"), (occupied, "Is a directory")],
+    [(blocked, "Is a directory"), (no_folder, "Not a directory"), (occupied, "Is a directory")],
 )
 def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
     spoil: Any, problem: str, alarmed: Memory, tmp_path: Path
@@ -221,11 +221,12 @@ def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
 
     async def live() -> None:
         subject = keeper(folder, LAST)
-        assert await subject.recall(LAST) == {}
         for _ in range(3):
+            assert await subject.recall(LAST) == {}
             await subject.save(states(alarmed))
         folder.rename(tmp_path / "spoiled")
         for _ in range(3):
+            assert await subject.recall(LAST) == {}
             await subject.save(states(alarmed))
 
     with capture_logs() as lines:
@@ -236,8 +237,11 @@ def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
     assert read(folder) == kept(alarmed, LAST)
 
 
-def test_a_volume_that_hangs_costs_the_timeout_and_no_more(alarmed: Memory, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / f"{NAME}.new")
+def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
+    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(store, "write", lambda *_: answers.wait(30))
 
     async def live() -> None:
         subject = keeper(tmp_path, LAST)
@@ -247,7 +251,7 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(alarmed: Memory, tmp_
 
     with capture_logs() as lines:
         asyncio.run(live())
-    os.close(os.open(tmp_path / f"{NAME}.new", os.O_RDONLY | os.O_NONBLOCK))  # lets go of the thread
+    answers.set()
 
     assert [line["problem"] for line in lines] == ["the volume does not answer within 0.05 s"]
 

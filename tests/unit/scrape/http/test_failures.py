@@ -67,7 +67,7 @@ def test_a_host_with_several_addresses_is_unreachable_when_all_are() -> None:
     error.__cause__ = OSError("All connection attempts failed")
     error.__cause__.__cause__ = attempts  # as anyio raises it; how many addresses localhost has depends on the machine
 
-    problem = no_answer(error, httpx.URL("http://localhost/metrics"), 1.0)
+    problem = no_answer(error, "http://localhost/metrics", 1.0)
 
     assert problem.reason is Reason.UNREACHABLE
     assert "(Connection refused)" in problem.message

@@ -7,6 +7,8 @@ import pytest
 
 from tests.fakes.proc_tree import BOOT_SECONDS, TICKS, ProcTree
 from vllm_headroom.model import ProcessReadings
+from vllm_headroom.scrape.proc import files
+from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
@@ -54,17 +56,51 @@ def test_a_new_process_is_seen_at_once(tree: ProcTree, processes: Processes) -> 
     assert roles(processes) == {7: Role.API_SERVER, 8: Role.ENGINE_CORE}
 
 
-def test_a_title_that_comes_late_is_seen_by_the_next_scan(tree: ProcTree, processes: Processes, clock: Clock) -> None:
+def test_a_title_that_comes_late_is_seen_within_the_time_of_a_scan(
+    tree: ProcTree, processes: Processes, clock: Clock
+) -> None:
     tree.add(7, 1, *SERVER)
     tree.add(8, 7, *SERVER)
     read(processes)
     tree.add(8, 7, "VLLM::EngineCore")
-    clock.seconds = 14.9
     before = roles(processes)
-    clock.seconds = 15.0
+    for clock.seconds in (5.0, 10.0, 15.0):
+        after = roles(processes)
 
-    assert before[8] is Role.OTHER
-    assert roles(processes)[8] is Role.ENGINE_CORE
+    assert (before[8], after[8]) == (Role.OTHER, Role.ENGINE_CORE)
+
+
+def test_a_reading_looks_again_at_a_share_of_the_processes_only(
+    tree: ProcTree, processes: Processes, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid in range(100, 160):
+        tree.add(pid, 1, "sleep")
+    read(processes)
+    looked: list[int] = []
+
+    def entry(proc: Path, pid: int) -> ProcEntry | None:
+        looked.append(pid)
+        return found(proc, pid)
+
+    found = files.entry
+    monkeypatch.setattr(files, "entry", entry)
+    for clock.seconds in (5.0, 10.0, 15.0):
+        before = len(looked)
+        read(processes)
+        assert 20 <= len(looked) - before <= 22
+
+    assert set(range(100, 160)) <= set(looked)
+
+
+def test_a_stranger_under_the_engines_name_takes_nothing_away(tree: ProcTree, processes: Processes) -> None:
+    tree.add(7, 1, *SERVER)
+    read(processes)
+    tree.add(8, 1, *SERVER)
+    tree.add(9, 8, "VLLM::EngineCore")
+    beside = read(processes)
+
+    assert [process.pid for process in beside.engine] == [7]
+    assert beside.ambiguous_roots == 0
 
 
 def test_a_process_that_has_gone_makes_a_scan(tree: ProcTree, processes: Processes) -> None:

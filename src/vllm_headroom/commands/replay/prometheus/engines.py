@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.replay.prometheus.join import Kind, Side, Value
-from vllm_headroom.model import EngineReading
+from vllm_headroom.model import EngineReading, Failure
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profiles.vllm import VLLM
 from vllm_headroom.trace.entries import engine_entry
@@ -33,7 +33,7 @@ def _own(values: Iterable[Value]) -> Side:
 def _vllm(values: Iterable[Value]) -> Side:
     """Read the series as the daemon reads vLLM's page."""
     page = engine_page(VLLM, [Sample(series.name, dict(series.labels), value) for series, value in values])
-    return [engine_entry(engine) for engine in page.engines]
+    return [] if isinstance(page, Failure) else [engine_entry(engine) for engine in page.engines]
 
 
 def _processes(values: Iterable[Value]) -> Side:

@@ -1,0 +1,65 @@
+"""Requests to answers: the paths there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+Header = tuple[str, str]
+
+NO_SNIFF: Header = ("X-Content-Type-Options", "nosniff")
+NO_STORE: Header = ("Cache-Control", "no-store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The head of an HTTP request; names of `headers` are in lower case, repeated ones joined by commas."""
+
+    method: str
+    path: str
+    query: str = ""
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A whole HTTP answer."""
+
+    status: int
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[Header, ...] = (NO_SNIFF, NO_STORE)
+
+
+Handler = Callable[[Request], Answer]
+
+
+def text(status: int, line: str) -> Answer:
+    """Return an answer of one line."""
+    return Answer(status=status, body=f"{line}\n".encode())
+
+
+def application(
+    *, metrics: Handler, page: Handler, illness: Callable[[], str | None], ready: Callable[[], bool]
+) -> Handler:
+    """Return what answers every request; `illness` says why the sampling loop is not well, None when it is."""
+
+    def health(_request: Request) -> Answer:
+        problem = illness()
+        return text(503 if problem else 200, problem or "ok")
+
+    def readiness(_request: Request) -> Answer:
+        return text(200, "ok") if ready() else text(503, "no sample published yet")
+
+    answers: dict[str, Handler] = {"/": page, "/metrics": metrics, "/healthz": health, "/readyz": readiness}
+
+    def answer(request: Request) -> Answer:
+        if request.method not in {"GET", "HEAD"}:
+            return text(405, "only GET and HEAD")
+        return answers.get(request.path, _not_found)(request)
+
+    return answer
+
+
+def _not_found(_request: Request) -> Answer:
+    return text(404, "not found: there are /, /metrics, /healthz and /readyz")

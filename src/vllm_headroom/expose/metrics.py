@@ -1,0 +1,141 @@
+"""The page of metrics: rendered once per sample and format, with the age of the sample put in at the scrape."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+from urllib.parse import parse_qs
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from vllm_headroom import catalog
+from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header, Request
+from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.rendering import Encode, Rendering
+from vllm_headroom.model import Published
+
+_AGE: Final = f"\n{catalog.SAMPLE_AGE.name} ".encode()
+_GZIP_HEAD: Final = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
+_ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
+_MOST_FORMATS: Final = 8
+"""Formats kept of one sample: there are two, and a version and an escaping scheme that a scraper may make up."""
+
+_PROCESS_SECONDS: Final = 0.5
+"""How old the daemon's own process_* may be when many scrape: reading them costs as much as the rest of an answer."""
+
+_HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
+_GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes of the page that stay the same, plain and as blocks of a deflate stream."""
+
+    plain: bytes
+    deflated: bytes
+
+
+class MetricsPage:
+    """Answers /metrics with what `published` returns (None before the first sample)."""
+
+    def __init__(
+        self,
+        published: Callable[[], Published | None],
+        monotonic: Callable[[], float],
+        build: tuple[str, str, str],
+    ) -> None:
+        self._published = published
+        self._monotonic = monotonic
+        self._collector = HeadroomCollector(published, monotonic, build)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        self._shown: Published | None = None
+        self._formats: dict[str, tuple[_Part, ...]] = {}
+        self._renderings: dict[str, Rendering] = {}
+        self._process_parts: dict[str, tuple[float, _Part]] = {}
+
+    def __call__(self, request: Request) -> Answer:
+        """Return the page, or the families of it that the query names, in the format and encoding asked for."""
+        accept = request.headers.get("accept", "")
+        if names := parse_qs(request.query).get("name[]"):
+            encode, content_type = choose_encoder(accept)
+            body = encode(registry(self._collector).restricted_registry(names))
+            return Answer(status=200, body=body, content_type=content_type, headers=_HEADERS)
+        content_type, parts = self._parts(accept)
+        if _takes_gzip(request.headers.get("accept-encoding", "")):
+            return Answer(status=200, body=_gzip(parts), content_type=content_type, headers=_GZIP_HEADERS)
+        body = b"".join(part.plain for part in parts)
+        return Answer(status=200, body=body, content_type=content_type, headers=_HEADERS)
+
+    def _parts(self, accept: str) -> tuple[str, tuple[_Part, ...]]:
+        encode, content_type = _encoder(accept)
+        published = self._published()
+        if published is not self._shown or len(self._formats) > _MOST_FORMATS:
+            self._shown, self._formats = published, {}
+        if content_type not in self._formats:
+            self._formats[content_type] = _split(self._rendering(encode, content_type).text(self._collector.samples()))
+        before, *after = self._formats[content_type]
+        process = self._process_part(encode, content_type)
+        if published is None or not after:
+            return content_type, (before, *after, process)
+        age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
+        return content_type, (before, _part(f"{age_seconds!r}\n".encode()), *after, process)
+
+    def _rendering(self, encode: Encode, content_type: str) -> Rendering:
+        if content_type not in self._renderings:
+            if len(self._renderings) >= _MOST_FORMATS:
+                self._renderings = {}
+            self._renderings[content_type] = Rendering(encode)
+        return self._renderings[content_type]
+
+    def _process_part(self, encode: Encode, content_type: str) -> _Part:
+        now = self._monotonic()
+        read_at, part = self._process_parts.get(content_type, (None, None))
+        if read_at is None or part is None or now - read_at > _PROCESS_SECONDS:
+            if len(self._process_parts) > _MOST_FORMATS:
+                self._process_parts = {}
+            part = _part(encode(self._process))
+            self._process_parts[content_type] = (now, part)
+        return part
+
+
+@lru_cache(maxsize=_MOST_FORMATS)
+def _encoder(accept: str) -> tuple[Encode, str]:
+    return choose_encoder(accept)
+
+
+def _split(page: str) -> tuple[_Part, ...]:
+    """Return the page in two parts: up to the sample's age, and from the line after it."""
+    before, found, rest = page.encode().partition(_AGE)
+    if not found:
+        return (_part(before),)
+    return _part(before + found), _part(rest.partition(b"\n")[2])
+
+
+def _part(plain: bytes) -> _Part:
+    deflate = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return _Part(plain, deflate.compress(plain) + deflate.flush(zlib.Z_SYNC_FLUSH))
+
+
+def _gzip(parts: tuple[_Part, ...]) -> bytes:
+    """Return the parts as one gzip stream: blocks of deflate may stand behind each other, whoever made them."""
+    crc, size = 0, 0
+    for part in parts:
+        crc, size = zlib.crc32(part.plain, crc), size + len(part.plain)
+    last_block = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS).flush()
+    return b"".join((_GZIP_HEAD, *(part.deflated for part in parts), last_block, struct.pack("<II", crc, size)))
+
+
+def _takes_gzip(accept_encoding: str) -> bool:
+    """Tell whether gzip is asked for, by name and not with a weight of 0 (RFC 9110, 12.5.3)."""
+    for each in accept_encoding.lower().split(","):
+        name, *parameters = (word.strip() for word in each.split(";"))
+        if name in ("gzip", "x-gzip"):
+            return not any(_ZERO.fullmatch(parameter) for parameter in parameters)
+    return False

@@ -1,0 +1,1 @@
+"""The daemon's own door: Prometheus's web configuration file."""

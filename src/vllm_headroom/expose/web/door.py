@@ -1,0 +1,140 @@
+"""Who may come in and how, by a web configuration file that may change while the daemon runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from vllm_headroom.expose.answers import Answer, Request, text
+from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.expose.web.users import Call, Users
+
+log = structlog.get_logger()
+
+RELOAD_SECONDS: Final = 5.0
+FILE_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lock:
+    """The file as it was read: what it asks for, the TLS that comes of it, and what its files looked like then."""
+
+    config: WebConfig
+    tls: ssl.SSLContext | None
+    marks: tuple[object, ...]
+
+
+class Door:
+    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before."""
+
+    def __init__(self, file: Path, call: Call, check: Call) -> None:
+        self._file = file
+        self._call = call
+        self._users = Users(check)
+        self._lock = _read(file)
+        self._problem: str | None = None
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """How to speak to the next connection; None for plain HTTP."""
+        return self._lock.tls
+
+    def admits(self, certificate: dict[str, object] | None) -> bool:
+        """Tell whether the client's certificate, which was verified, has one of the names that are wanted."""
+        tls = self._lock.config.tls
+        if tls is None or not tls.client_allowed_sans:
+            return True
+        names = (certificate or {}).get("subjectAltName", ())
+        return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
+
+    async def refusal(self, request: Request) -> Answer | None:
+        """Return what is answered to a request without the right login, None to one with it."""
+        users = self._lock.config.users
+        if not users or await self._users.knows(users, request.headers.get("authorization", "")):
+            return None
+        refused = text(401, "Unauthorized")
+        return Answer(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
+
+    def dressed(self, answer: Answer) -> Answer:
+        """Return the answer with the headers that the file asks for."""
+        headers = self._lock.config.headers
+        if not headers:
+            return answer
+        others = (each for each in answer.headers if each[0] not in headers)
+        return Answer(
+            status=answer.status,
+            body=answer.body,
+            content_type=answer.content_type,
+            headers=(*others, *headers.items()),
+        )
+
+    async def watch(self) -> None:
+        """Read the file again whenever it or a file that it names has changed, for ever."""
+        while True:
+            await asyncio.sleep(RELOAD_SECONDS)
+            try:
+                found = await self._call(lambda: _again(self._file, self._lock), FILE_SECONDS)
+            except TimeoutError:
+                self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
+            except WebConfigError as error:
+                self._report("; ".join(error.lines))
+            else:
+                if found is not self._lock:
+                    self._lock = found
+                    log.info("web configuration read again", file=str(self._file))
+                self._report(None)
+
+    def _report(self, problem: str | None) -> None:
+        if problem is not None and problem != self._problem:
+            log.warning("web configuration not read again, the last one holds", problem=problem, file=str(self._file))
+        self._problem = problem
+
+
+def _read(file: Path) -> _Lock:
+    config = read_web_config(file)
+    return _Lock(config=config, tls=None if config.tls is None else _context(config.tls), marks=_marks(file, config))
+
+
+def _again(file: Path, lock: _Lock) -> _Lock:
+    return lock if _marks(file, lock.config) == lock.marks else _read(file)
+
+
+def _marks(file: Path, config: WebConfig) -> tuple[object, ...]:
+    """Return what changes when a file is written or replaced, by a link as Kubernetes does or in place."""
+    files = [file]
+    if config.tls is not None:
+        files += [config.tls.cert_file, config.tls.key_file]
+        files += [config.tls.client_ca_file] if config.tls.client_ca_file else []
+    return tuple(_mark(each) for each in files)
+
+
+def _mark(file: Path) -> object:
+    try:
+        stat = file.stat()
+    except OSError as error:
+        return error.errno
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version, context.maximum_version = tls.min_version, tls.max_version
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(tls.cert_file, tls.key_file, password="")  # else OpenSSL asks the terminal
+    except OSError as error:
+        problem = f"tls_server_config.cert_file, key_file: no pair that can be used ({error.strerror or error})"
+        raise WebConfigError([problem]) from None
+    context.verify_mode = tls.client_auth
+    if tls.client_ca_file is not None:
+        try:
+            context.load_verify_locations(tls.client_ca_file)
+        except OSError as error:
+            problem = f"tls_server_config.client_ca_file: it cannot be used ({error.strerror or error})"
+            raise WebConfigError([problem]) from None
+    return context

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.bench.results import Results
+from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.scrape.proc.reader import Processes
+
+pytestmark = pytest.mark.bench
+
+PROCESSES = 10_000
+INTERVAL_SECONDS = 5.0
+READINGS = 9
+
+
+def test_a_host_with_many_processes(tmp_path: Path, results: Results) -> None:
+    """Read a /proc of files, which cost as much to open as the kernel's own."""
+    tree = ProcTree(tmp_path, own_pid=99_999)
+    tree.add(50, 1, "vllm", "serve", "m")
+    tree.add(51, 50, "VLLM::EngineCore")
+    for pid in range(100, 100 + PROCESSES):
+        tree.add(pid, 1, "sleep", "600")
+    now = 0.0
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: now)
+    took: list[float] = []
+    for _ in range(READINGS):
+        began = time.thread_time()
+        assert len(processes._read().engine) == 2
+        took.append(time.thread_time() - began)
+        now += INTERVAL_SECONDS
+
+    results.note(f"{PROCESSES:,} processes on the host: CPU of the first reading", f"{1e3 * took[0]:.3g} ms")
+    results.at_most(50, f"{PROCESSES:,} processes on the host: CPU of a later one, most", 1e3 * max(took[1:]), " ms")

@@ -1,0 +1,56 @@
+"""Clients that connect and do nothing, or half of it, cost the others nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+
+import httpx
+
+from tests.contract.recorded import FOLDER
+from tests.fakes.engine_server import LOOPBACK, EngineServer, page
+from tests.process import Daemon, daemon, eventually
+
+RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
+DESCRIPTORS = 300
+
+
+def connected(running: Daemon, sends: bytes) -> socket.socket:
+    client = socket.create_connection((LOOPBACK, int(running.url.rpartition(":")[2])), timeout=30)
+    client.sendall(sends)
+    return client
+
+
+def healthy(running: Daemon) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return running.get("/healthz").status_code == 200
+    return False
+
+
+def test_half_requests_do_not_use_up_the_descriptors() -> None:
+    settings = {"SAMPLE_INTERVAL_SECONDS": "1", "ENGINE_TIMEOUT_SECONDS": "1"}
+    with EngineServer(page(RECORDED, headers=("Connection: close",))) as engine, contextlib.ExitStack() as stack:
+        running = stack.enter_context(daemon(ENGINE_URL=engine.url, **settings))
+        resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+        for _ in range(DESCRIPTORS + 100):
+            stack.enter_context(contextlib.closing(connected(running, b"GET /met")))
+
+        eventually(lambda: healthy(running), "/healthz answers", deadline_seconds=4)
+        before = len(engine.requests)
+        eventually(lambda: len(engine.requests) >= before + 2, "the engine is read over new connections")
+
+
+def test_half_a_request_is_not_waited_for() -> None:
+    with daemon() as running, connected(running, b"GET /metrics HTTP/1.1\r\nHost: x\r\n") as client:
+        assert client.recv(1) == b""
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    request = b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+    with daemon() as running, connected(running, request) as client:
+        said = b""
+        while more := client.recv(4096):
+            said += more
+
+    assert said.startswith(b"HTTP/1.1 405 ")

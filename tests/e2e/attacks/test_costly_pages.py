@@ -1,0 +1,81 @@
+"""Pages made to be costly: the engine's half fails with its own reason, and nothing else waits for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.recorded import FOLDER
+from tests.fakes.engine_server import EngineServer, page
+from tests.process import daemon
+
+RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
+RUNNING = "vllm:num_requests_running"
+MIB = 2**20
+
+MODELS_TIMES_SETTINGS = "".join(
+    f'{RUNNING}{{model_name="m{number}",engine="0"}} 1\n'
+    f'vllm:cache_config_info{{engine="0",block_size="16",num_gpu_blocks="{number}"}} 1\n'
+    for number in range(1000)
+)
+ESCAPE = '\\"'
+ESCAPES = f'{RUNNING}{{model_name="{ESCAPE * 400_000}",engine="0"}} 1\n'
+FORTY = ",".join(f'l{label}="v"' for label in range(40))
+MANY_LABELS = "".join(f'{RUNNING}{{model_name="m{number}",{FORTY}}} 1\n' for number in range(4999))
+WIDE_LINE = RUNNING + "{" + ",".join(f'l{label}="v"' for label in range(200)) + "} 1\n"
+MANY_MODELS = "".join(f'{RUNNING}{{model_name="m{number}",engine="0"}} 1\n' for number in range(4999))
+COSTLY = {
+    "models-times-settings": MODELS_TIMES_SETTINGS,
+    "a-label-of-escapes": ESCAPES,
+    "many-labels": MANY_LABELS,
+    "a-line-of-200-labels": WIDE_LINE,
+    "many-models": MANY_MODELS,
+}
+
+
+@pytest.mark.parametrize("text", COSTLY.values(), ids=COSTLY)
+def test_a_costly_page_is_a_failure_of_its_own_kind(text: str) -> None:
+    with (
+        EngineServer(page(RECORDED)) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2", GPU_SAMPLE_INTERVAL_SECONDS="1") as running,
+    ):
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+
+        engine.answer = page(text)
+        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+
+        assert seen.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
+        assert not seen.names("headroom_engine_")
+
+        engine.answer = page(RECORDED)
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
+
+
+def peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+WIDE = "\N{GRINNING FACE}"
+"""One character like it makes Python keep four bytes for every character of the page."""
+
+LARGE = {
+    "nothing-that-is-read": f"# {WIDE}\n" + "other 1\n" * 500_000,
+    "one-line": f"# {WIDE}" + "x" * 4_000_000 + "\nup 1\n",
+    "all-that-is-read": f"# {WIDE}\n" + (RUNNING + '{model_name="m",engine="0"} 1\n') * 70_000,
+}
+
+
+@pytest.mark.parametrize("text", LARGE.values(), ids=LARGE)
+def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) -> None:
+    assert len(text.encode()) < 4 * MIB
+    with (
+        EngineServer(page(text)) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="2") as running,
+    ):
+        running.sees(lambda page: page.has("source_up", source="engine"), "the first sample")
+        before = len(engine.requests)
+        running.sees(lambda _: len(engine.requests) >= before + 3, "it was read again and again")
+
+        assert peak_bytes(running.process.pid) < 128 * MIB

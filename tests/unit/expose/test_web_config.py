@@ -1,0 +1,101 @@
+"""web.config.yml: what it means, and what is said of what cannot be kept."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+import pytest
+
+from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
+
+HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "web.config.yml"
+
+
+def read(file: Path, text: str) -> WebConfig:
+    file.write_text(text)
+    return read_web_config(file)
+
+
+def test_an_empty_file_asks_for_nothing(file: Path) -> None:
+    assert read(file, "") == WebConfig()
+
+
+def test_paths_are_relative_to_the_file(file: Path) -> None:
+    tls = read(
+        file,
+        "tls_server_config:\n  cert_file: a.crt\n  key_file: /k/a.key\n  client_ca_file: ca.crt\n"
+        "  client_auth_type: RequireAndVerifyClientCert\n  client_allowed_sans: [prometheus]\n  min_version: TLS13\n",
+    ).tls
+
+    assert tls is not None
+    assert (tls.cert_file, tls.key_file, tls.client_ca_file) == (
+        file.parent / "a.crt",
+        Path("/k/a.key"),
+        file.parent / "ca.crt",
+    )
+    assert (tls.client_auth, tls.min_version) == (ssl.CERT_REQUIRED, ssl.TLSVersion.TLSv1_3)
+    assert tls.client_allowed_sans == ("prometheus",)
+
+
+def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
+    config = read(file, f"basic_auth_users:\n  alice: {HASH}\n")
+
+    assert config.users == {"alice": HASH}
+    assert HASH not in repr(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("- a", "the file: not a mapping"),
+        ("{", "it is not YAML"),
+        ("tls_config: {}", "tls_config: not a key, accepts tls_server_config, http_server_config, basic_auth_users"),
+        ("rate_limit: {}", "rate_limit: not kept here: the number of connections is bounded in any case"),
+        (
+            "http_server_config: {http2: true}",
+            "http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false",
+        ),
+        (
+            "http_server_config: {headers: {X-Own: a}}",
+            "http_server_config.headers.X-Own: not a header, accepts " + ", ".join(HEADERS),
+        ),
+        (
+            "basic_auth_users: {alice: pa55word}",
+            "basic_auth_users.alice: not a bcrypt hash, make one with htpasswd -nBC 10 ''",
+        ),
+        ("tls_server_config: {cert_file: a}", "tls_server_config: cert_file and key_file are both needed"),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, cipher_suites: [X]}",
+            "tls_server_config.cipher_suites: not kept here: those of OpenSSL's default are offered",
+        ),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, min_version: TLS10}",
+            "tls_server_config.min_version: got 'TLS10', accepts TLS12, TLS13",
+        ),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAnyClientCert}",
+            "tls_server_config.client_auth_type: got 'RequireAnyClientCert', accepts "
+            + ", ".join(CLIENT_AUTH).strip(", "),
+        ),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}",
+            "tls_server_config.client_ca_file: missing, and client_auth_type needs it",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(file: Path, text: str, line: str) -> None:
+    with pytest.raises(WebConfigError) as found:
+        read(file, text)
+
+    assert found.value.lines == (line,)
+
+
+def test_a_file_that_is_missing_says_so(file: Path) -> None:
+    with pytest.raises(WebConfigError, match="cannot be read"):
+        read_web_config(file)
