@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from vllm_headroom.sizing.fields import LARGEST, Config, needed, part, whole
-from vllm_headroom.sizing.layers import FULL, STATEFUL, WINDOWED, kinds, window
+from vllm_headroom.sizing.layers import FULL, STATEFUL, WINDOWED, kinds, state_bytes, window
 from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 from vllm_headroom.sizing.shape import ModelShape
-from vllm_headroom.sizing.state import state_bytes
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""

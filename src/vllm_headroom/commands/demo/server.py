@@ -13,7 +13,7 @@ from vllm_headroom.commands.demo.page import VllmCollector
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.expose.server import Application, Message, Receive, Send, Server, listen
 
-FAREWELL_SECONDS: Final = 0.3
+SHUTDOWN_SECONDS: Final = 0.3
 """What the daemon's exit within a second leaves for the simulated engine's."""
 
 
@@ -47,7 +47,7 @@ async def serving(application: Application) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     finally:
         server.should_exit = True
-        await asyncio.wait({task}, timeout=FAREWELL_SECONDS)
+        await asyncio.wait({task}, timeout=SHUTDOWN_SECONDS)
         task.cancel()
 
 

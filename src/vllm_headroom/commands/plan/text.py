@@ -7,13 +7,11 @@ from math import floor
 from typing import Final
 
 from vllm_headroom.commands.plan.changes import changes
-from vllm_headroom.commands.plan.estimate import Estimate, fits
-from vllm_headroom.commands.plan.notes import notes
-from vllm_headroom.commands.plan.overhead import LIBRARIES, Range
-from vllm_headroom.commands.plan.question import UTILIZATION
-from vllm_headroom.commands.plan.tables import longest, most
-from vllm_headroom.commands.plan.verdict import verdict
+from vllm_headroom.commands.plan.verdict import notes, verdict
 from vllm_headroom.commands.text import paragraphs, wrapped
+from vllm_headroom.sizing.estimate import Estimate, fits, longest, most
+from vllm_headroom.sizing.overhead import LIBRARIES, Range
+from vllm_headroom.sizing.question import UTILIZATION
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB, gib
 
