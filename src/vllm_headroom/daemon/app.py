@@ -139,35 +139,31 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else _recorder(settings.trace_file, settings.trace_max_bytes)
-    port = listener.getsockname()[1]
+    home = f"http://localhost:{listener.getsockname()[1]}/"
 
     async def tick() -> None:
         first = sampler.published is None
         await sampler.tick()
         heartbeat.beat()
         if first:
-            log.info(
-                "first sample published", look_at=f"http://localhost:{port}/", scrape=f"http://localhost:{port}/metrics"
-            )
+            log.info("first sample published", look_at=home, scrape=f"{home}metrics")
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
         if recorder is not None and sampler.snapshot is not None:
             await recorder.record(sampler.snapshot)
 
-    server = Server(
-        application(
-            registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
-            page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
-            illness=heartbeat.unhealthy,
-            ready=lambda: sampler.published is not None,
-        )
+    served = application(
+        registry=registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build())),
+        page=lambda: landing_page(sampler.published, version=version(), notice=parts.notice),
+        unhealthy=heartbeat.unhealthy,
+        ready=lambda: sampler.published is not None,
     )
     fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
-    return await live((sampling, peaks, *saving), server, listener, ending)
+    return await live((sampling, peaks, *saving), Server(served), listener, ending)
 
 
 def _keeper(folder: Path, clock: Clock) -> Keeper:

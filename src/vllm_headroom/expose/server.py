@@ -32,14 +32,14 @@ def application(
     *,
     registry: CollectorRegistry,
     page: Callable[[], str],
-    illness: Callable[[], str | None],
+    unhealthy: Callable[[], str | None],
     ready: Callable[[], bool],
 ) -> Application:
-    """Return the ASGI application; `illness` says why the sampling loop is not well, None when it is."""
+    """Return the ASGI application; `unhealthy` says why the sampling loop is not well, None when it is."""
     metrics: Application = make_asgi_app(registry)
 
     def health() -> Answer:
-        problem = illness()
+        problem = unhealthy()
         return Answer(status=503 if problem else 200, body=f"{problem or 'ok'}\n")
 
     def readiness() -> Answer:

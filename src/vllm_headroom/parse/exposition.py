@@ -23,8 +23,8 @@ MOST_SAMPLES: Final = 5000
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
 
-_KEPT_LINES: Final = 512
-_KEPT_LENGTH: Final = 2048
+_CACHED_LINES: Final = 512
+_CACHED_LENGTH: Final = 2048
 """Enough for the pages of 28 engines, whose longest line is 1.1 kB; no page can make what is kept exceed 16 MiB."""
 
 
@@ -67,7 +67,7 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     samples: list[Sample] = []
     try:
         for line in lines:
-            samples += _samples(line) if len(line) <= _KEPT_LENGTH else _samples.__wrapped__(line)
+            samples += _samples(line) if len(line) <= _CACHED_LENGTH else _samples.__wrapped__(line)
     except (ValueError, IndexError):  # the parser's own complaint names neither the line nor the column
         return _failure(
             Reason.MALFORMED,
@@ -77,7 +77,7 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
     return samples
 
 
-@lru_cache(maxsize=_KEPT_LINES)
+@lru_cache(maxsize=_CACHED_LINES)
 def _samples(line: str) -> tuple[Sample, ...]:
     """Return the line's sample. From page to page many lines stay the same, among them the longest."""
     return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)

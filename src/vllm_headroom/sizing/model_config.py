@@ -98,8 +98,8 @@ def _set(config: Config) -> Config:
 
 def _shape(config: Config) -> ModelShape:
     layers, heads, hidden = needed(config, *LAYERS), whole(config, *HEADS), whole(config, *HIDDEN)
-    kept = kinds(config, layers)
-    full, windowed, stateful = (sum(kind in names for kind in kept) for names in (FULL, WINDOWED, STATEFUL))
+    layer_kinds = kinds(config, layers)
+    full, windowed, stateful = (sum(kind in names for kind in layer_kinds) for names in (FULL, WINDOWED, STATEFUL))
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
     kv_heads, size = _kv_heads(config, heads), _head_size(config, hidden, heads)

@@ -17,10 +17,10 @@ from vllm_headroom.expose.server import Server, application, listen
 
 
 @asynccontextmanager
-async def served(illness: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
     registry = CollectorRegistry()
     Gauge("headroom_test", "A test.", registry=registry).set(7)
-    app = application(registry=registry, page=lambda: "<p>hello</p>", illness=lambda: illness, ready=lambda: ready)
+    app = application(registry=registry, page=lambda: "<p>hello</p>", unhealthy=lambda: problem, ready=lambda: ready)
     server, listener = Server(app), listen("127.0.0.1", 0)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
@@ -69,7 +69,7 @@ def test_metrics_are_compressed_only_when_asked_for() -> None:
 def test_healthz_gives_the_reason_when_the_loop_is_ill() -> None:
     assert (fetched("/healthz").status_code, fetched("/healthz").text) == (200, "ok\n")
 
-    ill = fetched("/healthz", illness="the sampling loop has not turned")
+    ill = fetched("/healthz", problem="the sampling loop has not turned")
 
     assert (ill.status_code, ill.text) == (503, "the sampling loop has not turned\n")
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from vllm_headroom.daemon.state.content import FORMAT, Kept
+from vllm_headroom.daemon.state.content import FORMAT, SavedState
 
 NAME: Final = "state.json"
 MOST_BYTES: Final = 64 * 2**20
@@ -22,13 +22,13 @@ class Unusable(Exception):  # noqa: N818 - it says what the file is
     """A file that holds no state for this daemon; its text says why."""
 
 
-def encode(kept: Kept) -> bytes:
+def encode(saved: SavedState) -> bytes:
     """Return the file's content; raises ValueError when a value is not finite."""
-    document = _adapter().dump_python(kept, mode="json")
+    document = _adapter().dump_python(saved, mode="json")
     return _canonical({**document, "checksum": _checksum(document)})
 
 
-def decode(content: bytes) -> Kept:
+def decode(content: bytes) -> SavedState:
     """Return what `encode` was given; raises Unusable."""
     try:
         document = json.loads(content)
@@ -42,7 +42,7 @@ def decode(content: bytes) -> Kept:
         raise Unusable("it is damaged: it is no complete state") from None
 
 
-def read(folder: Path) -> Kept | None:
+def read(folder: Path) -> SavedState | None:
     """Return the saved state, None where there is none; raises Unusable and OSError."""
     try:
         with (folder / NAME).open("rb") as stream:
@@ -54,9 +54,9 @@ def read(folder: Path) -> Kept | None:
     return decode(content)
 
 
-def write(folder: Path, kept: Kept) -> None:
+def write(folder: Path, saved: SavedState) -> None:
     """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
-    content, unfinished = encode(kept), folder / f"{NAME}.new"
+    content, unfinished = encode(saved), folder / f"{NAME}.new"
     folder.mkdir(parents=True, exist_ok=True)
     with unfinished.open("wb") as stream:
         stream.write(content)
@@ -76,8 +76,8 @@ def set_aside(folder: Path) -> None:
 
 
 @cache
-def _adapter() -> TypeAdapter[Kept]:
-    return TypeAdapter(Kept)
+def _adapter() -> TypeAdapter[SavedState]:
+    return TypeAdapter(SavedState)
 
 
 def _canonical(document: dict[str, Any]) -> bytes:
