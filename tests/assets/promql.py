@@ -19,9 +19,11 @@ TARGET: Final = frozenset({"cluster", "namespace", "job", "pod", "instance"})
 
 PROCESS: Final = ("process_resident_memory_bytes", "process_cpu_seconds_total", "process_start_time_seconds")
 
+CONTRACT: Final = Path(__file__).parent / "contract.txt"
+
 CLOSED: Final[Mapping[str, frozenset[str]]] = {
     "attribution": frozenset(Attribution),
-    "basis": frozenset({"budget", "configured", "metric"}),
+    "basis": frozenset({"budget", "configured", "metric", "probe"}),
     "holder": frozenset({"engine", "other", "unattributed"}),
     "process": frozenset(Role),
     "reason": frozenset(reason for reasons in REASONS.values() for reason in reasons),
@@ -29,6 +31,12 @@ CLOSED: Final[Mapping[str, frozenset[str]]] = {
     "state": frozenset(LeakState),
 }
 """The values of labels whose values are a closed set."""
+
+CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
+    ("headroom_engine_state", "state"): frozenset({"unknown", "down", "starting", "serving", "stalled", "asleep"}),
+    ("headroom_engine_exits_total", "reason"): frozenset({"replaced", "gone", "out_of_memory", "oom_killed"}),
+}
+"""The same where a metric has words of its own for a label."""
 
 Labels = frozenset[str]
 Vocabulary = Mapping[str, Labels]
@@ -45,11 +53,21 @@ def parsed(expr: str) -> promql.Expr:
 
 def vocabulary() -> dict[str, Labels]:
     """Return every metric there can be: the daemon's, those of the recording rules, Prometheus's own."""
-    known = {metric.name: frozenset(metric.labels) | TARGET for metric in METRICS}
+    known = {name: each | TARGET for name, each in agreed()} | {
+        metric.name: frozenset(metric.labels) | TARGET for metric in METRICS
+    }
     known |= dict.fromkeys(("up", *PROCESS), TARGET)
     for name, expr in recorded():
         known[name] = labels(parsed(expr), known)[0] or frozenset()
     return known | {"ALERTS": frozenset().union(*known.values()) | {"alertname", "alertstate", "severity", "area"}}
+
+
+def agreed() -> Iterator[tuple[str, Labels]]:
+    """Yield the metrics that the contract has and the daemon does not yet: without them their alerts are silent."""
+    for line in CONTRACT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("later "):
+            _, name, _, named = line.split()
+            yield name, frozenset(named.split(",")) - {"-"}
 
 
 def recorded() -> Iterator[tuple[str, str]]:
@@ -86,15 +104,16 @@ def _selector(expr: Any, known: Vocabulary) -> Kept:
         return frozenset(), [f"there is no metric {expr.name}"]
     matchers = [*expr.matchers.matchers, *(each for group in expr.matchers.or_matchers for each in group)]
     faults = _unknown([matcher.name for matcher in matchers], known[expr.name], expr.name)
-    return known[expr.name], faults + [fault for matcher in matchers for fault in _values(matcher)]
+    return known[expr.name], faults + [fault for matcher in matchers for fault in _values(expr.name, matcher)]
 
 
-def _values(matcher: promql.Matcher) -> list[str]:
+def _values(metric: str, matcher: promql.Matcher) -> list[str]:
     """Return what a matcher on a closed set asks for in vain; what is no list of words is left alone."""
     words = matcher.value.split("|") if matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe) else [matcher.value]
-    if matcher.name not in CLOSED or not all(re.fullmatch(r"\w*", word) for word in words):
+    closed = CLOSED_OF.get((metric, matcher.name), CLOSED.get(matcher.name))
+    if closed is None or not all(re.fullmatch(r"\w*", word) for word in words):
         return []
-    return [f"{matcher.name} is never {word}" for word in words if word and word not in CLOSED[matcher.name]]
+    return [f"{matcher.name} is never {word}" for word in words if word and word not in closed]
 
 
 def _call(expr: Any, known: Vocabulary) -> Kept:

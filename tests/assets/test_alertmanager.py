@@ -106,6 +106,27 @@ def test_one_incident_is_one_engine_one_area_and_one_severity() -> None:
     assert not any("group_by" in route for route in headroom["routes"])
 
 
+def test_the_other_group_is_the_workload_and_splits_nothing_else() -> None:
+    (other,) = re.findall(r"# group_by: (\[.+\])", FILE.read_text())
+
+    assert set(yaml.safe_load(other)) == {"cluster", "namespace", "app", "area", "severity"}
+
+
+def test_only_a_page_rings() -> None:
+    (pagerduty,) = CONFIG["receivers"][1]["pagerduty_configs"]
+
+    assert pagerduty["severity"] == '{{ if eq .GroupLabels.severity "page" }}critical{{ else }}warning{{ end }}'
+
+
+def test_what_stops_an_engine_is_a_page_to_the_team_that_runs_it() -> None:
+    paging = {rule["alert"]: team(**rule["labels"]) for rule in RULES if rule["labels"]["severity"] == "page"}
+
+    assert paging == dict.fromkeys(
+        ("HeadroomOutOfMemorySoon", "HeadroomEngineDown", "HeadroomEngineCrashLoop", "HeadroomEngineStalled"),
+        "ml-platform",
+    )
+
+
 def test_each_team_has_its_key_in_a_file_and_none_is_in_this_one() -> None:
     receivers = {receiver["name"]: receiver.get("pagerduty_configs", []) for receiver in CONFIG["receivers"]}
 

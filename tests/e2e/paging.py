@@ -78,12 +78,16 @@ class Alertmanager:
 
 
 @contextmanager
-def paging(folder: Path, pagerduty_url: str, targets: Sequence[Target]) -> Iterator[Alertmanager]:
-    """Run both until the end, from when Prometheus knows its Alertmanager."""
+def paging(
+    folder: Path, pagerduty_url: str, targets: Sequence[Target], *, by_workload: bool = False
+) -> Iterator[Alertmanager]:
+    """Run both until the end, from when Prometheus knows its Alertmanager; `by_workload` takes the other `group_by`."""
     assert PROMETHEUS
     assert ALERTMANAGER
     address, alertmanager_address = free_addresses()
-    (folder / "alertmanager.yml").write_text(hurried_alertmanager(folder, pagerduty_url))
+    text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
+    text = grouped_by_workload(text) if by_workload else text
+    (folder / "alertmanager.yml").write_text(hurried_alertmanager(text, folder, pagerduty_url))
     (folder / "rules.yaml").write_text(hurried_rules((ALERTS / "rules" / "headroom.yaml").read_text()))
     groups = json.dumps([{"targets": [target.address], "labels": dict(target.labels)} for target in targets])
     config = CONFIG.replace("TARGETS", groups).replace("ADDRESS", alertmanager_address)
@@ -152,19 +156,27 @@ def knows_its_alertmanager(address: str) -> bool:
 
 
 def hurried_rules(text: str) -> str:
-    """Return rules that wait a second for each five minutes, so that what waited longer still does."""
+    """Return rules that wait a second for each five minutes, so that what waited longer still does.
+
+    Of the windows only those are cut that delay what is told; the longer ones remember.
+    """
     text = re.sub(
         r"^( +(?:for|keep_firing_for): )(\d+)([mh])$",
         lambda found: f"{found[1]}{max(1, int(found[2]) * {'m': 1, 'h': 60}[found[3]] // 5)}s",
         text,
         flags=re.MULTILINE,
     )
-    return text.replace("[5m]", "[5s]")
+    return re.sub(r"\[(\d)m\]", r"[\1s]", text)
 
 
-def hurried_alertmanager(folder: Path, pagerduty_url: str) -> str:
+def grouped_by_workload(text: str) -> str:
+    """Return the configuration with the `group_by` that stands in it as a comment."""
+    (other,) = re.findall(r"^ +# (group_by: .+)\n", text, re.MULTILINE)
+    return re.sub(r"^( +)group_by: .+$", rf"\1{other}", text, count=1, flags=re.MULTILINE)
+
+
+def hurried_alertmanager(text: str, folder: Path, pagerduty_url: str) -> str:
     """Return the shipped configuration with this PagerDuty, keys in `folder`, and seconds for minutes."""
-    text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
     for team, key in KEYS.items():
         (folder / team).write_text(f"{key}\n")
     for old, new in (

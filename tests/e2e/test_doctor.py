@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from tests.fakes.engine_server import EngineServer, hang
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.vllm_processes import serving
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import Vllm
 
@@ -51,21 +51,6 @@ def states(answer: subprocess.CompletedProcess[str]) -> dict[str, str]:
 @pytest.fixture
 def nvml(tmp_path: Path) -> FakeNvml:
     return FakeNvml(tmp_path, [FakeGpu(uuid=f"GPU-{letter}", used_bytes=2 * GIB) for letter in "ab"])
-
-
-@contextmanager
-def serving(folder: Path, port: int) -> Iterator[int]:
-    """Run what looks like vLLM's processes; yield the pid of its engine core."""
-    script = folder / "vllm"
-    script.write_text("import subprocess, sys; subprocess.run(['bash', '-c', sys.argv[-1]])")
-    core = "echo $$; exec -a VLLM::EngineCore sleep 600"
-    command = [sys.executable, str(script), "serve", "m", "--port", str(port), core]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: Path) -> None:

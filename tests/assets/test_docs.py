@@ -1,0 +1,98 @@
+"""The pages for people: where what is, that their links lead somewhere and that the options they name exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.assets.console import PAGES, ROOT
+from vllm_headroom.__main__ import COMMANDS
+
+README: Final = ROOT / "README.md"
+COMMAND_PAGES: Final = ROOT / "docs" / "commands"
+LINKING: Final = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "dashboards" / "README.md")
+MOST_LINES: Final = 250
+"""Of the README, which is read before anything is decided; a longer text has a page in docs/."""
+
+OF_VLLM: Final = frozenset({"--kv-cache-memory-bytes", "--no-enable-prefix-caching"})
+OF_OTHERS: Final = frozenset({"--container", "--update-golden"})
+
+_LINK: Final = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_ROW: Final = re.compile(r"^\| \[`(\w+)`\]\(docs/commands/(\w+)\.md\) \|", re.MULTILINE)
+_HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_CODE: Final = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
+
+each_page = pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def test_the_readme_is_read_to_its_end() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_each_command_has_its_page_and_its_row_in_the_readme() -> None:
+    rows = _ROW.findall(README.read_text(encoding="utf-8"))
+
+    assert rows == [(name, name) for name in COMMANDS]
+    assert sorted(page.stem for page in COMMAND_PAGES.glob("*.md")) == sorted(COMMANDS)
+
+
+@each_page
+def test_a_link_leads_somewhere(page: Path) -> None:
+    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+        found = page.parent / target if target else page
+
+        assert found.exists(), target
+        assert not anchor or anchor in _anchors(found), anchor
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    headings = _HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """Return the options of each command, by its own help."""
+    return {name: set(_OPTION.findall(_help(name))) for name in COMMANDS}
+
+
+def _help(name: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", name, "--help"],
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_page_names_options_that_it_has(name: str, options: dict[str, set[str]]) -> None:
+    text = (COMMAND_PAGES / f"{name}.md").read_text(encoding="utf-8")
+    named = {option.replace("_", "-") for code in _CODE.findall(text) for option in _OPTION.findall(code)}
+
+    assert named - OF_VLLM - OF_OTHERS <= set().union(*options.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_types_options_that_the_command_has(page: Path, options: dict[str, set[str]]) -> None:
+    for name, option in _typed(page.read_text(encoding="utf-8")):
+        assert option in options[name], f"{name} {option}"
+
+
+def _typed(text: str) -> list[tuple[str, str]]:
+    """Return each option that is typed behind a command, with the command's name."""
+    lines = [line for code in _CODE.findall(text) for line in code.replace("\\\n", " ").splitlines()]
+    commands = [re.search(r"vllm-headroom(?: ([a-z]+))?((?: [^|&#]*)?)", line) for line in lines]
+    return [
+        (found[1] or "run", option) for found in commands if found for option in _OPTION.findall(found[2].split("`")[0])
+    ]

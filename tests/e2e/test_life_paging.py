@@ -1,0 +1,127 @@
+"""From the end of an engine to the phone: Prometheus, Alertmanager and what PagerDuty is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.e2e.incidents import closed, first, found, history
+from tests.e2e.paging import DEADLINE_SECONDS, KEYS, MISSING, Target, paging
+from tests.fakes.engine_server import Answer, EngineServer, page
+from tests.fakes.pagerduty import PagerDuty
+from tests.process import eventually
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: apt-get install {' '.join(MISSING)}")
+
+STATES: Final = ("unknown", "down", "starting", "serving", "stalled", "asleep")
+REPLICAS: Final = 20
+ENOUGH_SCRAPES: Final = 6
+"""A scrape a second: more than a rule, a group or a repeat waits for here."""
+
+
+def living(state: str, *, exits: int = 0, out_of_memory: int = 0) -> Answer:
+    """Return the page of a sidecar whose engine is in this state and whose engines ended so often."""
+    lines = [f'headroom_engine_state{{state="{each}"}} {int(each == state)}' for each in STATES]
+    lines += [f'headroom_engine_exits_total{{reason="gone"}} {exits}']
+    lines += [f'headroom_engine_exits_total{{reason="out_of_memory"}} {out_of_memory}']
+    if state == "serving":
+        lines += ['headroom_engine_info{model_name="llama",engine="0",profile="vllm"} 1']
+    return page("\n".join((*lines, "")), headers=("Content-Type: text/plain; version=0.0.4",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Replicas in the namespace `prod` that Prometheus has seen serve, and who is told of them."""
+
+    pagerduty: PagerDuty
+    replicas: dict[str, EngineServer]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    replicas = {name: EngineServer(living("serving")) for name in ("down", "full", "loops")}
+    targets = [target(engine, name) for name, engine in replicas.items()]
+    with PagerDuty(KEYS.values()) as pagerduty, paging(tmp_path_factory.mktemp("life"), pagerduty.url, targets):
+        scraped(replicas["down"], ENOUGH_SCRAPES)
+        yield Bench(pagerduty=pagerduty, replicas=replicas)
+    for engine in replicas.values():
+        engine.close()
+    assert not pagerduty.refused
+
+
+def target(engine: EngineServer, pod: str) -> Target:
+    labels = {"namespace": "prod", "app": "llama", "pod": pod}
+    return Target(address=f"127.0.0.1:{engine.port}", labels=labels)
+
+
+def scraped(engine: EngineServer, times: int) -> None:
+    """Wait until Prometheus has read the page so many times more."""
+    wanted = len(engine.requests) + times
+    eventually(lambda: len(engine.requests) >= wanted, f"{times} more scrapes", DEADLINE_SECONDS)
+
+
+def test_an_engine_that_is_down_is_paged_once_and_closed_when_one_serves_again(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["down"]
+    replica.answer = living("down", exits=1)
+    opened = first(pagerduty, source="prod/down", severity="critical")
+    replica.answer = living("starting", exits=1)
+    scraped(replica, ENOUGH_SCRAPES)
+    told = [event.action for event in history(pagerduty, opened)]
+    replica.answer = living("serving", exits=1)
+    closed(pagerduty, opened)
+
+    assert "resolve" not in told, "to load is not to serve"
+    assert opened.routing_key == KEYS["ml-platform"]
+    assert opened.payload["summary"] == "llama is down. prod/down"
+    assert opened.body["links"][0]["href"] == "https://runbooks.example/HeadroomEngineDown"
+
+
+def test_a_life_that_ran_out_of_memory_is_paged_with_its_cause_though_the_next_one_loads(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["full"]
+    replica.answer = living("starting", out_of_memory=1)
+    opened = first(pagerduty, source="prod/full", severity="critical")
+    replica.answer = living("serving", out_of_memory=1)
+    closed(pagerduty, opened)
+
+    assert (
+        "prod/full: the engine ended and does not serve; it ran out of GPU memory."
+        in (opened.payload["custom_details"]["firing"])
+    )
+
+
+def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench: Bench) -> None:
+    pagerduty, replica = bench.pagerduty, bench.replicas["loops"]
+    for ends in (1, 2):
+        replica.answer = living("serving", exits=ends)
+        scraped(replica, ENOUGH_SCRAPES)
+    before = found(pagerduty, source="prod/loops")
+    replica.answer = living("serving", exits=3)
+    opened = first(pagerduty, source="prod/loops", severity="critical")
+
+    assert before == []
+    assert opened.routing_key == KEYS["ml-platform"]
+    assert opened.payload["summary"] == "llama ends again and again. prod/loops"
+    assert "ended 3 times" in opened.payload["custom_details"]["firing"]
+
+
+def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(tmp_path: Path) -> None:
+    with (
+        PagerDuty(KEYS.values()) as pagerduty,
+        EngineServer(living("serving")) as engine,
+        paging(tmp_path, pagerduty.url, [target(engine, f"{each}") for each in range(REPLICAS)], by_workload=True),
+    ):
+        scraped(engine, ENOUGH_SCRAPES * REPLICAS)
+        engine.answer = living("down", exits=1)
+        eventually(
+            lambda: [each for each in pagerduty.events if f"({REPLICAS} alerts)" in each.payload["summary"]],
+            "an event of all replicas",
+            DEADLINE_SECONDS,
+        )
+
+    (opened,) = [event for event in found(pagerduty) if event.notifies]
+    assert {event.dedup_key for event in pagerduty.events} == {opened.dedup_key}
+    assert opened.payload["summary"].startswith("llama is down. prod/llama")
