@@ -34,10 +34,9 @@ def verdict(found: Estimate) -> str:
 
 
 def spread(amount: Range) -> str:
-    """Return a range in GiB."""
-    if amount.low == amount.high:
-        return gib(amount.low)
-    return f"{amount.low / GIB:,.2f} to {amount.high / GIB:,.2f} GiB"
+    """Return a range as a number of GiB, or two."""
+    low = f"{amount.low / GIB:,.2f}"
+    return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
 
 
 def _obstacle(found: Estimate) -> str:
@@ -50,7 +49,7 @@ def _obstacle(found: Estimate) -> str:
         needed, left = gib(found.sequence_bytes(length)), gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {left}"
     if budget is not None:
-        return f"the budget leaves {gib(card - budget)} of the card, and {spread(found.outside)} lie outside of it"
+        return f"the budget leaves {gib(card - budget)} of the card, and {spread(found.outside)} GiB lie outside of it"
     return f"weights, activations and the KV cache are more than the card's {gib(card)}"
 
 
@@ -58,7 +57,7 @@ def _margin(found: Estimate) -> str:
     if found.kv_cache is None or found.budget is None:
         return "with the higher estimates it is more than the card has"
     needed = gib(found.sequence_bytes(found.question.max_model_len or 1))
-    return f"{spread(found.kv_cache)} are left for the KV cache, and one sequence needs {needed}"
+    return f"{spread(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
 
 
 def _all_at_once(found: Estimate) -> str:
@@ -110,6 +109,6 @@ def _left_out(found: Estimate) -> Iterator[str]:
         yield "The weights are the language model's alone: an image or audio encoder's come on top."
     if card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
-            f"Beside its budget vLLM takes {spread(found.outside)} of the card, and {gib(card - budget)} are left for"
+            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left for"
             " that."
         )
