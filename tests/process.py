@@ -108,17 +108,20 @@ class Daemon:
 
 
 @contextmanager
-def daemon(*arguments: str, **environment: str) -> Iterator[Daemon]:
-    """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full."""
+def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -> Iterator[Daemon]:
+    """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full.
+
+    `module` is what is run, the program itself or a test's way of starting it.
+    """
     settings = {
-        name if name in {"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE"} else f"HEADROOM_{name}": value
+        name if name in {"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "SPEED"} else f"HEADROOM_{name}": value
         for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
     }
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_headroom", *arguments],
+                [sys.executable, "-m", module, *arguments],
                 env={**os.environ, **settings},
                 stdout=stream,
                 stderr=subprocess.STDOUT,

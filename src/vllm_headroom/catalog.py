@@ -102,6 +102,31 @@ ENGINE_PREFIX_HITS: Final = _counter(
     "engine_prefix_cache_hits", ENGINE, "Tokens (blocks before vLLM 0.9) found in the prefix cache."
 )
 
+ENGINE_STATE: Final = _gauge(
+    "engine_state",
+    ("state",),
+    "1 for the one state the server as a whole is in. down: no page and no process of the engine; starting: it was"
+    " begun and has not served yet; stalled: it should make progress and makes none.",
+)
+ENGINE_START: Final = _gauge(
+    "engine_start_timestamp_seconds", (), "When this life of the engine began, in seconds since the epoch."
+)
+ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "New lives of the engine seen after the first one.")
+ENGINE_EXITS: Final = _counter(
+    "engine_exits", ("reason",), "Lives of the engine that ended, by what is known of the cause."
+)
+ENGINE_PROGRESS_AGE: Final = _gauge(
+    "engine_progress_age_seconds",
+    (),
+    "Time since a token, a prefill or a request last moved; absent while there is nothing to do.",
+)
+ENGINE_KV_STRANDED: Final = _gauge(
+    "engine_kv_cache_stranded_ratio",
+    ENGINE,
+    "Share of the KV cache still held while no request has run or waited for a minute.",
+    needs=("running", "kv_used_ratio"),
+)
+
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_headroom.vocabulary import Attribution, Kind, Reason, Role, Source
+from vllm_headroom.vocabulary import Attribution, EngineState, ExitReason, Kind, Reason, Role, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ class EngineReading:
     preemptions_total: float | None = _input("preemptions", "headroom_engine_preemptions_total")
     prompt_tokens_total: float | None = _input("prompt_tokens", "headroom_engine_prompt_tokens_total")
     generation_tokens_total: float | None = _input("generation_tokens", "headroom_engine_generation_tokens_total")
+    steps_total: float | None = _input("scheduler_steps")
     kv_used_ratio: float | None = _input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")
     kv_capacity_tokens: float | None = _input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
     kv_cache_dtype: str | None = _input("kv_cache_dtype")
@@ -140,13 +141,16 @@ class ProcessReadings:
 
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
-    watched: then `engine` is empty.
+    watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
+    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes.
     """
 
     engine: tuple[EngineProcess, ...]
     visible_pids: frozenset[int]
     sees_host_pids: bool
     ambiguous_roots: int = 0
+    orphans: frozenset[int] = frozenset()
+    sees_others: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +181,29 @@ class ReadingTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What is known of the engine's life at one tick.
+
+    `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
+    nothing of leaks. `began_seconds` is seconds since the epoch. `progress_age_seconds` is None while there is nothing
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds.
+    """
+
+    state: EngineState
+    in_service: bool = True
+    began_seconds: float | None = None
+    restarts: int = 0
+    exits: tuple[tuple[ExitReason, int], ...] = ()
+    progress_age_seconds: float | None = None
+    stranded: tuple[tuple[tuple[str, str], float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic.
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
+    nobody follows the engine's life.
     """
 
     time_seconds: float
@@ -189,6 +212,7 @@ class Snapshot:
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     reading_times: tuple[ReadingTime, ...] = ()
+    life: Life | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,26 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+class EngineState(StrEnum):
+    """What the server as a whole does; the values of the label `state`."""
+
+    UNKNOWN = "unknown"
+    DOWN = "down"
+    STARTING = "starting"
+    SERVING = "serving"
+    STALLED = "stalled"
+    ASLEEP = "asleep"
+
+
+class ExitReason(StrEnum):
+    """What is known of the cause that ended a life of the engine; the values of the label `reason`."""
+
+    REPLACED = "replaced"
+    GONE = "gone"
+    OUT_OF_MEMORY = "out_of_memory"
+    OOM_KILLED = "oom_killed"
+
+
 class LeakState(StrEnum):
     """What the leak detector says of one series; the values of the label `state`."""
 

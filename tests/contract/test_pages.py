@@ -16,6 +16,7 @@ from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE
 from tests.samples import gpu
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse import parse_engines
@@ -64,6 +65,7 @@ def seen(text: str) -> Snapshot:
 
 def rendered(snapshot: Snapshot) -> str:
     """Return the page that the daemon would serve half a second after this first snapshot."""
+    _, snapshot = lived(LifeState(), snapshot)
     samples: list[Sample] = []
     for derivation in derivations(kv_bytes_per_token=512.0):
         samples += answer(derivation, derivation.initial, snapshot)[1]

@@ -15,6 +15,8 @@ from vllm_headroom.config.sources import key, option
 
 OWN = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
 
+SCENARIOS = "healthy, leak, burst, neighbour, restart, crash, hang, slow-start or sleep"
+
 
 def vllm_headroom(*argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -70,7 +72,7 @@ def test_the_demo_has_a_help_of_its_own() -> None:
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom demo [OPTION VALUE]...\n")
-    assert "Accepts healthy, leak, burst, neighbour or restart." in " ".join(process.stdout.split())
+    assert f"Accepts {SCENARIOS}." in " ".join(process.stdout.split())
 
 
 def test_version_is_that_of_the_distribution() -> None:
@@ -113,7 +115,7 @@ def test_the_demo_tells_its_own_mistakes_with_the_others_and_takes_no_engine() -
     assert process.returncode == 2
     assert process.stderr.splitlines() == [
         "vllm-headroom demo: --engine-url: not an option, see --help",
-        "vllm-headroom demo: --scenario: got 'x', accepts healthy, leak, burst, neighbour or restart",
+        f"vllm-headroom demo: --scenario: got 'x', accepts {SCENARIOS}",
         "vllm-headroom demo: --speed: got '0', accepts a number above 0, at most 1000",
         "vllm-headroom demo: --listen-port: got 'x', accepts a port number from 0 to 65535",
     ]

@@ -26,7 +26,7 @@ def own_first(kind: type[Settings]) -> list[str]:
 
 
 def settings_table() -> str:
-    """Return the README's table of settings, in Markdown."""
+    """Return docs' table of settings, in Markdown."""
     rows = [
         f"| `{variable(name)}` | {about(field, 'shown')} | {field.description} | {about(field, 'accepts')} |"
         for name, field in Settings.model_fields.items()

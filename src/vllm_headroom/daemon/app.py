@@ -25,7 +25,7 @@ from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.expose.page import landing_page
 from vllm_headroom.expose.server import Server, application, listen
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
@@ -54,13 +54,17 @@ NO_BYTES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What differs between the real daemon and the demo; `notice` is shown to people on `/`."""
+    """What differs between the real daemon and the demo; `notice` is shown to people on `/`.
+
+    `engine_is_here` is whether the engine's page is served on this machine.
+    """
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
     clock: Clock
     notice: str = ""
+    engine_is_here: bool = False
 
 
 async def serve(settings: Settings) -> int:
@@ -72,6 +76,7 @@ async def serve(settings: Settings) -> int:
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
         clock=clock,
+        engine_is_here=is_loopback(httpx.URL(settings.engine_url)),
     )
     return await run(parts, settings)
 
@@ -135,6 +140,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
         recall=None if keeper is None else keeper.recall,
+        engine_is_here=parts.engine_is_here,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)

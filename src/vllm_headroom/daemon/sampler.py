@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
@@ -13,6 +13,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -24,10 +25,19 @@ from vllm_headroom.model import (
     Sample,
     Snapshot,
 )
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.vocabulary import Reason, Source
 
 T = TypeVar("T")
 log = structlog.get_logger()
+
+HIDDEN: Final = Failure(
+    source=Source.PROCESS,
+    reason=Reason.UNAVAILABLE,
+    message=(
+        "no process but the daemon's own can be seen, though the engine runs on this machine: share the pod's processes"
+        " (shareProcessNamespace: true), or mount /proc without hidepid"
+    ),
+)
 
 
 class EngineSource(Protocol):
@@ -73,6 +83,7 @@ class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    `engine_is_here` is whether the engine's page is served on this machine: then its processes must show in /proc.
     """
 
     def __init__(
@@ -85,6 +96,7 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+        engine_is_here: bool = False,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
@@ -94,23 +106,27 @@ class Sampler:
         self._attribution = AttributionState()
         self._derivations = derivations
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
+        self._states[LIFE] = LifeState()
         self._clock = clock
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
+        self._engine_is_here = engine_is_here
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The state of every derivation, by its name."""
+        """The state of every derivation, by its name, and of the engine's life."""
         return dict(self._states)
 
     async def tick(self) -> None:
         """Read all sources at once, derive and publish; a fault in one part costs that part only."""
         snapshot = await self._snapshot()
-        self._transitions.report(snapshot)
         if self._recall is not None:
             self._states.update(await self._recall(snapshot))
+        snapshot = self._lived(snapshot)
+        self._transitions.report(snapshot)
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        self._transitions.verdicts(samples)
         self.snapshot = snapshot
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
 
@@ -125,6 +141,12 @@ class Sampler:
             gpu.result(),
             process.result(),
         )
+        if (
+            not isinstance(processes, Failure)
+            and self._engine_is_here
+            and not (processes.engine or processes.sees_others)
+        ):
+            processes = HIDDEN
         if not isinstance(processes, Failure):
             self._transitions.engines_found(processes.ambiguous_roots)
         return Snapshot(
@@ -146,6 +168,16 @@ class Sampler:
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
+
+    def _lived(self, snapshot: Snapshot) -> Snapshot:
+        try:
+            self._states[LIFE], snapshot = lived(self._states[LIFE], snapshot)
+        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without it, nothing is known of the life
+            self._states[LIFE] = LifeState()
+            self._transitions.derivation(LIFE, error)
+        else:
+            self._transitions.derivation(LIFE, None)
+        return snapshot
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
         try:

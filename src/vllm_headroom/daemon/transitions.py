@@ -6,9 +6,10 @@ from typing import Final
 
 import structlog
 
+from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
-from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.model import EnginePage, Failure, Gpu, Life, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
 
 log = structlog.get_logger()
 
@@ -26,6 +27,19 @@ AMBIGUOUS: Final = (
 )
 
 
+STATES: Final = {
+    EngineState.UNKNOWN: "engine's state unknown",
+    EngineState.DOWN: "engine is down",
+    EngineState.STARTING: "engine is starting",
+    EngineState.SERVING: "engine is serving",
+    EngineState.STALLED: "engine is stalled: it should make progress and makes none",
+    EngineState.ASLEEP: "engine is asleep",
+}
+ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
+FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
+"""The verdicts of the leak detector; in any other state it has found nothing."""
+
+
 class Transitions:
     """Remembers what was last said of each source, so that a state is logged once."""
 
@@ -36,6 +50,9 @@ class Transitions:
         self._owners: tuple[tuple[str, str], ...] | None = None
         self._broken: set[str] = set()
         self._ambiguous_roots = 0
+        self._state: EngineState | None = None
+        self._exits: dict[ExitReason, int] = {}
+        self._found: dict[tuple[str, ...], str] = {}
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
@@ -46,6 +63,40 @@ class Transitions:
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
+        if snapshot.life is not None:
+            self._life(snapshot.life)
+
+    def verdicts(self, samples: tuple[Sample, ...]) -> None:
+        """Log where the leak detector says growing or leaking, and where it no longer does."""
+        found = {
+            sample.labels[:-1]: sample.labels[-1]
+            for sample in samples
+            if sample.metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE)
+            and sample.value
+            and sample.labels[-1] in FOUND
+        }
+        for labels in {**self._found, **found}:
+            before, now = self._found.get(labels), found.get(labels)
+            if now == before:
+                continue
+            whose = f"GPU {labels[0]}" if len(labels) > 1 else f"host memory of {labels[0]}"
+            if now is None:
+                log.info("memory no longer grows without explanation", of=whose, before=before)
+            else:
+                log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
+        self._found = found
+
+    def _life(self, life: Life) -> None:
+        exits = dict(life.exits)
+        reasons = [str(reason) for reason, count in life.exits if count > self._exits.get(reason, 0)]
+        if self._state is not None and reasons:
+            log.warning("a life of the engine ended", reason=",".join(reasons), restarts=life.restarts)
+        self._exits = exits
+        if life.state is self._state:
+            return
+        tell = log.warning if life.state in ALARMING else log.info
+        tell(STATES[life.state], before=str(self._state or "nothing yet"))
+        self._state = life.state
 
     def engines_found(self, ambiguous_roots: int) -> None:
         """Log when the processes of several engines are visible and none can be told to be the one that is watched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from vllm_headroom.derive.admission import Batches, within_batch
 from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
@@ -12,6 +13,8 @@ from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
+from vllm_headroom.derive.life.life import life
+from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
@@ -33,13 +36,20 @@ def derivations(
     return (
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
+        stateless("life", life),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
-        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        Derivation(
+            name="kv_cache",
+            initial=Batches(),
+            step=within_batch(partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        ),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="leak", initial=LeakMemory(), step=leaks),
+        Derivation(name="leak", initial=LeakMemory(), step=leaks_in_service(leaks)),
         Derivation(
-            name="baseline", initial=Baselines(), step=partial(baseline, configured_bytes=baseline_bytes_per_request)
+            name="baseline",
+            initial=Baselines(),
+            step=in_service(partial(baseline, configured_bytes=baseline_bytes_per_request)),
         ),
     )

@@ -51,7 +51,8 @@ def attribute(
 
     Automatic attribution follows the engine's processes: devices they hold memory on, remembered while the engine is
     down until a new one holds memory somewhere; before any was seen, the only device there is; never a guess among
-    several. Who holds what is None unless /proc and NVML are sure to mean the same process: in the host's PID
+    several. What a life of the engine left behind when it ended is the engine's until it is gone: no stranger took it.
+    Who holds what is None unless /proc and NVML are sure to mean the same process: in the host's PID
     namespace or from driver 565.57.01 on, and once a process of the engine has been seen on a device; and while the
     engine cannot be told from others. What the engine is then taken to hold is None when it was known before, and all
     that is used where it never can be.
@@ -140,7 +141,7 @@ def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[i
     """Return the bytes the engine's processes hold and those other visible ones hold; what is left is nobody's."""
     if isinstance(processes, Failure) or processes.ambiguous_roots or device.processes is None or device.memory is None:
         return None, None
-    engine_pids = {process.pid for process in processes.engine}
+    engine_pids = {process.pid for process in processes.engine} | processes.orphans
     other_pids = processes.visible_pids - engine_pids
     engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
     other_bytes = _total(process for process in device.processes if process.pid in other_pids)

@@ -43,9 +43,11 @@ class PrefixCacheState:
 def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
     """Return hits over queries of the last 5 minutes per engine; absent without queries in that time.
 
-    A counter that fell began again from 0 (the engine restarted). vLLM V0 has no counters: there the ratio is the
-    engine's own, over its lifetime.
+    A counter that fell began again from 0: the engine restarted, and what its last life counted ended with it. vLLM V0
+    has no counters: there the ratio is the engine's own, over its lifetime.
     """
+    if snapshot.life is not None and not snapshot.life.in_service:
+        return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
     counts = {key: _aged(old, now) for key, old in state.engines.items()}
     engines = () if isinstance(snapshot.engines, Failure) else snapshot.engines.engines
@@ -68,9 +70,10 @@ def _counted(before: EngineCounts | None, queries_total: float, hits_total: floa
     if before is None:
         began = Step(began_seconds=now, queries=0.0, hits=0.0)
         return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(began,))
-    restarted = queries_total < before.queries_total or hits_total < before.hits_total
-    queries = queries_total - (0.0 if restarted else before.queries_total)
-    hits = hits_total - (0.0 if restarted else before.hits_total)
+    if queries_total < before.queries_total or hits_total < before.hits_total:
+        anew = Step(began_seconds=now, queries=queries_total, hits=hits_total)
+        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(anew,))
+    queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
     steps = before.steps
     if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
         last = steps[-1]

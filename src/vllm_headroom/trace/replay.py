@@ -12,6 +12,7 @@ from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
+from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.vocabulary import LeakState, Role
@@ -31,6 +32,7 @@ class Watch:
         self._last_seconds = 0.0
         self._detector = _detector()
         self._memory = self._detector.initial
+        self._life = LifeState()
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
@@ -65,6 +67,7 @@ class Watch:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
+        self._life, snapshot = lived(self._life, snapshot)
         before = self._memory
         self._memory, samples = answer(self._detector, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
@@ -79,10 +82,11 @@ class Watch:
         if place:
             self._indices[name] = int(place[0])
         course = (self._gpus if place else self._host).setdefault(name, Course())
-        track = _tracks(self._memory, on_gpu=bool(place))[name]
+        track = _tracks(self._memory, on_gpu=bool(place)).get(name)  # none before the engine has worked
         old = _tracks(before, on_gpu=bool(place)).get(name)
-        anew = old is not None and track.seconds < old.seconds  # a track's own time begins anew with each life
-        course.step(LeakState(state), _moment(self._last_seconds, track.estimate), anew=anew)
+        # a track's own time begins anew with each life
+        anew = old is not None and track is not None and track.seconds < old.seconds
+        course.step(LeakState(state), _moment(self._last_seconds, None if track is None else track.estimate), anew=anew)
 
 
 def tracks(series: Iterable[Observation]) -> Iterator[Track]:

@@ -126,7 +126,8 @@ def test_a_failed_source_costs_its_own_series_and_is_logged_once(side: str) -> N
     source = {"engine": Source.ENGINE, "gpus": Source.NVML, "processes": Source.PROCESS}[side]
     said = Said()
 
-    assert events(said, lambda: setattr(said, side, failure(source))) == ["source failed"]
+    down = ["engine is down"] if side == "engine" else []
+    assert events(said, lambda: setattr(said, side, failure(source))) == ["source failed", *down]
     samples = ticked(sampler(said))
 
     assert values(samples, catalog.SOURCE_UP)[(str(source),)] == 0.0

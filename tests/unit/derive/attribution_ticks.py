@@ -41,16 +41,22 @@ def gpus(*devices: GpuReading, driver: str | None = NEW_DRIVER) -> GpuReadings:
 
 
 def engine(
-    *pids: int, visible: tuple[int, ...] = (), host: bool = False, started: float = 1.0, ambiguous: int = 0
+    *pids: int,
+    visible: tuple[int, ...] = (),
+    host: bool = False,
+    started: float = 1.0,
+    ambiguous: int = 0,
+    left: tuple[int, ...] = (),
 ) -> ProcessReadings:
     processes = tuple(
         EngineProcess(pid=pid, role=Role.WORKER, rss_bytes=1, started_at_seconds=started + pid) for pid in pids
     )
     return ProcessReadings(
         engine=processes,
-        visible_pids=frozenset({*pids, *visible}),
+        visible_pids=frozenset({*pids, *visible, *left}),
         sees_host_pids=host,
         ambiguous_roots=ambiguous,
+        orphans=frozenset(left),
     )
 
 

@@ -193,3 +193,16 @@ def test_the_ledger_is_never_negative_nor_above_what_is_used(
         assert gpu.reading.memory is not None
         assert 0 <= engine_bytes <= engine_bytes + other_bytes <= gpu.reading.memory.used_bytes
         assert gpu.held_bytes is None or engine_bytes <= gpu.held_bytes <= gpu.reading.memory.used_bytes - other_bytes
+
+
+def test_what_a_life_left_behind_is_the_engines_until_it_has_gone() -> None:
+    before = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, 11, host=True))
+    left = (gpus(device(0, (11, 60 * GIB), used=60 * GIB)), engine(10, left=(11,), host=True))
+    again = (gpus(device(0, (11, 60 * GIB), (21, 9 * GIB), used=69 * GIB)), engine(20, 21, left=(11,), host=True))
+    gone = (gpus(device(0, (21, 9 * GIB), used=9 * GIB)), engine(20, 21, host=True))
+
+    held = [
+        (gpu.engine_bytes, gpu.other_bytes) for at in range(1, 5) for gpu in last(*(before, left, again, gone)[:at])
+    ]
+
+    assert held == [(60 * GIB, 0), (60 * GIB, 0), (69 * GIB, 0), (9 * GIB, 0)]

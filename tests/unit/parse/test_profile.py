@@ -39,6 +39,7 @@ def test_vllm_offers_these_inputs_in_this_order() -> None:
         "preemptions",
         "prompt_tokens",
         "generation_tokens",
+        "scheduler_steps",
         "kv_cache_usage",
         "kv_cache_capacity",
         "kv_cache_dtype",

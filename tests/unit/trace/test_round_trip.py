@@ -117,7 +117,7 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
         *("model_name", "engine", "running", "waiting", "kv_used_ratio", "kv_capacity_tokens", "finished_total"),
         *("preemptions_total", "prefix_queries_total", "prefix_hits_total", "prefix_hit_lifetime_ratio", "awake"),
         *("prompt_tokens_total", "generation_tokens_total", "kv_cache_dtype", "gpu_memory_utilization"),
-        *("kv_cache_memory_bytes", "memory_bytes", "started_at"),
+        *("kv_cache_memory_bytes", "memory_bytes", "started_at", "steps_total"),
     }
 
 

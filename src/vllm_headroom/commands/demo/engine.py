@@ -35,6 +35,7 @@ class Engine:
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
         self.traffic = Traffic(chance(seed, f"traffic {number}"))
+        self.asleep = False
         self.leaked_bytes = 0.0
         self._allocator = Allocator(chance(seed, f"allocator {number}"))
 
@@ -51,8 +52,16 @@ class Engine:
         """Return whether it answers requests."""
         return seconds >= self.serving_seconds
 
+    def sleep(self, *, asleep: bool) -> None:
+        """Go to sleep or wake up; vLLM ends all requests before it sleeps."""
+        if asleep and not self.asleep:
+            self.traffic.abort()
+        self.asleep = asleep
+
     def step(self, arrived: int, leak_bytes_per_request: float) -> None:
-        """Serve for one second."""
+        """Serve for one second; asleep, turn away what arrives."""
+        if self.asleep:
+            return
         finished = self.traffic.step(arrived)
         self._allocator.step(
             requests=finished, requests_total=self.traffic.finished_total, running=self.traffic.running
@@ -61,6 +70,8 @@ class Engine:
 
     def gpu_bytes(self, seconds: float) -> int:
         """Return what its worker holds on the GPU."""
+        if self.asleep and self.serves(seconds):
+            return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         if self.serves(seconds):
             fixed_mib = OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB
             return (fixed_mib + self._allocator.mib + segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from vllm_headroom.commands.demo.memory import MIB
@@ -121,7 +121,7 @@ class VllmCollector(Collector):
             ({"reason": "capacity"}, waiting),
             ({"reason": "deferred"}, 0),
         )
-        yield _gauge("vllm:engine_sleep_state", _SLEEP_STATE_HELP, *_AWAKE)
+        yield _gauge("vllm:engine_sleep_state", _SLEEP_STATE_HELP, *_sleep_state(asleep=engine.asleep))
         for name, text, value in COUNTERS:
             yield _counter(name, text, created_seconds, ({}, value(engine.traffic)))
         yield _counter(
@@ -130,6 +130,7 @@ class VllmCollector(Collector):
             created_seconds,
             *_by_reason(engine.traffic.finished_total),
         )
+        yield _steps(engine.traffic)
         yield _cache_config()
 
 
@@ -139,11 +140,21 @@ _SLEEP_STATE_HELP: Final = (
     "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake; "
     "weights_offloaded = 1 means sleep level 1; discard_all = 1 means sleep level 2."
 )
-_AWAKE: Final[tuple[Child, ...]] = (
-    ({"sleep_state": "awake"}, 1),
-    ({"sleep_state": "weights_offloaded"}, 0),
-    ({"sleep_state": "discard_all"}, 0),
-)
+
+
+def _sleep_state(*, asleep: bool) -> tuple[Child, ...]:
+    values = {"awake": not asleep, "weights_offloaded": asleep, "discard_all": False}
+    return tuple(({"sleep_state": state}, value) for state, value in values.items())
+
+
+def _steps(traffic: Traffic) -> Metric:
+    """Return the histogram of tokens per step, whose buckets nobody here reads: all fall into the last one."""
+    family = HistogramMetricFamily(
+        "vllm:iteration_tokens_total", "Histogram of number of tokens per engine_step.", labels=tuple(BASE)
+    )
+    tokens = traffic.prompt_tokens_total + traffic.generation_tokens_total
+    family.add_metric(tuple(BASE.values()), [("+Inf", traffic.steps_total)], tokens)
+    return family
 
 
 def _by_reason(finished_total: int) -> tuple[Child, ...]:

@@ -29,6 +29,7 @@ HIT_RATIO: Final = 0.4
 ALONE_SECONDS: Final = 6.4
 """Latency on an idle engine; with the slowdown, 8 s at the 80 running requests of ordinary load."""
 
+STEPS_PER_SECOND: Final = 50
 SLOWDOWN_RUNNING: Final = 320.0
 BUSIEST_SECONDS: Final = 3 * 3600.0
 DAY_SECONDS: Final = 86_400.0
@@ -57,6 +58,7 @@ class Traffic:
         self.preemptions_total = 0
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
+        self.steps_total = 0
         self.prefix_hits_total = 0
         self.kv_used_ratio = 0.0
         self._preempted = 0
@@ -69,6 +71,7 @@ class Traffic:
         latency_seconds = ALONE_SECONDS * (1.0 + self.running / SLOWDOWN_RUNNING)
         finished = min(self.running, poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
+        self.steps_total += STEPS_PER_SECOND if self.running else 0
         self.finished_total += finished
         self.running -= finished
         self.waiting += arrived
@@ -77,6 +80,10 @@ class Traffic:
         self._preempt()
         self.kv_used_ratio = min(1.0, self.running * self._tokens_each / CAPACITY_TOKENS)
         return finished
+
+    def abort(self) -> None:
+        """End all requests and empty the cache."""
+        self.running, self.waiting, self._preempted, self.kv_used_ratio = 0, 0, 0, 0.0
 
     def _admit(self) -> None:
         """Let requests in by the room there is now; that those which run will grow is not foreseen."""

@@ -23,8 +23,7 @@ WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
 
 DOWN_SECONDS: Final[Span] = (20.0, 50.0)
-LOADING_SECONDS: Final[Span] = (40.0, 70.0)
-"""With DOWN_SECONDS, a restart takes one to two minutes."""
+"""With a scenario's ordinary loading time, a restart takes one to two minutes."""
 
 NEIGHBOUR_CONTEXT_MIB: Final = 450
 NEIGHBOUR_RAMP: Final = 0.2
@@ -36,7 +35,7 @@ class World:
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
-        self.engine = Engine(seed, 0, started_seconds=-WARM_SECONDS - LOADING_SECONDS[1], serving_seconds=-WARM_SECONDS)
+        self.engine = _first_engine(scenario, seed)
         self.board = Board()
         self.neighbour: Visit | None = None
         self._scenario = scenario
@@ -44,8 +43,10 @@ class World:
         self._demand = Demand(chance(seed, "demand"))
         self._bursts = Recurring(chance(seed, "bursts"), scenario.bursts)
         self._neighbours = Recurring(chance(seed, "neighbours"), scenario.neighbours)
+        self._hangs = Recurring(chance(seed, "hangs"), scenario.hangs)
+        self._sleeps = Recurring(chance(seed, "sleeps"), scenario.sleeps)
         self._fate = chance(seed, "fate")
-        self._ends_seconds = self._next_end(0.0)
+        self._ends_seconds = self._next_end(max(0.0, self.engine.serving_seconds))
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
@@ -84,22 +85,32 @@ class World:
         burst = self._bursts.at(self.seconds)
         arrived = self._demand.step(self.seconds, 1.0 if burst is None else burst.size)
         self.neighbour = self._neighbours.at(self.seconds)
-        if self.serves:
+        hangs = self._hangs.at(self.seconds) is not None
+        self.engine.sleep(asleep=self._sleeps.at(self.seconds) is not None)
+        if self.serves and not hangs:
             leaking = self.seconds > 0
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
-        self.board.step(self.engine.traffic.running)
+        self.board.step(0 if hangs else self.engine.traffic.running)
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
             self._restart()
 
     def _restart(self) -> None:
         started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
-        serving = started + self._fate.uniform(*LOADING_SECONDS)
+        serving = started + self._fate.uniform(*self._scenario.loading_seconds)
         self.engine = Engine(self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving)
         self._ends_seconds = self._next_end(serving)
 
     def _next_end(self, serving_seconds: float) -> float:
         span = self._scenario.restart_after_seconds
         return inf if span is None else serving_seconds + self._fate.uniform(*span)
+
+
+def _first_engine(scenario: Scenario, seed: int) -> Engine:
+    """Return the engine that is there at the beginning."""
+    if scenario.cold:
+        loading = chance(seed, "first load").uniform(*scenario.loading_seconds)
+        return Engine(seed, 0, started_seconds=0.0, serving_seconds=loading)
+    return Engine(seed, 0, started_seconds=-WARM_SECONDS - scenario.loading_seconds[1], serving_seconds=-WARM_SECONDS)
 
 
 class Board:

@@ -16,13 +16,27 @@ from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.vocabulary import Reason
 
 WITHOUT_THE_PAGE: Final = (
-    "headroom_engine_*",
+    "headroom_engine_info",
+    "headroom_engine_awake",
+    "headroom_engine_requests_*",
+    "headroom_engine_p*",
+    "headroom_engine_generation_tokens_total",
+    "headroom_engine_kv_cache_*",
+    "headroom_engine_additional_requests",
     "headroom_input_available",
     "headroom_leak_bytes_per_request",
     "headroom_load_stable",
     "headroom_memory_*",
     "headroom_sample_skew_seconds",
 )
+WITHOUT_AN_ANSWER: Final = (
+    *WITHOUT_THE_PAGE,
+    "headroom_leak_bytes_*",
+    "headroom_leaked_bytes",
+    "headroom_time_to_oom_*",
+)
+"""Nothing is said of leaks before the engine was seen to have served."""
+
 SOMEWHERE: Final = setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
     "# HOST is 127.0.0.1 in the same pod, PORT is vLLM's --port, or 8000",
@@ -65,7 +79,7 @@ def _unreadable(sight: Sight, failure: Failure) -> Finding:
         state=State.UNKNOWN if gave_up else State.MISSING,
         text=failure.message,
         details=tuple(_hints(sight, gave_up=gave_up)),
-        absent=WITHOUT_THE_PAGE,
+        absent=WITHOUT_AN_ANSWER,
         fixes=(*((WAIT,) if _is_loading(sight) else ()), *engine_fixes(failure.reason, _elsewhere(sight))),
     )
 

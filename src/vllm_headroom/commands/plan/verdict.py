@@ -109,6 +109,6 @@ def _left_out(found: Estimate) -> Iterator[str]:
         yield "The weights are the language model's alone: an image or audio encoder's come on top."
     if card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
-            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left for"
-            " that."
+            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"
+            " for that."
         )

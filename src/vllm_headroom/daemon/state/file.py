@@ -1,83 +1,87 @@
-"""The file: always the old state or the new one, whatever happens while it is written."""
+"""A file of state: always the old state or the new one, whatever happens while it is written."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
 from vllm_headroom.daemon.state.content import FORMAT, SavedState
 
-NAME: Final = "state.json"
 MOST_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""
+
+T = TypeVar("T")
 
 
 class Unusable(Exception):  # noqa: N818 - it says what the file is
     """A file that holds no state for this daemon; its text says why."""
 
 
-def encode(saved: SavedState) -> bytes:
-    """Return the file's content; raises ValueError when a value is not finite."""
-    document = _adapter().dump_python(saved, mode="json")
-    return _canonical({**document, "checksum": _checksum(document)})
+class File(Generic[T]):
+    """The file `name` of a folder, which holds a value of `kind`, a dataclass with a field `format` of this number."""
 
+    def __init__(self, name: str, kind: type[T], number: int) -> None:
+        self.name = name
+        self._kind = kind
+        self._format = number
 
-def decode(content: bytes) -> SavedState:
-    """Return what `encode` was given; raises Unusable."""
-    try:
-        document = json.loads(content)
-        written = document.pop("format"), document.pop("checksum")
-        if written[0] != FORMAT:
-            raise Unusable(f"it is of format {written[0]!r:.20}, this version reads {FORMAT}")
-        if written[1] != _checksum({**document, "format": FORMAT}):
-            raise Unusable("it is damaged: its checksum is another")
-        return _adapter().validate_python(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Unusable("it is damaged: it is no complete state") from None
+    def encode(self, saved: T) -> bytes:
+        """Return the file's content; raises ValueError when a value is not finite."""
+        document = self._adapter.dump_python(saved, mode="json")
+        return _canonical({**document, "checksum": _checksum(document)})
 
+    def decode(self, content: bytes) -> T:
+        """Return what `encode` was given; raises Unusable."""
+        try:
+            document = json.loads(content)
+            written = document.pop("format"), document.pop("checksum")
+            if written[0] != self._format:
+                raise Unusable(f"it is of format {written[0]!r:.20}, this version reads {self._format}")
+            if written[1] != _checksum({**document, "format": self._format}):
+                raise Unusable("it is damaged: its checksum is another")
+            return self._adapter.validate_python(document)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise Unusable("it is damaged: it is no complete state") from None
 
-def read(folder: Path) -> SavedState | None:
-    """Return the saved state, None where there is none; raises Unusable and OSError."""
-    try:
-        with (folder / NAME).open("rb") as stream:
-            content = stream.read(MOST_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    if len(content) > MOST_BYTES:
-        raise Unusable("it is too large to be a state")
-    return decode(content)
+    def read(self, folder: Path) -> T | None:
+        """Return the saved state, None where there is none; raises Unusable and OSError."""
+        try:
+            with (folder / self.name).open("rb") as stream:
+                content = stream.read(MOST_BYTES + 1)
+        except FileNotFoundError:
+            return None
+        if len(content) > MOST_BYTES:
+            raise Unusable("it is too large to be a state")
+        return self.decode(content)
 
+    def write(self, folder: Path, saved: T) -> None:
+        """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
+        content, unfinished = self.encode(saved), folder / f"{self.name}.new"
+        folder.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(folder / self.name)
+        directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
-def write(folder: Path, saved: SavedState) -> None:
-    """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
-    content, unfinished = encode(saved), folder / f"{NAME}.new"
-    folder.mkdir(parents=True, exist_ok=True)
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(folder / NAME)
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    def set_aside(self, folder: Path) -> None:
+        """Rename the saved state, adding `.bad` to its name, over an older one; raises OSError."""
+        (folder / self.name).replace(folder / f"{self.name}.bad")
 
-
-def set_aside(folder: Path) -> None:
-    """Rename the saved state to `state.json.bad`, over an older one; raises OSError."""
-    (folder / NAME).replace(folder / f"{NAME}.bad")
-
-
-@cache
-def _adapter() -> TypeAdapter[SavedState]:
-    return TypeAdapter(SavedState)
+    @cached_property
+    def _adapter(self) -> TypeAdapter[T]:
+        return TypeAdapter(self._kind)
 
 
 def _canonical(document: dict[str, Any]) -> bytes:
@@ -86,3 +90,8 @@ def _canonical(document: dict[str, Any]) -> bytes:
 
 def _checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(_canonical(document)).hexdigest()
+
+
+STATE: Final = File("state.json", SavedState, FORMAT)
+NAME: Final = STATE.name
+encode, decode, read, write, set_aside = STATE.encode, STATE.decode, STATE.read, STATE.write, STATE.set_aside

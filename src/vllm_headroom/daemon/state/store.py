@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
-from vllm_headroom.daemon.state.file import NAME, Unusable, read, set_aside, write
+from vllm_headroom.daemon.state.file import STATE, File, Unusable
 from vllm_headroom.daemon.state.identity import Identity, foreign, identity
+from vllm_headroom.daemon.state.lives import LIVES, KeptLives
+from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
 
+T = TypeVar("T")
 log = structlog.get_logger()
 
 STALE_SECONDS: Final = 86400.0
@@ -28,6 +31,12 @@ FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
 
 
+SET_ASIDE: Final = {
+    STATE.name: "saved state set aside, the leak detector starts afresh",
+    LIVES.name: "saved state set aside, the engine's restarts are counted afresh",
+}
+
+
 class Call(Protocol):
     """Runs a blocking function elsewhere; raises TimeoutError when it takes too long."""
 
@@ -36,9 +45,10 @@ class Call(Protocol):
 
 
 class Keeper:
-    """Owns the state's file in `folder`, which is this daemon's alone.
+    """Owns the files of state in `folder`, which is this daemon's alone.
 
-    While a saved state waits for its engine to be seen, nothing is written over it.
+    The lives of the engine are taken up at once. While what the detector learned waits for its engine to be seen,
+    nothing is written over it.
     """
 
     def __init__(self, *, folder: Path, call: Call, clock: Clock, version: str) -> None:
@@ -53,19 +63,25 @@ class Keeper:
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
+        lives = {} if self._is_read else await self._lives()
         if not self._is_read:
-            await self._read()
+            self._saved = await self._read(STATE)
+            self._is_read = True
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
-            return {}
+            return lives
         if reason := _refusal(self._saved, snapshot):
-            await self._refuse(reason)
+            self._saved = None
+            await self._refuse(STATE, reason)
         elif _is_known(self._saved, snapshot):
-            return self._take_up(self._saved, snapshot)
-        return {}
+            return {**lives, **self._take_up(self._saved, snapshot)}
+        return lives
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
+        life = states.get(LIFE)
+        if self._is_read and life is not None and life.lives.newest is not None:
+            await self._try(partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds)
         if not self._is_read or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
@@ -75,14 +91,19 @@ class Keeper:
             identity=self._identity,
             memory=Memory(leak=states["leak"], baseline=states["baseline"]),
         )
-        await self._try(partial(write, self._folder, saved), timeout_seconds)
+        await self._try(partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _read(self) -> None:
+    async def _lives(self) -> dict[str, LifeState]:
+        saved = await self._read(LIVES)
+        return {} if saved is None else {LIFE: LifeState(lives=saved.lives)}
+
+    async def _read(self, file: File[T]) -> T | None:
         try:
-            self._saved = await self._try(partial(read, self._folder))
+            saved: T | None = await self._try(partial(file.read, self._folder))
         except Unusable as error:
-            await self._refuse(str(error))
-        self._is_read = True
+            await self._refuse(file, str(error))
+            return None
+        return saved
 
     def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
         self._saved = None
@@ -95,10 +116,9 @@ class Keeper:
         )
         return {"leak": memory.leak, "baseline": memory.baseline}
 
-    async def _refuse(self, reason: str) -> None:
-        self._saved = None
-        log.warning("saved state set aside, the leak detector starts afresh", problem=reason, file=self._path(".bad"))
-        await self._try(partial(set_aside, self._folder))
+    async def _refuse(self, file: File[T], reason: str) -> None:
+        log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
+        await self._try(partial(file.set_aside, self._folder))
 
     async def _try(self, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
         """Return what a file operation returns, None when it fails."""
@@ -122,14 +142,11 @@ class Keeper:
             log.warning(
                 "state is not kept: a restart would forget it; HEADROOM_STATE_DIR must be writable and have space",
                 problem=problem,
-                file=self._path(),
+                file=str(self._folder / STATE.name),
             )
         elif problem is None and self._fails:
-            log.info("state is kept again", file=self._path())
+            log.info("state is kept again", file=str(self._folder / STATE.name))
         self._fails = problem is not None
-
-    def _path(self, suffix: str = "") -> str:
-        return f"{self._folder / NAME}{suffix}"
 
 
 def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:

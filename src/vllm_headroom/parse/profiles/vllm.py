@@ -34,6 +34,7 @@ VLLM: Final = Profile(
         _counter("preemptions_total", "num_preemptions"),
         _counter("prompt_tokens_total", "prompt_tokens"),
         _counter("generation_tokens_total", "generation_tokens"),
+        Fact(field="steps_total", families=("iteration_tokens_total_count",)),  # steps that gave a token or finished
         Fact(
             field="kv_used_ratio",
             families=("kv_cache_usage_perc", "gpu_cache_usage_perc"),  # 0.9.2 and newer, up to 0.11.2

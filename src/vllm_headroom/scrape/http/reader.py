@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +28,14 @@ T = TypeVar("T")
 def port_of(url: httpx.URL) -> int:
     """Return the port that an http or https URL means."""
     return url.port or (443 if url.scheme == "https" else 80)
+
+
+def is_loopback(url: httpx.URL) -> bool:
+    """Tell whether an http or https URL means a server on this machine, or in this pod."""
+    try:
+        return ipaddress.ip_address(url.host).is_loopback
+    except ValueError:
+        return url.host == "localhost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

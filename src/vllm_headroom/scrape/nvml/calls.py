@@ -20,24 +20,34 @@ class Handle(Protocol):
 
 
 class Calls:
-    """Asks devices for facts, and remembers which they never tell; lives from one init of NVML to the next."""
+    """Asks devices for facts, and remembers which they never tell; lives from one init of NVML to the next.
+
+    What a device has told once it will tell again, whatever it answers in between.
+    """
 
     def __init__(self) -> None:
+        self._answered: set[tuple[str, str]] = set()
         self._never_answered: set[tuple[str, str]] = set()
 
     def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
         """Return what `call` returns, None where the device does not tell it now or at all.
 
         Raises NVMLError when not the fact but its device or the whole driver fails. NVML's "unknown error" on one call
-        has been seen on healthy devices: it fails the device only where the fact is `essential`.
+        has been seen on healthy devices: it fails the device only where the fact is `essential`. Such a fact is asked
+        for again whatever was answered, because one transient error must not blind for good. A text that is not UTF-8
+        is not told.
         """
         if (uuid, fact) in self._never_answered:
             return None
         try:
-            return call()
+            value = call()
+        except UnicodeDecodeError:
+            return None
         except pynvml.NVMLError as error:
             if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
                 raise
-            if error.value in NEVER_ANSWERED:
+            if error.value in NEVER_ANSWERED and not essential and (uuid, fact) not in self._answered:
                 self._never_answered.add((uuid, fact))
             return None
+        self._answered.add((uuid, fact))
+        return value

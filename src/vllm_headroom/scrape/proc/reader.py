@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Final
 
 from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
-from vllm_headroom.scrape.proc.roots import Choice, engine_roots
+from vllm_headroom.scrape.proc.roots import Choice, ancestors, engine_roots
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Role, Source
+
+_FIRST: Final = 1
 
 
 class Processes:
@@ -38,6 +42,9 @@ class Processes:
         self._entries: dict[int, ProcEntry] = {}
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
+        self._orphans = Orphans()
+        self._orphaned: frozenset[int] = frozenset()
+        self._sees_others = True
         self._worker = Worker[ProcessReadings]("processes")
 
     async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
@@ -73,6 +80,8 @@ class Processes:
             visible_pids=pids,
             sees_host_pids=sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
+            orphans=self._orphaned,
+            sees_others=self._sees_others,
         )
 
     def _forget(self) -> None:
@@ -90,8 +99,13 @@ class Processes:
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
         command_of = partial(proc_files.command, self._proc)
         own_pid = proc_files.own_pid(self._proc)
-        self._choice = engine_roots(entries, self._engine_port, command_of, by_port=self._choice.by_port)
-        return engine_roles(entries, own_pid, self._choice.roots)
+        self._orphaned = self._orphans.among(entries)
+        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned}
+        self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port)
+        roles = engine_roles(rest, own_pid, self._choice.roots)
+        self._orphans.remember(rest, self._choice.roots, roles)
+        self._sees_others = _sees_others(entries, own_pid)
+        return roles
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         rss_bytes = proc_files.resident_bytes(self._proc, entry)
@@ -104,3 +118,12 @@ class Processes:
     def _boot_time_seconds(self) -> float:
         """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
         return proc_files.boot_time_seconds(self._proc)
+
+
+def _sees_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
+    """Tell whether more than the daemon's own processes can be read: not in a container of its own, nor with hidepid.
+
+    Every namespace has a pid 1; where it cannot be read, /proc hides what belongs to other users.
+    """
+    line = ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
+    return _FIRST in entries and any(pid not in line and own_pid not in ancestors(entries, pid) for pid in entries)

@@ -78,10 +78,10 @@ def served_port(command: tuple[str, ...]) -> int | None:
 
 def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:
     named = {pid for pid, process in entries.items() if named_role(process.command)}
-    return tuple(sorted(pid for pid in named if not named & _ancestors(entries, pid)))
+    return tuple(sorted(pid for pid in named if not named & ancestors(entries, pid)))
 
 
-def _ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
+def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
     """Return the pids above; files read one after another can show a circle, when a pid is used again."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid

@@ -28,6 +28,9 @@ SHAPES = {
     "vllm:prompt_tokens_total": ("counter", BASE),
     "vllm:generation_tokens_total": ("counter", BASE),
     "vllm:request_success_total": ("counter", ("engine", "finished_reason", "model_name")),
+    "vllm:iteration_tokens_total_bucket": ("histogram", (*BASE[:1], "le", *BASE[1:])),
+    "vllm:iteration_tokens_total_count": ("histogram", BASE),
+    "vllm:iteration_tokens_total_sum": ("histogram", BASE),
     "vllm:cache_config_info": ("gauge", tuple(sorted(CACHE_CONFIG))),
 }
 """As on a recorded page of vLLM 0.32."""

@@ -47,7 +47,9 @@ def engine_memory_of_a_day(scenario: str, seed: int) -> tuple[int, ...]:
 
 
 def test_the_scenarios_are_those_of_the_command_line() -> None:
-    assert SCENARIOS == ("healthy", "leak", "burst", "neighbour", "restart")
+    first = ("healthy", "leak", "burst", "neighbour", "restart")
+
+    assert (*first, "crash", "hang", "slow-start", "sleep") == SCENARIOS
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

@@ -65,7 +65,7 @@ def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> Non
     assert found.state is State.MISSING
     assert "Connection refused" in found.text
     assert "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics" in lines(found)
-    assert "headroom_engine_*" in found.absent
+    assert "headroom_engine_requests_*" in found.absent
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
     found = offers(recorded("vllm-0.10.2.post2/load-waiting"), Name.ENGINE_INPUTS)
 
     assert found.state is State.MISSING
-    assert found.text == "13 of 16 inputs offered, not sleep_state"
+    assert found.text == "14 of 17 inputs offered, not sleep_state"
     assert found.absent == ("headroom_engine_awake",)
     assert lines(found) == ["# 0.11.1 or newer, which offers all of them"]
 

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from tests.fakes.nvml.library import GIB, SONAME, FakeGpu, FakeNvml
@@ -156,17 +157,76 @@ def test_unified_memory_does_not_hide_an_unknown_error_on_everything_else(fake: 
     assert run(failure).reason is Reason.UNKNOWN
 
 
-def test_what_no_one_foresaw_is_a_failure_and_no_exception(fake: FakeNvml, tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf_8_costs_the_name_alone(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.write()
     control = tmp_path / "nvml.txt"
-    control.write_bytes(control.read_text().encode().replace(b"NVIDIA H100", b"\xff\xfe"))
+    control.write_bytes(control.read_text().encode().replace(b"NVIDIA H100", b"\xff\xfe", 1))
 
     async def steps(nvml: Nvml) -> None:
-        failed = await failure(nvml)
-        assert failed.reason is Reason.DRIVER_ERROR
-        assert "UnicodeDecodeError" in failed.message
+        seen = await devices(nvml)
 
-        fake.write()
+        assert reasons(seen) == [None, None, None]
+        assert [gpu.name for gpu in seen].count("") == 1
+        assert all(gpu.memory is not None for gpu in seen)
+
+    run(steps)
+
+
+def test_what_no_one_foresaw_is_a_failure_and_no_exception(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml) -> None:
+    def surprise() -> str:
+        raise KeyError
+
+    async def steps(nvml: Nvml) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(pynvml, "nvmlDeviceGetCount", surprise)
+            failed = await failure(nvml)
+            assert failed.reason is Reason.DRIVER_ERROR
+            assert "KeyError" in failed.message
+
+        assert len(fake.gpus) == 3
         assert reasons(await devices(nvml)) == [None, None, None]
+
+    run(steps)
+
+
+TRANSIENT = {
+    "not supported": pynvml.NVML_ERROR_NOT_SUPPORTED,
+    "no permission": pynvml.NVML_ERROR_NO_PERMISSION,
+    "function not found": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+}
+
+
+@pytest.mark.parametrize("code", TRANSIENT.values(), ids=TRANSIENT)
+@pytest.mark.parametrize("answered_before", [True, False])
+def test_one_error_on_memory_is_over_with_the_next_reading(code: int, answered_before: bool, fake: FakeNvml) -> None:  # noqa: FBT001
+    async def steps(nvml: Nvml) -> None:
+        if answered_before:
+            await devices(nvml)
+        fake.gpus[0].errors = {"nvmlDeviceGetMemoryInfo_v2": code}
+        fake.write()
+        memories = [gpu.memory is not None for gpu in await devices(nvml)]
+        assert memories == [False, True, True]
+
+        fake.gpus[0].errors = {}
+        fake.write()
+        assert all(gpu.memory is not None for gpu in await devices(nvml))
+
+    run(steps)
+
+
+def test_a_device_that_has_told_a_fact_is_asked_for_it_again(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        for gpu in fake.gpus:
+            gpu.utilization_percent = 40
+        fake.write()
+        await devices(nvml)
+        fake.gpus[0].errors = {"nvmlDeviceGetUtilizationRates": pynvml.NVML_ERROR_NOT_SUPPORTED}
+        fake.write()
+        assert [gpu.utilization_ratio for gpu in await devices(nvml)] == [None, 0.4, 0.4]
+
+        fake.gpus[0].errors = {}
+        fake.write()
+        assert [gpu.utilization_ratio for gpu in await devices(nvml)] == [0.4, 0.4, 0.4]
 
     run(steps)
 

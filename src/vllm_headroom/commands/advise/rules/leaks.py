@@ -47,7 +47,7 @@ KNOWN: Final = (
 
 
 def gpu_leak(facts: Facts) -> Advice | None:
-    """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (README, "The leak detector")."""
+    """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (docs/leaks.md)."""
     leaks = [(f"GPU {gpu.index}", gpu.leak) for gpu in facts.gpus if gpu.leak.leaked]
     if not leaks:
         return None

@@ -1,0 +1,1 @@
+"""Follows the engine through its lives: begun, serving, stalled, asleep, ended."""

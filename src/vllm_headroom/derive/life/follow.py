@@ -1,0 +1,118 @@
+"""What does the engine do now, and is what is seen of it fit to be judged?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from vllm_headroom.derive.life.exits import rooms
+from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
+from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
+from vllm_headroom.derive.life.signs import Answer, Signs, signs
+from vllm_headroom.derive.page_facts import awake
+from vllm_headroom.model import Life, Snapshot
+from vllm_headroom.vocabulary import EngineState, ExitReason
+
+LIFE: Final = "engine_life"
+"""The name of this state among those of the derivations, which rest on it."""
+
+STALLED_SECONDS: Final = 60.0
+"""How long nothing may move while there is work, and how long the page may be missing while its processes live.
+
+A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
+its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+
+EXITS: Final = (ExitReason.REPLACED, ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
+"""The reasons that can be known; a kill by the kernel cannot be told from here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeState:
+    """The lives so far, and what is remembered of this one by the clock of this process.
+
+    `answered_seconds` is when the page last answered, or was first asked for.
+    """
+
+    lives: Lives = field(default_factory=Lives)
+    movements: dict[Labels, Movement] = field(default_factory=dict)
+    answered_seconds: float | None = None
+    answered: bool = False
+    state: EngineState = EngineState.UNKNOWN
+
+
+def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
+    """Return the state after one more snapshot, and the snapshot with what is known of the engine's life.
+
+    | page | processes | state |
+    | --- | --- | --- |
+    | answers | any | serving; asleep where an engine says so |
+    | answers | a core or worker of this life has gone | stalled |
+    | answers, work but no movement for 60 s on any rank | any | stalled |
+    | answers, no engine on it | none seen | unknown: whose page is it? |
+    | does not answer | none | down |
+    | does not answer, never did in this life | there | starting |
+    | does not answer, did in this life | there | what it was; from 60 s on stalled |
+    | answers what cannot be read | there | unknown; what it was for 60 s where it could be read before |
+
+    Where the engine's processes cannot be seen, they are there while its GPUs hold more than half of the most that they
+    held in this life, or, before it was ready, 5 % of their size; where its memory is not known either, a refused
+    connection is down and silence is unknown.
+    """
+    now = snapshot.monotonic_seconds
+    newest = state.lives.newest
+    top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
+    asleep = state.state is EngineState.ASLEEP
+    seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
+    lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
+    movements = state.movements if lives.restarts == state.lives.restarts else {}
+    movements = movements if seen.page is None else moved(movements, seen.page, now)
+    answered = seen.answer is Answer.GIVEN
+    since = now if answered or state.answered_seconds is None else state.answered_seconds
+    state = replace(state, lives=lives, movements=movements, answered_seconds=since, answered=answered)
+    state = replace(state, state=_state(state, seen, now))
+    return state, replace(snapshot, life=_life(state, seen, now))
+
+
+def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
+    life = state.lives.newest
+    if seen.page is not None:
+        return _answering(state, seen, now)
+    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED):
+        return EngineState.DOWN
+    if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
+        return EngineState.UNKNOWN
+    if not life.ready:
+        return EngineState.STARTING
+    if state.answered_seconds is not None and now - state.answered_seconds < STALLED_SECONDS:
+        return state.state
+    return EngineState.UNKNOWN if seen.answer is Answer.UNREADABLE else EngineState.STALLED
+
+
+def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
+    if seen.page is None or not (seen.page.engines or seen.processes):
+        return EngineState.UNKNOWN
+    if awake(seen.page) is False:
+        return EngineState.ASLEEP
+    age = progress_age(state.movements, now)
+    if _broken(state.lives.newest, seen) or (age is not None and age >= STALLED_SECONDS):
+        return EngineState.STALLED
+    return EngineState.SERVING
+
+
+def _broken(life: OneLife | None, seen: Signs) -> bool:
+    return life is not None and is_broken(life, seen)
+
+
+def _life(state: LifeState, seen: Signs, now: float) -> Life:
+    life = state.lives.newest
+    goes_on = life is not None and life.worked and not life.ended and not _broken(life, seen)
+    movements = {} if seen.page is None else state.movements
+    return Life(
+        state=state.state,
+        in_service=goes_on and state.state is not EngineState.DOWN,
+        began_seconds=None if life is None or life.ended else life.began_seconds,
+        restarts=state.lives.restarts,
+        exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in EXITS),
+        progress_age_seconds=None if state.state is EngineState.ASLEEP else progress_age(movements, now),
+        stranded=stranded(movements, now),
+    )

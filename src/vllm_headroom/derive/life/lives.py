@@ -1,0 +1,120 @@
+"""The lives of the engine: where one ends and another begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from vllm_headroom.derive.life.exits import cause, tight
+from vllm_headroom.derive.life.movement import worked
+from vllm_headroom.derive.life.signs import Answer, ProcessName, Signs
+from vllm_headroom.vocabulary import ExitReason, Role
+
+SAME_START_SECONDS: Final = 2.0
+"""Two daemons tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
+
+VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
+"""Processes without which a server serves nobody, though its page may answer for half a minute, or for ever."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneLife:
+    """A life of the engine: by what it is known again, and what it has come to.
+
+    `ready` is whether its page ever answered, `worked` whether it ever did something. `vital` is the most processes of
+    each vital role seen while the page answered, `top_bytes` the most it held then; `rooms` is what was free on its
+    GPUs, by UUID, when it became ready, and `tight` whether one of them was full when last seen.
+    """
+
+    began_seconds: float | None = None
+    page_life: str | None = None
+    finished_total: float | None = None
+    processes: tuple[ProcessName, ...] = ()
+    ready: bool = False
+    worked: bool = False
+    ended: bool = False
+    vital: dict[Role, int] = field(default_factory=dict)
+    top_bytes: int = 0
+    rooms: dict[str, int] = field(default_factory=dict)
+    tight: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lives:
+    """What outlives a life, and the daemon: the newest life and how many came and went."""
+
+    newest: OneLife | None = None
+    restarts: int = 0
+    exits: dict[ExitReason, int] = field(default_factory=dict)
+    sighted: bool | None = None
+
+
+def advance(lives: Lives, seen: Signs, rooms: dict[str, int], *, answered_before: bool) -> Lives:
+    """Return the lives with one more look; `answered_before` is whether the page was there at the last one."""
+    lives, life = replace(lives, sighted=seen.sighted), lives.newest
+    if life is None:
+        return replace(lives, newest=_seen(OneLife(), seen, rooms)) if _shows_life(seen) else lives
+    if not life.ended and (_is_another(life, seen) or _is_gone(seen)):
+        full = life.tight or tight(life.rooms, rooms)
+        reason = cause(replaced=answered_before and not _is_gone(seen), was_tight=full)
+        life = replace(life, ended=True)
+        counted = {**lives.exits, reason: lives.exits.get(reason, 0) + 1}
+        lives = replace(lives, newest=life, exits=counted)
+    if not life.ended:
+        return replace(lives, newest=_seen(life, seen, rooms))
+    if _shows_life(seen):
+        return replace(lives, newest=_seen(OneLife(), seen, rooms), restarts=lives.restarts + 1)
+    return lives
+
+
+def is_broken(life: OneLife, seen: Signs) -> bool:
+    """Return whether a process without which this life serves nobody has gone."""
+    if not seen.processes:
+        return False
+    now = Counter(process.role for process in seen.processes)
+    return any(now[role] < most for role, most in life.vital.items())
+
+
+def _shows_life(seen: Signs) -> bool:
+    return seen.answer is Answer.GIVEN or bool(seen.alive)
+
+
+def _is_gone(seen: Signs) -> bool:
+    return seen.answer is not Answer.GIVEN and seen.alive is False
+
+
+def _is_another(life: OneLife, seen: Signs) -> bool:
+    """Return whether this is not the life that was followed: its start, its count or all its processes are others."""
+    if life.page_life is not None and seen.page_life is not None:
+        return life.page_life != seen.page_life
+    if (
+        life.finished_total is not None
+        and seen.finished_total is not None
+        and seen.finished_total < life.finished_total
+    ):
+        return True
+    return bool(life.processes and seen.names) and not any(
+        pid == other and abs(started - then) <= SAME_START_SECONDS
+        for pid, started in seen.names
+        for other, then in life.processes
+    )
+
+
+def _seen(life: OneLife, seen: Signs, rooms: dict[str, int]) -> OneLife:
+    began = life.began_seconds if life.began_seconds is not None else seen.started_at_seconds
+    life = replace(life, began_seconds=began, processes=seen.names or life.processes)
+    if seen.page is None:
+        return replace(life, tight=life.tight or tight(life.rooms, rooms))
+    now = Counter(process.role for process in seen.processes or ())
+    return replace(
+        life,
+        page_life=seen.page_life or life.page_life,
+        finished_total=life.finished_total if seen.finished_total is None else seen.finished_total,
+        ready=True,
+        worked=life.worked or worked(seen.page),
+        vital={role: max(now[role], life.vital.get(role, 0)) for role in VITAL},
+        top_bytes=max(life.top_bytes, seen.held_bytes or 0),
+        rooms=life.rooms or rooms,
+        tight=tight(life.rooms, rooms) if rooms else life.tight,
+    )

@@ -1,0 +1,79 @@
+"""When did the work of each engine last move?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.derive.page_facts import named
+from vllm_headroom.derive.readings import engine_labels
+from vllm_headroom.model import EnginePage, EngineReading
+
+IDLE_SECONDS: Final = 60.0
+"""How long no request must have run or waited before what the KV cache holds is called stranded."""
+
+Labels = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """What one engine had counted, when that last changed and since when it has been idle, on the monotonic clock."""
+
+    counted: tuple[float | None, ...]
+    busy: bool
+    moved_seconds: float
+    idle_seconds: float | None
+    kv_used_ratio: float | None
+
+
+def moved(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
+    """Return the movement of each engine of the page; one that was idle starts to move when it gets work."""
+    return {engine_labels(engine): _of(before.get(engine_labels(engine)), engine, now) for engine in named(page)}
+
+
+def progress_age(movements: Mapping[Labels, Movement], now: float) -> float | None:
+    """Return the longest time in which an engine that has work has not moved; None where none has work."""
+    return max((now - each.moved_seconds for each in movements.values() if each.busy), default=None)
+
+
+def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
+    """Return what the KV cache of each engine still holds that has been idle for a minute."""
+    return tuple(
+        (labels, each.kv_used_ratio)
+        for labels, each in movements.items()
+        if each.kv_used_ratio is not None and each.idle_seconds is not None and now - each.idle_seconds >= IDLE_SECONDS
+    )
+
+
+def worked(page: EnginePage) -> bool:
+    """Return whether any engine of the page has ever done something; taken for granted where none shows on it."""
+    return not page.engines or any(any((*_counted(engine)[:-1], engine.running)) for engine in page.engines)
+
+
+def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
+    counted, busy = _counted(engine), bool(engine.running or engine.waiting)
+    same = before is not None and before.busy and before.counted == counted
+    rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
+    return Movement(
+        counted=counted,
+        busy=busy,
+        moved_seconds=before.moved_seconds if before is not None and same else now,
+        idle_seconds=None if busy or engine.running is None else rested,
+        kv_used_ratio=engine.kv_used_ratio,
+    )
+
+
+def _counted(engine: EngineReading) -> tuple[float | None, ...]:
+    """Return what moves while the engine works.
+
+    A step whose requests all prefill counts nothing (vllm/v1/engine/async_llm.py: no IterationStats without outputs);
+    what moves then is the KV cache, which takes up each chunk. Waiting requests do not count: they come from outside.
+    """
+    return (
+        engine.finished_total,
+        engine.prompt_tokens_total,
+        engine.generation_tokens_total,
+        engine.steps_total,
+        engine.kv_used_ratio,
+    )

@@ -1,0 +1,71 @@
+"""Lets the leak detector see only what belongs to a life of the engine that has worked and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.life.signs import owned
+from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.model import Failure, Metric, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
+
+State = TypeVar("State")
+Step = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
+
+_OUT_OF_SERVICE: Final = Failure(
+    source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the engine has not worked in this life, or its life ended"
+)
+_BEFORE_WORK: Final = {
+    EngineState.STARTING: LeakState.WARMING_UP,
+    EngineState.SERVING: LeakState.WARMING_UP,
+    EngineState.ASLEEP: LeakState.ASLEEP,
+}
+"""What is said of a leak before an engine has worked, by what it does; in any other state nothing is known."""
+
+
+def in_service(step: Step[State]) -> Step[State]:
+    """Return the step over what belongs to a working life: of all else it sees no page, no process and no held memory.
+
+    While weights load, memory grows without bound and without work: a leak by all that a detector can tell.
+    """
+    return lambda state, snapshot: step(state, snapshot if _works(snapshot) else _without_engine(snapshot))
+
+
+def leaks_in_service(step: Step[State]) -> Step[State]:
+    """Return the leak detector over what belongs to a working life; of any other it says what state that is in."""
+
+    def shown(state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
+        state, samples = in_service(step)(state, snapshot)
+        if snapshot.life is None or _works(snapshot):
+            return state, samples
+        rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
+        return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(snapshot.life.state, LeakState.UNKNOWN)))
+
+    return shown
+
+
+def _works(snapshot: Snapshot) -> bool:
+    return snapshot.life is None or snapshot.life.in_service
+
+
+def _without_engine(snapshot: Snapshot) -> Snapshot:
+    gpus = snapshot.gpus
+    if not isinstance(gpus, Failure):
+        gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None) for gpu in gpus)
+    return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
+
+
+def _states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:
+    for gpu in owned(snapshot):
+        yield from _state(catalog.LEAK_STATE, gpu_labels(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state)
+    processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
+    roles = {process.role for process in processes}
+    for role in (each for each in Role if each in roles):
+        yield from _state(catalog.HOST_LEAK_STATE, (str(role),), state)
+
+
+def _state(metric: Metric, labels: tuple[str, ...], state: LeakState) -> Iterator[Sample]:
+    return (Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)

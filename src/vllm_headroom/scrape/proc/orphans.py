@@ -1,0 +1,51 @@
+"""What is left of an engine's processes when the ones they hung from have gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.roles import named_role
+from vllm_headroom.scrape.proc.roots import ancestors
+from vllm_headroom.vocabulary import Role
+
+
+class Orphans:
+    """Knows the engine's processes again after the death of the core or the server above them."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, ProcEntry] = {}
+        self._members: dict[int, ProcEntry] = {}
+        self._left: dict[int, ProcEntry] = {}
+
+    def among(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
+        """Return the pids of what was the engine's and hangs from none of its roots now, and of their children.
+
+        Init, or whoever takes over orphans, is their parent now, and no later engine is. A root that is no server has a
+        program above it, and is an orphan without it.
+        """
+        roots = {pid for pid, root in self._roots.items() if _lives_on(root, entries.get(pid))}
+        known = {**self._left, **self._members}
+        alive = {pid: entries[pid] for pid, was in known.items() if pid in entries and _same(was, entries[pid])}
+        self._left = {
+            pid: process
+            for pid, process in alive.items()
+            if pid in self._left or not roots & (ancestors(entries, pid) | {pid})
+        }
+        left = self._left.keys()
+        return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid))
+
+    def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:
+        """Take note of the engine's processes as they are now."""
+        self._roots = {pid: entries[pid] for pid in roots}
+        self._members = {pid: entries[pid] for pid in members}
+
+
+def _same(was: ProcEntry, now: ProcEntry | None) -> bool:
+    return now is not None and was.started_seconds == now.started_seconds
+
+
+def _lives_on(was: ProcEntry, now: ProcEntry | None) -> bool:
+    if now is None or not _same(was, now):
+        return False
+    return was.parent_pid == now.parent_pid or named_role(now.command) is Role.API_SERVER

@@ -1,0 +1,57 @@
+"""Processes that look like vLLM's, to be killed, stopped and kept waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.process import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+class Vllm:
+    """A server, a core and a worker, which holds `held_gib` of a GPU."""
+
+    def __init__(self, folder: Path, nvml: FakeNvml, port: int, *, ready: bool = True, held_gib: int = 60) -> None:
+        folder.mkdir()
+        self._folder, self._nvml = folder, nvml
+        program = folder / "vllm"
+        program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
+        if ready:
+            self.become_ready()
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), "serve", "m", "--port", str(port)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder)},
+            start_new_session=True,
+        )
+        pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
+        self.server, self.core, self.worker = map(int, str(pids).split())
+        self.hold(held_gib)
+
+    def become_ready(self) -> None:
+        (self._folder / "ready").touch()
+
+    def hold(self, gib: int) -> None:
+        """Hold so much of the GPU, whatever else is held there; nothing ends it."""
+        self._nvml.gpus[0].processes = {**self._nvml.gpus[0].processes, self.worker: gib * GIB}
+        if not gib:
+            del self._nvml.gpus[0].processes[self.worker]
+        self._nvml.gpus[0].used_bytes = sum(held or 0 for held in self._nvml.gpus[0].processes.values())
+        self._nvml.write()
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        if pid == self.server:
+            self.process.wait(30)
+
+    def end(self) -> None:
+        """End whatever is left of it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)

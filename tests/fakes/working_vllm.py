@@ -1,0 +1,60 @@
+"""The processes of a vLLM: a server, its core, which does the work, and a worker below the core.
+
+usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
+where the core counts its steps. The page is there from when the folder has a file `ready`, and says what was counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from tests.fakes.engine_server import EngineServer, page
+
+CORE: Final = """
+import os, subprocess, sys, time
+from pathlib import Path
+folder = Path(os.environ["FOLDER"])
+worker = subprocess.Popen(["VLLM::Worker_TP0", "infinity"], executable="/bin/sleep")
+(folder / "pids.new").write_text(f"{os.getppid()} {os.getpid()} {worker.pid}")
+(folder / "pids.new").rename(folder / "pids")
+for step in range(1, 10**9):
+    (folder / "steps.new").write_text(str(step))
+    (folder / "steps.new").rename(folder / "steps")
+    time.sleep(0.02)
+"""
+
+
+def text(steps: int, started: float) -> str:
+    """Return the page of an engine that runs two requests and has taken so many steps."""
+    labels = '{engine="0",model_name="m"}'
+    return (
+        f"process_start_time_seconds {started}\n"
+        f"vllm:num_requests_running{labels} 2.0\n"
+        f"vllm:num_requests_waiting{labels} 0.0\n"
+        f"vllm:generation_tokens_total{labels} {2 * steps}.0\n"
+        f"vllm:iteration_tokens_total_count{labels} {steps}.0\n"
+    )
+
+
+def main() -> None:
+    """Serve until killed; the core and the worker are not taken along."""
+    folder, started = Path(os.environ["FOLDER"]), time.time()
+    subprocess.Popen(["VLLM::EngineCore", "-c", CORE], executable=sys.executable)
+    while not (folder / "ready").exists():
+        time.sleep(0.02)
+
+    def answer(connection: object, closing: threading.Event) -> None:
+        page(text(int((folder / "steps").read_text()), started))(connection, closing)  # type: ignore[arg-type]
+
+    with EngineServer(answer, port=int(sys.argv[-1])):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""How many lives came and went, over restarts of the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
+from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
+from vllm_headroom.daemon.state.content import Memory
+from vllm_headroom.daemon.state.file import NAME, write
+from vllm_headroom.daemon.state.lives import LIVES, KeptLives
+from vllm_headroom.derive.life.follow import LIFE, LifeState
+from vllm_headroom.vocabulary import ExitReason
+
+
+def crashed() -> LifeState:
+    """Return the state after a death, a restart and another death."""
+    watch = serving()
+    watch.look(REFUSED, processes=(), gpus=(card(0.5),))
+    watch.look(REFUSED, processes=NEXT)
+    watch.look(REFUSED, processes=())
+    return watch.state
+
+
+def saved(folder: Path, **states: Any) -> None:
+    async def save() -> None:
+        subject = keeper(folder, seen(1))
+        await subject.recall(seen(1))
+        await subject.save({"leak": Memory().leak, "baseline": Memory().baseline, **states})
+
+    asyncio.run(save())
+
+
+def taken_up(folder: Path, step: int = 2) -> tuple[dict[str, Any], list[str]]:
+    with capture_logs() as lines:
+        found = asyncio.run(keeper(folder, seen(step)).recall(seen(step, engines=REFUSED)))
+    return dict(found), [line["event"] for line in lines]
+
+
+def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: Path) -> None:
+    before = crashed()
+    saved(tmp_path, **{LIFE: before})
+
+    found, _ = taken_up(tmp_path)
+
+    assert found == {LIFE: LifeState(lives=before.lives)}
+    assert found[LIFE].lives.exits == {ExitReason.GONE: 2}
+    assert found[LIFE].lives.restarts == 1
+
+
+def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path, **{LIFE: serving().state})
+    watch = Watch()
+    watch.state = taken_up(tmp_path)[0][LIFE]
+    watch.at = -1e6
+
+    assert watch.look(REFUSED).progress_age_seconds is None
+
+
+def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: Memory, tmp_path: Path) -> None:
+    saved(tmp_path, **{LIFE: crashed()})
+    old = kept(alarmed, seen(ALARM_STEPS))
+    write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
+
+    found, _ = taken_up(tmp_path, ALARM_STEPS + 10)
+
+    assert found[LIFE].lives.restarts == 1
+    assert (tmp_path / NAME).exists(), "it waits until an engine is seen"
+
+
+def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:
+    saved(tmp_path, **{LIFE: LifeState()})
+
+    assert not (tmp_path / LIVES.name).exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"format": 2, "checksum": ""}'])
+def test_a_file_that_is_no_state_is_set_aside(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / LIVES.name).write_bytes(content)
+
+    assert taken_up(tmp_path) == ({}, ["saved state set aside, the engine's restarts are counted afresh"])
+    assert (tmp_path / f"{LIVES.name}.bad").read_bytes() == content
+
+
+def test_a_change_of_one_byte_is_noticed(tmp_path: Path) -> None:
+    written = LIVES.encode(KeptLives(lives=crashed().lives))
+    (tmp_path / LIVES.name).write_bytes(written.replace(b'"restarts":1', b'"restarts":2'))
+
+    assert taken_up(tmp_path)[0] == {}

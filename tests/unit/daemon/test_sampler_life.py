@@ -1,0 +1,131 @@
+"""The engine's life in the sampler: what is told of it, once, and what is made of hidden processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.samples import engine, page, values
+from tests.unit.daemon.test_sampler import Processes, Said, parsed, ticked
+from tests.unit.derive.life.watch import REFUSED, WHOLE, WORKER
+from vllm_headroom import catalog
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.transitions import Transitions
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.model import EnginePage, Failure, ProcessReadings, Sample
+from vllm_headroom.vocabulary import LeakState
+
+
+def sampler(
+    said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed, engine_is_here: bool = False
+) -> Sampler:
+    return Sampler(
+        sources=Sources(engine=said, gpus=said, processes=Processes(said)),
+        parse=parse,
+        selection=Selection(),
+        derivations=derivations(),
+        clock=SystemClock(),
+        gpu_timeout_seconds=2.0,
+        engine_is_here=engine_is_here,
+    )
+
+
+def readings(**known: Any) -> ProcessReadings:
+    facts = {"engine": WHOLE, "visible_pids": frozenset({1, 10, 11, 12}), "sees_host_pids": True, **known}
+    return ProcessReadings(**facts)
+
+
+def state(samples: tuple[Sample, ...]) -> str:
+    (found,) = (labels[0] for labels, value in values(samples, catalog.ENGINE_STATE).items() if value == 1)
+    return found
+
+
+def told(lines: list[Any]) -> list[tuple[str, str]]:
+    ours = ("engine is", "a life")
+    return [(line["event"].split(":")[0], line["log_level"]) for line in lines if line["event"].startswith(ours)]
+
+
+def test_every_change_of_state_is_told_once() -> None:
+    said = Said(processes=readings())
+    subject = sampler(said)
+    with capture_logs() as lines:
+        for change in (
+            {"engine": REFUSED},
+            {"engine": "3"},
+            {"processes": readings(engine=WHOLE[:1])},
+            {"engine": REFUSED, "processes": readings(engine=())},
+        ):
+            for side, value in change.items():
+                setattr(said, side, value)
+            ticked(subject)
+            ticked(subject)
+
+    assert told(lines) == [
+        ("engine is starting", "info"),
+        ("engine is serving", "info"),
+        ("engine is stalled", "warning"),
+        ("a life of the engine ended", "warning"),
+        ("engine is down", "warning"),
+    ]
+    assert [line["reason"] for line in lines if line["event"] == "a life of the engine ended"] == ["gone"]
+
+
+def leak(state: LeakState, *labels: str) -> tuple[Sample, ...]:
+    metric = catalog.LEAK_STATE if len(labels) > 1 else catalog.HOST_LEAK_STATE
+    return tuple(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
+
+
+def test_every_change_of_a_verdict_is_told_once() -> None:
+    subject = Transitions(Selection())
+    with capture_logs() as lines:
+        for found in (LeakState.STABLE, LeakState.GROWING, LeakState.GROWING, LeakState.LEAKING, LeakState.UNSETTLED):
+            subject.verdicts(leak(found, "0", "GPU-a"))
+        subject.verdicts(leak(LeakState.LEAKING, "worker"))
+
+    assert [(line["event"], line["of"], line.get("verdict")) for line in lines] == [
+        ("memory grows without explanation", "GPU 0", "growing"),
+        ("memory grows without explanation", "GPU 0", "leaking"),
+        ("memory no longer grows without explanation", "GPU 0", None),
+        ("memory grows without explanation", "host memory of worker", "leaking"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("here", "seen", "up"),
+    [
+        (True, readings(engine=(), sees_others=False), 0.0),
+        (False, readings(engine=(), sees_others=False), 1.0),
+        (True, readings(engine=(), sees_others=True), 1.0),
+        (True, readings(engine=(WORKER,), sees_others=False), 1.0),
+    ],
+    ids=["hidden", "the engine is elsewhere", "others show", "the engine shows"],
+)
+def test_processes_that_cannot_show_are_a_failed_source(here: bool, seen: ProcessReadings, up: float) -> None:  # noqa: FBT001
+    with capture_logs() as lines:
+        samples = ticked(sampler(Said(processes=seen), engine_is_here=here))
+
+    assert values(samples, catalog.SOURCE_UP)[("process",)] == up
+    assert any(
+        "shareProcessNamespace" in line.get("problem", "") and "hidepid" in line["problem"] for line in lines
+    ) == (up == 0)
+
+
+def test_a_life_that_cannot_be_followed_costs_its_own_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    subject = sampler(Said(processes=readings()), parse=lambda _: page(engine(running=1.0)))
+    with monkeypatch.context() as patched, capture_logs() as lines:
+        patched.setattr("vllm_headroom.daemon.sampler.lived", broken)
+        ticked(subject)
+        samples = ticked(subject)
+
+    assert not values(samples, catalog.ENGINE_STATE)
+    assert values(samples, catalog.ENGINE_RUNNING)
+    assert [line["event"] for line in lines if "derivation" in line] == ["derivation failed, its series are absent"]
+    assert state(ticked(subject)) == "serving"

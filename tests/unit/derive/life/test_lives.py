@@ -1,0 +1,169 @@
+"""Where a life ends and another begins, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.samples import engine, page
+from tests.unit.derive.life.watch import (
+    BEGAN,
+    CORE,
+    NEXT,
+    REFUSED,
+    SERVER,
+    SILENT,
+    UNSEEN,
+    WHOLE,
+    Watch,
+    card,
+    serving,
+    working,
+)
+from vllm_headroom.derive.life.follow import LifeState
+from vllm_headroom.model import Life
+from vllm_headroom.vocabulary import ExitReason
+
+
+def exits(life: Life) -> dict[ExitReason, int]:
+    return {reason: count for reason, count in life.exits if count}
+
+
+def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:
+    life = Watch().look(REFUSED)
+
+    assert life.exits == ((ExitReason.REPLACED, 0), (ExitReason.GONE, 0), (ExitReason.OUT_OF_MEMORY, 0))
+    assert life.restarts == 0
+
+
+def test_a_first_life_is_no_restart() -> None:
+    watch = Watch(processes=(), gpus=(card(0.5),))
+    watch.look(REFUSED)
+    watch.look(REFUSED, processes=WHOLE)
+
+    assert watch.look(working(5), gpus=(card(70),)).restarts == 0
+
+
+def test_a_death_is_counted_when_it_is_seen_and_the_restart_when_the_next_one_begins() -> None:
+    watch = serving()
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.GONE: 1}
+    assert watch.look(REFUSED).restarts == 0
+    assert watch.look(REFUSED, processes=NEXT).restarts == 1
+    life = watch.look(working(0, started=BEGAN + 9000), gpus=(card(70),))
+    assert (life.restarts, exits(life)) == (1, {ExitReason.GONE: 1})
+
+
+def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen() -> None:
+    watch = Watch(processes=())
+    for attempt in range(3):
+        watch.look(REFUSED, processes=tuple(replace(each, pid=each.pid + 100 * attempt) for each in WHOLE))
+
+    assert watch.look(REFUSED, processes=()).restarts == 2
+    assert exits(watch.look(REFUSED)) == {ExitReason.GONE: 3}
+
+
+def test_a_life_that_came_within_one_gap_replaced_the_last_one() -> None:
+    watch = serving()
+
+    life = watch.look(working(0, running=0.0, started=BEGAN + 50), processes=NEXT)
+
+    assert (life.restarts, exits(life)) == (1, {ExitReason.REPLACED: 1})
+    assert life.began_seconds == BEGAN + 50
+
+
+def test_a_server_that_tells_no_start_is_known_again_by_its_count_and_its_processes() -> None:
+    watch = Watch()
+    watch.look(working(5, started=None))
+    watch.look(working(9, started=None))
+
+    assert watch.look(working(9, started=None), processes=(SERVER, CORE)).restarts == 0
+    assert watch.look(working(8, started=None)).restarts == 1, "its count fell"
+    assert watch.look(working(20, started=None), processes=NEXT).restarts == 2, "all its processes are others"
+
+
+def test_a_page_that_was_away_and_tells_the_same_start_is_the_same_life() -> None:
+    watch = serving()
+    watch.look(SILENT, after=600)
+
+    assert watch.look(working(40), after=600).restarts == 0
+
+
+def test_unseen_it_ends_when_its_memory_is_let_go() -> None:
+    watch = serving(processes=UNSEEN)
+
+    assert exits(watch.look(REFUSED, gpus=(card(70),), after=600)) == {}
+    assert exits(watch.look(REFUSED, gpus=(card(1),))) == {ExitReason.GONE: 1}
+    assert watch.look(REFUSED, gpus=(card(10),)).restarts == 1
+
+
+def test_unseen_a_sleeper_that_does_not_answer_has_not_ended() -> None:
+    watch = serving(processes=UNSEEN)
+    watch.look(working(20, running=0.0, awake=False), gpus=(card(1),))
+
+    assert exits(watch.look(SILENT)) == {}
+    assert watch.look(working(20, running=0.0, awake=True), gpus=(card(70),)).restarts == 0
+
+
+def test_a_gpu_that_ran_full_since_it_was_ready_tells_an_out_of_memory() -> None:
+    watch = serving()
+    watch.look(working(30), gpus=(card(79.9),))
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.OUT_OF_MEMORY: 1}
+
+
+def test_the_peak_of_the_last_minute_tells_it_too() -> None:
+    watch = serving()
+
+    life = watch.look(REFUSED, processes=(), gpus=(card(0.5, peak_gib=79.9),))
+
+    assert exits(life) == {ExitReason.OUT_OF_MEMORY: 1}
+
+
+@pytest.mark.parametrize("first_gib", [79.9, 79.6])
+def test_an_engine_that_leaves_little_from_the_start_did_not_run_out_of_memory(first_gib: float) -> None:
+    watch = serving(gpus=(card(first_gib),))
+
+    life = watch.look(REFUSED, processes=(), gpus=(card(0.5, peak_gib=first_gib + 0.05),))
+
+    assert exits(life) == {ExitReason.GONE: 1}
+
+
+def test_room_that_came_back_before_the_end_is_no_out_of_memory() -> None:
+    watch = serving()
+    watch.look(working(30), gpus=(card(79.9),))
+    watch.look(working(31), gpus=(card(70),))
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.GONE: 1}
+
+
+def test_a_life_began_with_its_oldest_process_or_as_its_page_says() -> None:
+    older = replace(SERVER, started_at_seconds=BEGAN - 3)
+
+    assert Watch(processes=(older, CORE)).look(REFUSED).began_seconds == BEGAN - 3
+    assert Watch(processes=UNSEEN).look(working(5)).began_seconds == BEGAN
+    assert Watch(processes=UNSEEN).look(page(engine(running=1.0))).began_seconds is None
+
+
+def test_a_life_that_ended_has_no_beginning() -> None:
+    assert serving().look(REFUSED, processes=(), gpus=(card(0.5),)).began_seconds is None
+
+
+def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
+    before, after = serving(), Watch()
+    after.state = LifeState(lives=before.state.lives)
+    nudged = tuple(replace(each, started_at_seconds=each.started_at_seconds + 1) for each in WHOLE)
+
+    assert after.look(REFUSED, processes=nudged).restarts == 0
+    assert after.look(working(30)).restarts == 0
+
+
+def test_a_daemon_that_takes_up_the_lives_counts_what_happened_meanwhile() -> None:
+    before, after = serving(), Watch()
+    after.state = LifeState(lives=before.state.lives)
+
+    life = after.look(REFUSED, processes=NEXT)
+
+    assert (life.restarts, exits(life)) == (1, {ExitReason.GONE: 1})
+    assert not life.in_service

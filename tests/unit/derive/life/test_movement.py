@@ -1,0 +1,63 @@
+"""How long nothing has moved, and what is held meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import AN_ENGINE, engine, page
+from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
+from vllm_headroom.derive.life.movement import IDLE_SECONDS
+
+
+def test_the_age_grows_until_something_moves() -> None:
+    watch = serving()
+
+    assert watch.look(working(20), after=7).progress_age_seconds == 7
+    assert watch.look(working(20), after=8).progress_age_seconds == 15
+    assert watch.look(working(21), after=9).progress_age_seconds == 0
+
+
+def test_there_is_no_age_while_there_is_nothing_to_do_or_no_page() -> None:
+    watch = serving()
+
+    assert watch.look(working(20, running=0.0)).progress_age_seconds is None
+    assert watch.look(page(engine(running=None))).progress_age_seconds is None
+    assert watch.look(REFUSED).progress_age_seconds is None
+
+
+def test_the_age_is_that_of_the_rank_that_has_stood_still_longest() -> None:
+    watch = Watch()
+
+    def age(done: float, running: float) -> float | None:
+        ranks = engine(name="0", running=1.0, finished_total=done), engine(name="1", running=running)
+        return watch.look(page(*ranks), after=10).progress_age_seconds
+
+    assert [age(done, 1.0) for done in range(4)] == [0, 10, 20, 30]
+    assert age(5, 0.0) == 0
+
+
+@pytest.mark.parametrize("held", [0.0, 0.4])
+def test_what_an_idle_engine_still_holds_is_stranded_after_a_minute(held: float) -> None:
+    watch, idle = serving(), working(20, running=0.0, kv_used_ratio=held)
+    watch.look(idle)
+
+    assert watch.look(idle, after=IDLE_SECONDS - 1).stranded == ()
+    assert watch.look(idle, after=1).stranded == ((AN_ENGINE, held),)
+    assert watch.look(working(20, running=1.0, kv_used_ratio=held)).stranded == ()
+
+
+@pytest.mark.parametrize("known", [{"kv_used_ratio": None}, {"running": None}])
+def test_what_is_not_known_is_not_stranded(known: dict[str, float | None]) -> None:
+    unknown = working(20, **{"running": 0.0, **known})  # type: ignore[arg-type]
+    watch = serving()
+    watch.look(unknown)
+
+    assert watch.look(unknown, after=3600).stranded == ()
+
+
+def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
+    waiting = working(20, running=0.0, waiting=1.0)
+    watch = serving()
+    watch.look(waiting)
+
+    assert watch.look(waiting, after=3600).stranded == ()

@@ -1,0 +1,151 @@
+"""What a derivation is shown of an engine that loads, has not worked yet, or has died."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import engine, page, snapshot, values
+from tests.unit.derive.life.watch import (
+    LOGIN,
+    NEXT,
+    REFUSED,
+    SERVER,
+    SILENT,
+    UNSEEN,
+    WHOLE,
+    Watch,
+    card,
+    serving,
+    working,
+)
+from vllm_headroom import catalog
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive.life.life import life
+from vllm_headroom.derive.life.service import in_service
+from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
+from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
+
+HOUR = 3600
+
+
+def test_nothing_is_in_service_before_the_engine_has_worked() -> None:
+    watch = Watch()
+
+    assert not watch.look(REFUSED).in_service
+    assert not watch.look(working(0, running=0.0)).in_service
+    assert watch.look(working(0, running=1.0)).in_service
+    assert watch.look(working(0, running=0.0)).in_service
+
+
+def test_an_engine_that_offers_no_statistics_has_worked_when_its_page_answers() -> None:
+    assert Watch().look(page()).in_service
+
+
+def test_v0_has_not_worked_before_its_first_request() -> None:
+    assert not Watch().look(page(engine(model_name=""))).in_service
+
+
+@pytest.mark.parametrize("page_failure", [SILENT, REFUSED, LOGIN])
+def test_a_page_that_fails_while_the_engine_lives_stops_nothing(page_failure: Failure) -> None:
+    assert serving().look(page_failure, after=HOUR).in_service
+    assert serving(processes=UNSEEN).look(page_failure, after=HOUR).in_service
+
+
+def test_a_life_that_ended_or_serves_nobody_is_out_of_service() -> None:
+    assert not serving().look(REFUSED, processes=()).in_service
+    assert not serving().look(REFUSED, processes=NEXT).in_service
+    assert not serving().look(working(20), processes=(SERVER,)).in_service, "its core is dead, the page is its last"
+
+
+def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
+    shown: list[Snapshot] = []
+
+    def step(state: None, snapshot: Snapshot) -> tuple[None, tuple[Sample, ...]]:
+        shown.append(snapshot)
+        return state, ()
+
+    loading, watch = snapshot(engines=REFUSED, gpus=(card(30),), processes=WHOLE), Watch()
+    watch.look(REFUSED)
+    assert watch.seen is not None
+
+    for each in (watch.seen, loading):
+        in_service(step)(None, each)
+
+    assert isinstance(shown[0].engines, Failure)
+    assert not isinstance(shown[0].gpus, Failure)
+    assert [gpu.held_bytes for gpu in shown[0].gpus] == [None]
+    assert shown[0].processes == ()
+    assert shown[1] is loading, "where nobody follows the life, all is shown"
+
+
+def followed(watch: Watch, *, minutes: int, loads: tuple[EngineProcess, ...]) -> set[str]:
+    """Return all leak states of a load of such a length that grows all the while, and of the idle hour after it."""
+    leak = next(each for each in derivations() if each.name == "leak")
+    state, seen, steps = leak.initial, set[str](), 12 * minutes
+    for step in range(steps + 720):
+        loads_on, held = step < steps, 1 + 60 * min(1.0, step / steps)
+        idle = working(0, running=0.0, started=loads[0].started_at_seconds)
+        watch.look(REFUSED if loads_on else idle, processes=loads, gpus=(card(held),))
+        assert watch.seen is not None
+        state, samples = answer(leak, state, watch.seen)
+        for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE):
+            seen |= {labels[-1] for labels, value in values(samples, metric).items() if value}
+    return seen
+
+
+@pytest.mark.parametrize("minutes", [12, 30, 120])
+def test_a_load_is_no_leak_however_long_and_an_engine_that_never_worked_is_not_stable(minutes: int) -> None:
+    assert followed(Watch(), minutes=minutes, loads=WHOLE) == {"warming_up"}
+    assert followed(serving(), minutes=minutes, loads=NEXT) == {"warming_up"}
+
+
+def test_of_a_dead_or_sleeping_engine_that_never_worked_no_leak_state_is_made_up() -> None:
+    leak = next(each for each in derivations() if each.name == "leak")
+
+    def said(watch: Watch) -> set[str]:
+        assert watch.seen is not None
+        _, samples = answer(leak, leak.initial, watch.seen)
+        return {labels[2] for labels, value in values(samples, catalog.LEAK_STATE).items() if value}
+
+    down, asleep = serving(), Watch()
+    down.look(REFUSED, processes=())
+    asleep.look(working(0, running=0.0, awake=False))
+
+    assert said(down) == {"unknown"}
+    assert said(asleep) == {"asleep"}
+
+
+def test_the_hit_ratio_ends_with_its_life() -> None:
+    state, ratios = PrefixCacheState(), []
+    watch = serving()
+    for queries, processes in ((0.0, WHOLE), (100.0, WHOLE), (100.0, (SERVER,))):
+        watch.look(working(20, prefix_queries_total=queries, prefix_hits_total=queries / 2), processes=processes)
+        assert watch.seen is not None
+        state, samples = prefix_cache(state, watch.seen)
+        ratios.append([sample.value for sample in samples])
+
+    assert ratios == [[], [0.5], []]
+    assert state == PrefixCacheState()
+
+
+def test_what_is_known_of_a_life_is_exported() -> None:
+    watch = serving()
+    watch.look(working(20), after=12)
+    assert watch.seen is not None
+
+    samples = life(watch.seen)
+
+    states = {labels[0]: value for labels, value in values(samples, catalog.ENGINE_STATE).items()}
+    assert states == {"unknown": 0, "down": 0, "starting": 0, "serving": 1, "stalled": 0, "asleep": 0}
+    assert values(samples, catalog.ENGINE_START) == {(): 1_760_000_000.0}
+    assert values(samples, catalog.ENGINE_RESTARTS) == {(): 0.0}
+    assert values(samples, catalog.ENGINE_EXITS) == {("replaced",): 0, ("gone",): 0, ("out_of_memory",): 0}
+    assert values(samples, catalog.ENGINE_PROGRESS_AGE) == {(): 12.0}
+    assert not values(samples, catalog.ENGINE_KV_STRANDED)
+
+
+def test_nothing_is_exported_where_nobody_follows_the_life() -> None:
+    none: tuple[Sample, ...] = ()
+
+    assert life(snapshot()) == none

@@ -1,0 +1,85 @@
+"""An engine looked at every five seconds, and what is known of its life after each look."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from tests.samples import engine, gpu, page, snapshot
+from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Life, Snapshot
+from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
+
+GIB: Final = 2**30
+STEP_SECONDS: Final = 5.0
+BEGAN: Final = 1_760_000_000.0
+
+REFUSED: Final = Failure(source=Source.ENGINE, reason=Reason.UNREACHABLE, message="refused")
+SILENT: Final = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no answer")
+LOGIN: Final = Failure(source=Source.ENGINE, reason=Reason.UNAUTHORIZED, message="401")
+UNSEEN: Final = Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="hidden")
+NO_GPU: Final = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="none")
+
+
+def process(pid: int, role: Role, started: float = BEGAN) -> EngineProcess:
+    return EngineProcess(pid=pid, role=role, rss_bytes=GIB, started_at_seconds=started)
+
+
+SERVER: Final = process(10, Role.API_SERVER)
+CORE: Final = process(11, Role.ENGINE_CORE)
+WORKER: Final = process(12, Role.WORKER)
+WHOLE: Final = (SERVER, CORE, WORKER)
+NEXT: Final = tuple(replace(each, pid=each.pid + 10, started_at_seconds=BEGAN + 9000) for each in WHOLE)
+
+
+def card(held_gib: float, *, peak_gib: float | None = None, uuid: str = "GPU-a") -> Gpu:
+    """Return an 80 GiB device on which the engine holds all that is used."""
+    peak = None if peak_gib is None else int(peak_gib * GIB)
+    return gpu(uuid=uuid, total=80 * GIB, used=int(held_gib * GIB), used_peak_bytes=peak)
+
+
+def working(done: float, *, running: float = 4.0, started: float | None = BEGAN, **known: Any) -> EnginePage:
+    """Return the page of an engine that has finished so many requests."""
+    facts = {"waiting": 0.0, "kv_used_ratio": 0.5, "started_at_seconds": started, **known}
+    return page(engine(running=running, finished_total=done, generation_tokens_total=done * 9, **facts))
+
+
+class Watch:
+    """Follows a life; what is not said at a look is as at the one before."""
+
+    def __init__(
+        self, *, processes: tuple[EngineProcess, ...] | Failure = WHOLE, gpus: tuple[Gpu, ...] | Failure | None = None
+    ) -> None:
+        self.state = LifeState()
+        self.at = 0.0
+        self.seen: Snapshot | None = None
+        self._processes = processes
+        self._gpus: tuple[Gpu, ...] | Failure = (card(70),) if gpus is None else gpus
+
+    def look(
+        self,
+        engines: EnginePage | Failure,
+        *,
+        processes: tuple[EngineProcess, ...] | Failure | None = None,
+        gpus: tuple[Gpu, ...] | Failure | None = None,
+        after: float = STEP_SECONDS,
+    ) -> Life:
+        """Look `after` so many seconds, and return what is known then."""
+        self.at += after
+        self._processes = self._processes if processes is None else processes
+        self._gpus = self._gpus if gpus is None else gpus
+        now = snapshot(at=self.at, engines=engines, gpus=self._gpus, processes=self._processes)
+        self.state, self.seen = lived(self.state, now)
+        assert self.seen.life is not None
+        return self.seen.life
+
+    def state_of(self, engines: EnginePage | Failure, **seen: Any) -> EngineState:
+        return self.look(engines, **seen).state
+
+
+def serving(**seen: Any) -> Watch:
+    """Return a watch over an engine that has worked."""
+    watch = Watch(**seen)
+    assert watch.state_of(working(10)) is EngineState.SERVING
+    assert watch.look(working(20)).in_service
+    return watch

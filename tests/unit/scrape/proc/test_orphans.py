@@ -1,0 +1,141 @@
+"""What a killed core or server leaves behind is known again until it has gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.proc_tree import ProcTree
+from tests.unit.scrape.proc.test_over_time import SERVER, Clock, read
+from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.vocabulary import Role
+
+CORE, WORKER = "VLLM::EngineCore", "VLLM::Worker_TP0"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ProcTree:
+    tree = ProcTree(tmp_path)
+    tree.add(7, 1, *SERVER)
+    tree.add(8, 7, CORE)
+    tree.add(9, 8, WORKER)
+    return tree
+
+
+@pytest.fixture
+def processes(tree: ProcTree) -> Processes:
+    return Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
+
+
+def seen(processes: Processes) -> tuple[dict[int, Role], frozenset[int]]:
+    """Return the roles of the engine's processes, and what earlier lives left."""
+    readings = read(processes)
+    return {process.pid: process.role for process in readings.engine}, readings.orphans
+
+
+def kill(tree: ProcTree, *pids: int, leaving: int) -> None:
+    """Take processes away; what they leave becomes a child of init."""
+    for pid in pids:
+        tree.remove(pid)
+    tree.add(leaving, 1, WORKER if leaving == 9 else CORE)
+
+
+def test_a_living_engine_has_none(processes: Processes) -> None:
+    assert seen(processes) == ({7: Role.API_SERVER, 8: Role.ENGINE_CORE, 9: Role.WORKER}, frozenset())
+    assert seen(processes)[1] == frozenset()
+
+
+def test_the_worker_of_a_killed_core_is_left_behind_beside_its_server(tree: ProcTree, processes: Processes) -> None:
+    seen(processes)
+
+    kill(tree, 8, leaving=9)
+
+    assert seen(processes) == ({7: Role.API_SERVER}, frozenset({9}))
+
+
+def test_a_core_that_was_killed_and_not_reaped_yet_has_gone(tree: ProcTree, processes: Processes) -> None:
+    seen(processes)
+
+    tree.add(8, 7, CORE, state="Z")
+    tree.add(9, 1, WORKER)
+
+    assert seen(processes) == ({7: Role.API_SERVER}, frozenset({9}))
+
+
+@pytest.mark.parametrize("init", [1, 40])
+def test_what_is_left_is_no_engine_nor_the_next_ones(tree: ProcTree, processes: Processes, init: int) -> None:
+    tree.add(40, 1, "systemd", "--user")
+    seen(processes)
+    kill(tree, 7, 8, leaving=9)
+    tree.add(9, init, WORKER)
+
+    assert seen(processes) == ({}, frozenset({9}))
+    tree.add(17, 1, *SERVER)
+    tree.add(18, 17, CORE)
+    assert seen(processes) == ({17: Role.API_SERVER, 18: Role.ENGINE_CORE}, frozenset({9}))
+    tree.remove(9)
+    assert seen(processes)[1] == frozenset()
+
+
+def test_the_core_of_a_killed_server_is_left_with_what_hangs_from_it(tree: ProcTree, processes: Processes) -> None:
+    seen(processes)
+
+    kill(tree, 7, leaving=8)
+
+    assert seen(processes) == ({}, frozenset({8, 9}))
+
+
+def test_a_pid_that_is_used_again_is_not_left_behind(tree: ProcTree, processes: Processes) -> None:
+    seen(processes)
+
+    tree.remove(7)
+    tree.remove(8)
+    tree.add(9, 1, "nginx", started_ticks=9000)
+
+    assert seen(processes) == ({}, frozenset())
+
+
+def test_cores_whose_program_has_gone_are_left_behind_at_the_next_scan(tmp_path: Path) -> None:
+    tree, clock = ProcTree(tmp_path), Clock()
+    tree.add(7, 1, "python", "serve.py")
+    tree.add(8, 7, CORE)
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=clock)
+    assert seen(processes) == ({8: Role.ENGINE_CORE}, frozenset())
+
+    kill(tree, 7, leaving=8)
+    clock.seconds = 15.0
+
+    assert seen(processes) == ({}, frozenset({8}))
+
+
+def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.add(6, 1, "sh")
+    tree.add(7, 6, *SERVER)
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
+    seen(processes)
+
+    tree.remove(6)
+    tree.add(7, 1, *SERVER)
+
+    assert seen(processes) == ({7: Role.API_SERVER}, frozenset())
+
+
+def test_others_are_seen_where_more_than_the_daemons_own_line_can_be_read(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    processes = Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
+    assert not read(processes).sees_others
+
+    tree.add(5, 9999, "a child of the daemon's")
+    assert not read(processes).sees_others
+    tree.add(6, 0, "/pause")
+    assert read(processes).sees_others
+
+
+def test_where_the_first_process_is_hidden_so_is_the_engine(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.add(6, 0, "sh")
+    tree.remove(1)
+
+    assert not read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock())).sees_others
