@@ -125,7 +125,7 @@ async def _close(parts: Parts) -> None:
 
 
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending) -> int:
-    interval, clock = settings.sample_interval_seconds, parts.clock
+    interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
@@ -165,7 +165,6 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
     )
-    fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
