@@ -14,7 +14,7 @@ import generate
 import pytest
 
 from tests.bench.results import Results
-from vllm_headroom.daemon.state.content import Kept, Memory
+from vllm_headroom.daemon.state.content import Memory, SavedState
 from vllm_headroom.daemon.state.file import encode
 from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.derive import derivations
@@ -84,10 +84,10 @@ def stepped(past: Sequence[Snapshot]) -> Day:
     return Day(seconds_per_sample=best / len(past), memory=state, last=past[-1])
 
 
-def kept(memory: LeakMemory, last: Snapshot) -> Kept:
+def kept(memory: LeakMemory, last: Snapshot) -> SavedState:
     whose = identity(last.engines)
     assert isinstance(whose, Identity)
-    return Kept(
+    return SavedState(
         version="0",
         saved_at_seconds=last.time_seconds,
         monotonic_seconds=last.monotonic_seconds,

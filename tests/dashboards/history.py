@@ -13,8 +13,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from vllm_headroom.commands.demo.page import VllmCollector
-from vllm_headroom.commands.demo.present import present
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.run import present
 from vllm_headroom.commands.demo.scenario import TABLE, Scenario
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.daemon.app import build

@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -163,6 +164,31 @@ sys.argv = ["vllm-headroom", {command!r}]
 from vllm_headroom.__main__ import main
 main()
 """
+
+
+@pytest.mark.parametrize("name", ["vllm_headroom.__main__", "vllm_headroom.commands"])
+def test_an_interrupt_before_the_command_is_known_ends_without_a_traceback(name: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", EARLY.format(name=name, command="run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=OWN,
+    )
+
+    assert (process.returncode, process.stdout, process.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_the_version_needs_no_settings() -> None:
+    code = (
+        "import os, sys; sys.argv = ['', '--version']; os._exit = lambda _: print(*sys.modules, file=sys.stderr);"
+        " from vllm_headroom.__main__ import main; main()"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
+
+    assert process.stdout == f"vllm-headroom {metadata.version('vllm-headroom')}\n"
+    assert not {"pydantic", "yaml", "vllm_headroom.commands.run.command"} & set(process.stderr.split())
 
 
 @pytest.mark.parametrize("name", ["vllm_headroom.commands.cli", "argparse", "vllm_headroom.config.settings", "uvloop"])

@@ -17,7 +17,7 @@ import vllm_headroom
 SOURCE: Final = Path(vllm_headroom.__file__).parent
 LOOK: Final = """
 import json, sys
-from vllm_headroom.commands.doctor.inputs import SERIES
+from vllm_headroom.commands.doctor.offers import SERIES
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.model import Snapshot

@@ -48,7 +48,10 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
-    if name in table:
+    if name in table and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
+        say(_version())
+        status = 0
+    elif name in table:
         command = importlib.import_module(f"vllm_headroom.commands.{table[name][0]}").COMMAND
         status = execute(command, name, argv, os.environ, table)
     else:

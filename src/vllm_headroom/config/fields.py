@@ -1,21 +1,88 @@
-"""How a setting is declared, and how its value is read."""
+"""How a setting is declared: its type, what is said of it, and how its value is read."""
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    SecretStr,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
-from vllm_headroom.config.kinds import SHOWN, Value, shown
-from vllm_headroom.units import RefusedError
+from vllm_headroom.config import kinds
+from vllm_headroom.config.kinds import SHOWN, Value, gpu_names, metrics_url, shown
+from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.units import MOST_BYTES, RefusedError, size_bytes
 
-NONE: Final = "none"
+HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
+"""RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
+
+
+def lower(value: object) -> object:
+    """Return text in lower case and everything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def _bytes(value: object) -> object:
+    return size_bytes(value) if isinstance(value, str) else value
+
+
+def json_mapping(value: object) -> object:
+    """Return what JSON text says, and everything else as it is."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
+    """Return the headers when HTTP can carry them."""
+    for name, value in headers.items():
+        if not (HEADER_NAME.fullmatch(name) and HEADER_VALUE.fullmatch(value.get_secret_value())):
+            raise ValueError
+    return headers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A model's configuration: where it is, and what it says."""
+
+    path: Path
+    shape: ModelShape
+
+
+def model_file(value: object) -> object:
+    """Return what the file at a path says of a model; what is no path is left to the type."""
+    if not isinstance(value, str | Path):
+        return value
+    shape = read_model(Path(value))
+    if isinstance(shape, str):
+        raise RefusedError(shape)
+    return ModelFile(path=Path(value), shape=shape)
+
+
+Url = Annotated[str, AfterValidator(metrics_url)]
+Size = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=MOST_BYTES)]
+Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
+Model = Annotated[InstanceOf[ModelFile], BeforeValidator(model_file), PlainSerializer(lambda model: str(model.path))]
+Headers = Annotated[dict[str, SecretStr], BeforeValidator(json_mapping), AfterValidator(sendable)]
+LogFormat = Annotated[Literal["logfmt", "json"], BeforeValidator(lower)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)]
 
 
 def setting(default: object, description: str, *, accepts: str, word: str, shown: str = "", **rules: Any) -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a setting; `word` stands for its value in --help, `shown` for its default where that is no plain text."""
-    about = {"accepts": accepts, "word": word, "shown": shown or str(default)}
+    about = {"accepts": accepts, "word": word, "shown": shown or ("none" if default is None else str(default))}
     return Field(default, description=description, json_schema_extra={**about}, **rules)
 
 
@@ -23,6 +90,17 @@ def seconds(default: float, low: float, high: float, description: str) -> Any:  
     """Declare a duration of `low` to `high` seconds."""
     accepts = f"a number of seconds from {low:g} to {high:g}"
     return setting(default, description, accepts=accepts, word="SECONDS", ge=low, le=high)
+
+
+def size(default: str | None, description: str, *, example: str = "", shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
+    """Declare a size; `example` is one that is accepted, where there is no default to show."""
+    accepts, n_bytes = kinds.size(default or example).accepts, None if default is None else size_bytes(default)
+    return setting(n_bytes, description, accepts=accepts, word="SIZE", shown=default or shown)
+
+
+def file(description: str) -> Any:  # noqa: ANN401 - as pydantic's Field
+    """Declare the path of a file, which there is none of by default."""
+    return setting(None, description, accepts=kinds.FILE.accepts, word="FILE")
 
 
 def about(field: FieldInfo, what: Literal["accepts", "word", "shown"]) -> str:

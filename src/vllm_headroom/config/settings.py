@@ -8,8 +8,20 @@ from typing import ClassVar
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from vllm_headroom.config.fields import NONE, seconds, setting
-from vllm_headroom.config.types import Gpus, Headers, LogFormat, LogLevel, Model, Size, Url
+from vllm_headroom.config.fields import (
+    Gpus,
+    Headers,
+    LogFormat,
+    LogLevel,
+    Model,
+    Size,
+    Url,
+    file,
+    seconds,
+    setting,
+    size,
+)
+from vllm_headroom.config.kinds import GPUS
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
@@ -39,33 +51,17 @@ class Settings(BaseSettings):
     engine_timeout_seconds: float = seconds(
         4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
     )
-    engine_max_page_bytes: Size = setting(
-        4 * 1024 * 1024,
-        "The largest page to read from the engine; a larger one is a failure.",
-        accepts="a size such as 8MiB, or a number of bytes from 1 MiB on",
-        word="SIZE",
-        shown="4MiB",
+    engine_max_page_bytes: Size = size("4MiB", "The largest page to read from the engine; a larger one is a failure.")
+    engine_bearer_token_file: Path | None = file(
+        "A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page."
     )
-    engine_bearer_token_file: Path | None = setting(
-        None,
-        "A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page.",
-        accepts="the path of a file",
-        word="FILE",
-        shown=NONE,
-    )
-    engine_ca_file: Path | None = setting(
-        None,
-        "The certificates, in PEM, to trust for an https engine.",
-        accepts="the path of a file",
-        word="FILE",
-        shown=NONE,
-    )
+    engine_ca_file: Path | None = file("The certificates, in PEM, to trust for an https engine.")
     engine_headers: Headers = setting(
         {},
         "More headers to send to the engine; their values are never shown.",
         accepts="a mapping of header names to values, in JSON or YAML",
         word="JSON",
-        shown=NONE,
+        shown="none",
     )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
@@ -76,7 +72,7 @@ class Settings(BaseSettings):
     gpus: Gpus = setting(
         "auto",
         "Which GPUs are the engine's: auto finds those its processes use, else takes the only visible one.",
-        accepts="auto, all, or GPU indices or UUIDs separated by commas",
+        accepts=GPUS.accepts,
         word="GPUS",
     )
     gpu_fatal_grace_seconds: float = seconds(
@@ -86,19 +82,16 @@ class Settings(BaseSettings):
         "How long the driver may fail in a way that only a new container mends (NVML errors 17, 18 and 999) before the"
         " daemon ends with status 3.",
     )
-    reported_bytes: Size | None = setting(
+    reported_bytes: Size | None = size(
         None,
         "What the engine should use of each GPU, to compare with what it holds; for an engine that does not say.",
-        accepts="a size such as 72GiB, or a number of bytes from 1 MiB on",
-        word="SIZE",
-        shown=NONE,
+        example="72GiB",
     )
     kv_bytes_per_token: float | None = setting(
         None,
         "Bytes one token takes in the KV cache of one engine; without it or a model's configuration, the KV cache is"
         " known in tokens only.",
         accepts="a number above 0, at most 1000000000",
-        shown=NONE,
         word="BYTES",
         gt=0,
         le=10**9,
@@ -108,14 +101,12 @@ class Settings(BaseSettings):
         "The configuration of the model that the engine serves, to tell the bytes per token from, unless they are set.",
         accepts="the path of a model's config.json, or of the folder that has one",
         word="PATH",
-        shown=NONE,
     )
-    baseline_bytes_per_request: Size | None = setting(
+    baseline_bytes_per_request: Size | None = size(
         None,
         "What a running request should cost in GPU memory on each GPU at full load, to compare with; without it, it is "
         "learned.",
-        accepts="a size such as 9500kB, or a number of bytes from 1 MiB on",
-        word="SIZE",
+        example="9500kB",
         shown="learned",
     )
     listen_host: str = setting(
@@ -134,33 +125,18 @@ class Settings(BaseSettings):
         ge=0,
         le=65535,
     )
-    web_config_file: Path | None = setting(
-        None,
-        "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's.",
-        accepts="the path of a file",
-        word="FILE",
-        shown=NONE,
+    web_config_file: Path | None = file(
+        "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."
     )
     state_dir: Path | None = setting(
         None,
         "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
         accepts="the path of a directory",
         word="DIRECTORY",
-        shown=NONE,
     )
-    trace_file: Path | None = setting(
-        None,
-        "A file to record every sample in, as a trace for vllm-headroom replay.",
-        accepts="the path of a file",
-        word="FILE",
-        shown=NONE,
-    )
-    trace_max_bytes: Size = setting(
-        64 * 1024 * 1024,
-        "At this size the trace becomes FILE.1, in place of an older one, and a new one begins.",
-        accepts="a size such as 64MiB, or a number of bytes from 1 MiB on",
-        word="SIZE",
-        shown="64MiB",
+    trace_file: Path | None = file("A file to record every sample in, as a trace for vllm-headroom replay.")
+    trace_max_bytes: Size = size(
+        "64MiB", "At this size the trace becomes FILE.1, in place of an older one, and a new one begins."
     )
     log_format: LogFormat = setting(
         "logfmt", "How log lines are written, to stderr.", accepts="logfmt or json", word="FORMAT"

@@ -7,9 +7,9 @@ from typing import Final
 import yaml
 
 from vllm_headroom.config.fields import about
+from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import key, variable
-from vllm_headroom.config.values import redacted
 
 SOURCES: Final = """\
 Each is an option, an environment variable and a key of the YAML file:

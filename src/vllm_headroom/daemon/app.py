@@ -134,7 +134,7 @@ async def _close(parts: Parts) -> None:
 
 
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
-    interval, clock = settings.sample_interval_seconds, parts.clock
+    interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
@@ -154,36 +154,30 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else _recorder(settings.trace_file, settings.trace_max_bytes)
-    port = listener.getsockname()[1]
+    home = f"http://localhost:{listener.getsockname()[1]}/"
 
     async def tick() -> None:
         first = sampler.published is None
         await sampler.tick()
         heartbeat.beat()
         if first:
-            log.info(
-                "first sample published", look_at=f"http://localhost:{port}/", scrape=f"http://localhost:{port}/metrics"
-            )
+            log.info("first sample published", look_at=home, scrape=f"{home}metrics")
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
         if recorder is not None and sampler.snapshot is not None:
             await recorder.record(sampler.snapshot)
 
-    server = Server(
-        application(
-            metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
-            page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
-            illness=heartbeat.unhealthy,
-            ready=lambda: sampler.published is not None,
-        ),
-        door,
+    served = application(
+        metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+        page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
+        unhealthy=heartbeat.unhealthy,
+        ready=lambda: sampler.published is not None,
     )
-    fast = settings.gpu_sample_interval_seconds
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
-    return await live((sampling, peaks, *saving), server, listener, ending)
+    return await live((sampling, peaks, *saving), Server(served, door), listener, ending)
 
 
 def _door(file: Path) -> Door:

@@ -27,7 +27,7 @@ STDERR: Final = 2
 MOST_WAITING: Final = 1000
 """Lines kept for a reader of stderr that is slow: a burst of a bad hour, half a megabyte."""
 
-FAREWELL_SECONDS: Final = 0.2
+SHUTDOWN_SECONDS: Final = 0.2
 """How long the end waits for the last lines to be taken, out of the second that the whole exit may take."""
 
 
@@ -53,7 +53,7 @@ class Background(logging.Handler):
     def flush(self) -> None:
         """Wait until all lines are written, but not for long."""
         with self._waiting.all_tasks_done:
-            self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, FAREWELL_SECONDS)
+            self._waiting.all_tasks_done.wait_for(lambda: not self._waiting.unfinished_tasks, SHUTDOWN_SECONDS)
 
     def _run(self) -> None:
         told = 0

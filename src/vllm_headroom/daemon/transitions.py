@@ -148,9 +148,9 @@ class Transitions:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
             log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))
-        self._unseen(gpus)
+        self._invisible(gpus)
 
-    def _unseen(self, gpus: tuple[Gpu, ...]) -> None:
+    def _invisible(self, gpus: tuple[Gpu, ...]) -> None:
         visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
         missing = [name for name in self._selection.listed if name.casefold() not in visible]
         if missing:

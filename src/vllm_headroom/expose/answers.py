@@ -40,12 +40,12 @@ def text(status: int, line: str) -> Answer:
 
 
 def application(
-    *, metrics: Handler, page: Handler, illness: Callable[[], str | None], ready: Callable[[], bool]
+    *, metrics: Handler, page: Handler, unhealthy: Callable[[], str | None], ready: Callable[[], bool]
 ) -> Handler:
-    """Return what answers every request; `illness` says why the sampling loop is not well, None when it is."""
+    """Return what answers every request; `unhealthy` says why the sampling loop is not well, None when it is."""
 
     def health(_request: Request) -> Answer:
-        problem = illness()
+        problem = unhealthy()
         return text(503 if problem else 200, problem or "ok")
 
     def readiness(_request: Request) -> Answer:

@@ -29,7 +29,7 @@ MOST_GUESTS: Final = 256
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 1.0
-FAREWELL_SECONDS: Final = 0.5
+SHUTDOWN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
 
@@ -58,7 +58,7 @@ class Server:
         finally:
             tasks[0].cancel()
             try:
-                await self._farewell()
+                await self._shutdown()
             finally:
                 self._end(listener, tasks)
 
@@ -99,10 +99,10 @@ class Server:
         self._guests[task] = None
         task.add_done_callback(lambda done: self._guests.pop(done, None))
 
-    async def _farewell(self) -> None:
+    async def _shutdown(self) -> None:
         """Let the accepting task go, and answer the requests that are here."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_SECONDS):
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await asyncio.sleep(0)
                 while any(connection.phase in (Phase.TURN, Phase.SENDING) for connection in self._connections):  # noqa: ASYNC110 - no event tells
                     await asyncio.sleep(0.01)

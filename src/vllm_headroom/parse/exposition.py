@@ -32,8 +32,8 @@ MOST_CHARACTERS: Final = 512 * 2**10
 _EXCERPT_LENGTH: Final = 60
 """Characters of a foreign page in a message: enough to recognise a login page, too few to fill a log."""
 
-_KEPT_SERIES: Final = 512
-_KEPT_LENGTH: Final = 2048
+_CACHED_SERIES: Final = 512
+_CACHED_LENGTH: Final = 2048
 """Enough for the pages of 28 engines, whose longest line is 1.1 kB; no page can make what is kept exceed 16 MiB."""
 
 _SERIES: Final = re.compile(r'[a-zA-Z_:][a-zA-Z0-9_:]*\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}')
@@ -112,12 +112,12 @@ def _beyond(what: str) -> Failure:
 def _samples(line: str) -> tuple[Sample, ...]:
     """Return the line's sample; a series that was read before gets the value that stands behind it now."""
     series, _, value = line.rpartition(" ")
-    if len(series) <= _KEPT_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _of_series(series)):
+    if len(series) <= _CACHED_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _of_series(series)):
         return tuple(sample._replace(value=float(value)) for sample in known)
     return _parsed(line)
 
 
-@lru_cache(maxsize=_KEPT_SERIES)
+@lru_cache(maxsize=_CACHED_SERIES)
 def _of_series(series: str) -> tuple[Sample, ...]:
     """Return the samples of a series but for their values; none for what is no series, as before a timestamp."""
     return _parsed(f"{series} 0") if _SERIES.fullmatch(series) else ()

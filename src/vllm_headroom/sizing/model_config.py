@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from vllm_headroom.sizing.fields import LARGEST, Config, needed, part, whole
-from vllm_headroom.sizing.layers import FULL, STATEFUL, WINDOWED, kinds, window
+from vllm_headroom.sizing.layers import FULL, STATEFUL, WINDOWED, kinds, state_bytes, window
 from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 from vllm_headroom.sizing.shape import ModelShape
-from vllm_headroom.sizing.state import state_bytes
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
@@ -99,8 +98,8 @@ def _set(config: Config) -> Config:
 
 def _shape(config: Config) -> ModelShape:
     layers, heads, hidden = needed(config, *LAYERS), whole(config, *HEADS), whole(config, *HIDDEN)
-    kept = kinds(config, layers)
-    full, windowed, stateful = (sum(kind in names for kind in kept) for names in (FULL, WINDOWED, STATEFUL))
+    layer_kinds = kinds(config, layers)
+    full, windowed, stateful = (sum(kind in names for kind in layer_kinds) for names in (FULL, WINDOWED, STATEFUL))
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
     kv_heads, size = _kv_heads(config, heads), _head_size(config, hidden, heads)

@@ -1,8 +1,9 @@
-"""A model's configuration from a file."""
+"""A model as it lies in a folder: its configuration, and what its weights take."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,10 @@ from vllm_headroom.sizing.shape import ModelShape
 NAME: Final = "config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
+
+
+INDEX: Final = "model.safetensors.index.json"
+MOST_BYTES: Final = 2**53
 
 
 def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelShape | str:
@@ -28,3 +33,26 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
     return parse_model_config(text, overrides)
+
+
+def checkpoint_bytes(folder: Path) -> int | None:
+    """Return the bytes of the weights in this folder; None where there are none, or the index does not say.
+
+    The index names them (`metadata.total_size`) also where the files themselves are not there.
+    """
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        total = index["metadata"]["total_size"]
+        if isinstance(total, int | float) and 0 < total < MOST_BYTES:
+            return int(total)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        pass
+    return _sizes(folder.glob("model*.safetensors")) or _sizes(folder.glob("*.safetensors"))
+
+
+def _sizes(files: Iterable[Path]) -> int | None:
+    """Return the bytes of the files, whose headers are a few kB each."""
+    try:
+        return sum(file.stat().st_size for file in files) or None
+    except OSError:
+        return None

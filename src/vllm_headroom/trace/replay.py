@@ -92,8 +92,8 @@ class Watch:
 def tracks(series: Iterable[Observation]) -> Iterator[Track]:
     """Yield what the detector remembers after each observation of one series, for readings that never were."""
     track: Track | None = None
-    for seen in series:
-        track = observe(track or Track(clock=seen.seconds), seen)
+    for each in series:
+        track = observe(track or Track(clock=each.seconds), each)
         yield track
 
 

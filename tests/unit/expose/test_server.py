@@ -31,13 +31,13 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def served(illness: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
+async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
     sample = Sample(catalog.ENGINE_RUNNING, ("m", "0"), 7.0)
     published = Published(samples=(sample,), monotonic_seconds=100.0)
     handler = application(
         metrics=MetricsPage(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7")),
         page=lambda _: html("<p>hello</p>"),
-        illness=lambda: illness,
+        unhealthy=lambda: problem,
         ready=lambda: ready,
     )
     server, listener = Server(handler), listen("127.0.0.1", 0)
@@ -87,7 +87,7 @@ def test_metrics_are_compressed_only_when_asked_for() -> None:
 def test_healthz_gives_the_reason_when_the_loop_is_ill() -> None:
     assert (fetched("/healthz").status_code, fetched("/healthz").text) == (200, "ok\n")
 
-    ill = fetched("/healthz", illness="the sampling loop has not turned")
+    ill = fetched("/healthz", problem="the sampling loop has not turned")
 
     assert (ill.status_code, ill.text) == (503, "the sampling loop has not turned\n")
 

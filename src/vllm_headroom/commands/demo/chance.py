@@ -28,13 +28,13 @@ class Drift:
 
     def __init__(self, random: Random, *, deviation: float, memory_seconds: float) -> None:
         self._random = random
-        self._kept = exp(-1.0 / memory_seconds)
-        self._shock = deviation * sqrt(1.0 - self._kept**2)
+        self._persistence = exp(-1.0 / memory_seconds)
+        self._shock = deviation * sqrt(1.0 - self._persistence**2)
         self._value = 0.0
 
     def step(self) -> float:
         """Return the value a second later."""
-        self._value = self._kept * self._value + self._random.gauss(0.0, self._shock)
+        self._value = self._persistence * self._value + self._random.gauss(0.0, self._shock)
         return self._value
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import structlog
 
+from vllm_headroom.clock import Clock
 from vllm_headroom.commands.demo.clock import ScaledClock
-from vllm_headroom.commands.demo.present import present
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import Scenario
 from vllm_headroom.commands.demo.server import engine_application, serving
@@ -15,6 +16,18 @@ from vllm_headroom.commands.demo.world import World
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.scrape.http.reader import PageReader
+
+
+def present(world: World, clock: Clock) -> Callable[[], World]:
+    """Return a function that brings `world` to the present and returns it; the world's time begins now."""
+    began = clock.monotonic()
+
+    def now() -> World:
+        world.advance(clock.monotonic() - began)
+        return world
+
+    return now
+
 
 log = structlog.get_logger()
 

@@ -15,7 +15,7 @@ from vllm_headroom.commands.demo.world import World
 from vllm_headroom.expose.answers import Answer, Handler, Request, text
 from vllm_headroom.expose.server import Server, listen
 
-FAREWELL_SECONDS: Final = 0.3
+SHUTDOWN_SECONDS: Final = 0.3
 """What the daemon's exit within a second leaves for the simulated engine's."""
 
 
@@ -48,5 +48,5 @@ async def serving(application: Handler) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
     finally:
         task.cancel()
-        await asyncio.wait({task}, timeout=FAREWELL_SECONDS)
+        await asyncio.wait({task}, timeout=SHUTDOWN_SECONDS)
         listener.close()  # a task that had not begun never took it over

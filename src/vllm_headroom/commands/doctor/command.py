@@ -13,12 +13,11 @@ from vllm_headroom.commands.doctor.files import state_dir, trace_file
 from vllm_headroom.commands.doctor.finding import Finding, all_available
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
-from vllm_headroom.commands.doctor.offers import engine_inputs, reported_memory
+from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
 from vllm_headroom.commands.doctor.ownership import gpu_attribution
 from vllm_headroom.commands.doctor.port import listen_port
 from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.doctor.text import document, text
-from vllm_headroom.commands.doctor.tokens import kv_bytes
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs

@@ -11,8 +11,8 @@ import httpx
 
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.app import page_reader
-from vllm_headroom.daemon.look import PATIENCE_SECONDS, fetched, machine
-from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine
+from vllm_headroom.model import EnginePage, Failure, ProcessReadings
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
 from vllm_headroom.scrape.http.failures import without_secrets
@@ -25,8 +25,8 @@ ASIDE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """What was seen; `gpus` is empty where NVML failed.
+class Sight(Machine):
+    """What was seen of the machine and the engine.
 
     `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
     None where it does not. `served_port` is the port in the command line of the engine that runs here, None where it is
@@ -36,9 +36,6 @@ class Sight:
     url: httpx.URL
     page: EnginePage | Failure
     version: str | None
-    readings: GpuReadings | Failure
-    gpus: tuple[Gpu, ...]
-    processes: ProcessReadings | Failure
     served_port: int | None
     daemon_waits_seconds: float
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Collection
+from dataclasses import fields
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import VLLM, setting
-from vllm_headroom.commands.doctor.inputs import lost, needed
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import EnginePage, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.sizing.footprint import token_bytes
+from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution
 
@@ -31,6 +35,24 @@ A_GPU: Final = Gpu(
 )
 NEWER: Final = Fix(where="in vLLM's image", lines=("# 0.11.1 or newer, which offers all of them",))
 TAKE_OUT: Final = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-bytes",))
+
+
+WITHOUT_BYTES: Final = (catalog.ENGINE_KV_CAPACITY_BYTES.name, catalog.ENGINE_KV_BYTES_PER_REQUEST.name)
+TELL_KV_BYTES: Final = (
+    setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
+    setting(
+        "HEADROOM_KV_BYTES_PER_TOKEN=131072",
+        "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's config.json",
+        "# 131072 is Llama 3.1 8B in 16 bits: 2 x 32 x 8 x 128 x 2",
+    ),
+)
+SERIES: Final = {
+    each.metadata["input"]: made
+    for each in fields(EngineReading)
+    if (made := tuple(m for m in catalog.METRICS if each.name in m.needs or m.name == each.metadata.get("metric")))
+}
+"""What is made of each input, and absent without it. Of the inputs that are not here, each has others that stand in for
+it, and what the engine reports of its memory is looked at by itself."""
 
 
 def engine_inputs(sight: Sight) -> Finding:
@@ -94,3 +116,39 @@ def _report(basis: str, value: float) -> str:
         "configured": f"HEADROOM_REPORTED_BYTES is {value / GIB:.1f} GiB on each GPU",
     }
     return told[basis]
+
+
+def needed(page: EnginePage) -> tuple[str, ...]:
+    """Return the inputs that the page does not offer and something is made of."""
+    return tuple(name for name, found in page.inputs if not found and name in SERIES)
+
+
+def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
+    """Return the series that are absent without these inputs, in the order of the daemon's page."""
+    without = {metric for name in inputs for metric in SERIES[name]}
+    if ("prefix_cache_hit_rate", True) in page.inputs:
+        without.discard(catalog.ENGINE_PREFIX_HIT_RATIO)
+    return tuple(metric.name for metric in catalog.METRICS if metric in without)
+
+
+def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Finding:
+    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation."""
+    if bytes_per_token is not None:
+        return Finding(name=Name.KV_BYTES, state=State.OK, text=f"{bytes_per_token:g} bytes per token are set")
+    if model is None:
+        return _unknown_bytes("vLLM tells its KV cache in tokens, and how many bytes a token takes is not set")
+    if isinstance(sight.page, Failure) or not sight.page.engines:
+        return Finding(name=Name.KV_BYTES, state=State.UNKNOWN, text=NO_PAGE)
+    gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
+    snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
+    told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
+    if catalog.ENGINE_KV_CAPACITY_BYTES in told:
+        return Finding(name=Name.KV_BYTES, state=State.OK, text="HEADROOM_MODEL_CONFIG tells the bytes per token")
+    return _unknown_bytes(
+        "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
+        " or its layers keep a window or a state"
+    )
+
+
+def _unknown_bytes(text: str) -> Finding:
+    return Finding(name=Name.KV_BYTES, state=State.MISSING, text=text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)

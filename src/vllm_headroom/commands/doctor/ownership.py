@@ -58,9 +58,9 @@ def gpu_attribution(sight: Sight, selection: Selection) -> Finding:
 def _judged(sight: Sight, selection: Selection) -> Why:
     owned = [gpu for gpu in sight.gpus if gpu.attribution]
     names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
-    unseen = [name for name in selection.listed if name.casefold() not in names]
-    if unseen:
-        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(unseen)}"
+    invisible = [name for name in selection.listed if name.casefold() not in names]
+    if invisible:
+        text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
         return State.MISSING, text, (_named(sight), *SEE_THE_GPUS)
     if not owned:
         return _none(sight)

@@ -19,7 +19,7 @@ WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
 NO_PROC: Final = "needs the processes, see processes"
 SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
 STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
-BESIDE_IT: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
+ON_ITS_MACHINE: Final = Fix(where="on the machine where vLLM runs", lines=("vllm-headroom doctor",))
 ASK_THE_NODE: Final = Fix(
     where=f"{NODE}, whether it tells", lines=("nvidia-smi --query-compute-apps=pid,used_memory --format=csv",)
 )
@@ -44,7 +44,7 @@ def processes(sight: Sight) -> Finding:
     text = f"vLLM answers, but its processes are not {place}"
     if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
-        return _without(State.MISSING, f"{text}: {other}", BESIDE_IT, SHOW_PROC)
+        return _without(State.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
     return _without(State.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
 
 

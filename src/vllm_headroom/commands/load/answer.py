@@ -52,7 +52,7 @@ class Answer:
 
 def refusal(status: int, body: bytes) -> Answer:
     """Return what a status other than 200 means."""
-    said = _words(body)
+    said = _error_text(body)
     otherwise = Outcome.REJECTED if status in BUSY else Outcome.FAILED
     return _failed(said, f"{status}: {said}" if said else str(status), otherwise)
 
@@ -85,7 +85,7 @@ def _failed(said: str, text: str, otherwise: Outcome) -> Answer:
     return Answer(outcome=outcome, text=shown(text), engine_dead=ENGINE_DEAD.search(said) is not None)
 
 
-def _words(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     text = body.decode(errors="replace")
     try:
         said = json.loads(text)

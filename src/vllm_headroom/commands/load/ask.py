@@ -37,7 +37,7 @@ class Asker:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(AT_ONCE)
-        self._kept: list[tuple[float, Connection]] = []
+        self._idle: list[tuple[float, Connection]] = []
 
     async def ask(self, tally: Tally) -> Outcome:
         """Make one request and count it; one that is cancelled counts as unfinished."""
@@ -57,9 +57,9 @@ class Asker:
 
     async def close(self) -> None:
         """Hang up what is kept."""
-        for _, connection in self._kept:
+        for _, connection in self._idle:
             connection.close()
-        self._kept.clear()
+        self._idle.clear()
         await asyncio.sleep(0)  # the loop lets go of them at its next turn
 
     async def _answer(self, tally: Tally) -> Answer:
@@ -73,15 +73,15 @@ class Asker:
             answer = await connection.answer()
         now = self._now()
         if connection.reusable:
-            self._kept.append((now, connection))
+            self._idle.append((now, connection))
         if answer.outcome is Outcome.SUCCEEDED:
             tally.succeed(answer, began=began, first=stream.first_seconds or now, ended=now)
         return answer
 
     async def _connection(self) -> tuple[Connection, float]:
         """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
-        while self._kept:
-            since, connection = self._kept.pop()
+        while self._idle:
+            since, connection = self._idle.pop()
             if connection.reusable and self._now() - since < KEEP_SECONDS:
                 return connection, 0.0
             connection.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import ssl
-import sys
 from collections.abc import Callable
 from functools import partial
 from random import Random, SystemRandom
@@ -13,10 +12,9 @@ from typing import Final
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
-from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.limits import limits, raise_descriptors, too_many
-from vllm_headroom.commands.load.order import Order
-from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.report import Report
@@ -68,7 +66,7 @@ async def load(order: Order) -> Report:
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
     try:
-        with signals(partial(_stop, clients)), screen(sys.stderr) as shown:
+        with signals(partial(_stop, clients)), screen() as shown:
             run = Run(
                 concurrency=order.concurrency,
                 seconds=order.seconds,

@@ -1,19 +1,18 @@
-"""The options of `load`, and the order that they make."""
+"""What the user orders: where the load goes, how much of what, and what bounds it."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 
-from vllm_headroom.commands.load.lengths import lengths
-from vllm_headroom.commands.load.order import Order
-from vllm_headroom.commands.load.prompts import Api
-from vllm_headroom.commands.load.target import base_url
+from vllm_headroom.commands.load.prompts import Api, Lengths, lengths
+from vllm_headroom.commands.load.target import base_url, within
 from vllm_headroom.config.kinds import (
     DURATION,
     FILE,
@@ -21,13 +20,45 @@ from vllm_headroom.config.kinds import (
     NUMBER,
     SHARE,
     Value,
-    choice,
     page_url,
     shown_url,
     whole,
 )
 from vllm_headroom.config.options import Parser
 from vllm_headroom.derive.attribution import Selection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
+
+    url: httpx.URL
+    metrics_url: str | None
+    api: Api
+    model: str | None
+    concurrency: int
+    seconds: float
+    grace_seconds: float
+    timeout_seconds: float
+    prompt_tokens: Lengths
+    output_tokens: Lengths
+    shared_ratio: float
+    most_requests: int | None
+    requests_per_second: float | None
+    bearer_token_file: Path | None
+    ca_file: Path | None
+    gpus: Selection | None
+    trace: Path
+
+    @property
+    def page(self) -> httpx.URL:
+        """Where the engine's page is."""
+        return httpx.URL(self.metrics_url) if self.metrics_url else within(self.url, "/metrics")
+
+    def __str__(self) -> str:
+        shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""
+        return f"{self.api}, prompts of about {self.prompt_tokens} tokens{shared}, answers of {self.output_tokens}"
+
 
 MOST_CLIENTS: Final = 1_000_000
 
@@ -66,41 +97,23 @@ def options(parser: Parser) -> None:
 
 def order(given: Namespace) -> Order:
     """Return what was ordered."""
-    when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    return Order(
-        url=given.engine_url,
-        metrics_url=given.metrics_url and httpx.URL(given.metrics_url),
-        api=Api(given.api),
-        model=given.model,
-        concurrency=given.concurrency,
-        seconds=given.duration,
-        grace_seconds=given.grace,
-        timeout_seconds=given.timeout,
-        prompt_tokens=given.prompt_tokens,
-        output_tokens=given.output_tokens,
-        shared_ratio=given.shared_prefix,
-        most_requests=given.max_requests,
-        requests_per_second=given.rate,
-        bearer_token_file=given.engine_bearer_token_file,
-        ca_file=given.engine_ca_file,
-        gpus=_selection(given.gpus),
-        trace=given.trace or Path(f"vllm-headroom-load-{when}.jsonl"),
-    )
+    return Order(**{each.name: getattr(given, each.name) for each in fields(Order)})
 
 
 def _target(add: Add) -> None:
     base = Value(read=base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
-    add("--engine-url", metavar="URL", type=base, required=True, help="the server; there is no default")
+    add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
         "--api",
         metavar="NAME",
-        type=choice(list(map(str, Api))),
+        type=Value(read=Api, accepts="completions or chat"),
         default=str(Api.COMPLETIONS),
         help="how to ask: completions, the default, or chat",
     )
     add("--model", metavar="NAME", help="the model to ask; without it the first that the server lists")
-    add("--engine-bearer-token-file", metavar="FILE", type=FILE, help="a file with the token to send")
-    add("--engine-ca-file", metavar="FILE", type=FILE, help="the certificates, in PEM, to trust for https")
+    token, authorities = "a file with the token to send", "the certificates, in PEM, to trust for https"
+    add("--engine-bearer-token-file", dest="bearer_token_file", metavar="FILE", type=FILE, help=token)
+    add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
 
 
 def _asked(add: Add) -> None:
@@ -109,25 +122,38 @@ def _asked(add: Add) -> None:
     of_tokens = Value(read=lengths, accepts="a number of tokens, or two such as 256..2048")
     add("--prompt-tokens", metavar="LENGTHS", type=of_tokens, default="512", help="without it %(default)s")
     add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
-    add("--shared-prefix", metavar="SHARE", type=SHARE, default="0", help="of each prompt, the same in all")
+    shared = "of each prompt, the same in all"
+    add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
 
 
 def _bounds(add: Add) -> None:
-    add("--duration", metavar="TIME", type=DURATION, default="60s", help="of each step; without it %(default)s")
-    add("--grace", metavar="TIME", type=DURATION, default="30s", help="for what is open then; without it %(default)s")
-    add("--timeout", metavar="TIME", type=DURATION, default="5m", help="of one request; without it %(default)s")
-    add("--max-requests", metavar="NUMBER", type=whole(), help="requests of all steps together, at most")
-    add("--rate", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
+    for name, field, default, of in (
+        ("--duration", "seconds", "60s", "of each step"),
+        ("--grace", "grace_seconds", "30s", "for what is open then"),
+        ("--timeout", "timeout_seconds", "5m", "of one request"),
+    ):
+        add(name, dest=field, metavar="TIME", type=DURATION, default=default, help=f"{of}; without it %(default)s")
+    most = "requests of all steps together, at most"
+    add("--max-requests", dest="most_requests", metavar="NUMBER", type=whole(), help=most)
+    add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
 
 
 def _sight(add: Add) -> None:
     page = page_url("http://127.0.0.1:8000")
+    when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
-    add("--gpus", metavar="GPUS", type=GPUS, help="the engine's; without it those its processes use")
-    add("--trace", metavar="FILE", type=FILE, help="the new file to record in; without it one named by the time")
+    add(
+        "--gpus",
+        metavar="GPUS",
+        type=Value(read=_selection, accepts=GPUS.accepts),
+        help="the engine's; without it those its processes use",
+    )
+    trace = "the new file to record in; without it one named by the time"
+    add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
 
 
-def _selection(names: object) -> Selection | None:
-    if names in {None, "auto"}:
+def _selection(text: str) -> Selection | None:
+    names = GPUS.read(text)
+    if names == "auto":
         return None
     return Selection(listed=names) if isinstance(names, tuple) else Selection(everything=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
-from typing import TYPE_CHECKING, Final, TextIO
+from typing import TYPE_CHECKING, Final
 
+from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.run import SHARES, Screen
 from vllm_headroom.commands.load.tally import Tally
 
 if TYPE_CHECKING:
@@ -17,18 +18,12 @@ if TYPE_CHECKING:
 LINE_SECONDS: Final = 10.0
 
 
-def tell(line: str, stream: TextIO) -> None:
-    """Write a line that is no result."""
-    stream.write(f"{line}\n")
-    stream.flush()
-
-
 @contextmanager
-def screen(stream: TextIO) -> Iterator[Screen]:
-    """Yield what shows the progress on `stream` while the block runs."""
-    bar = _bar(stream) if stream.isatty() else None
+def screen() -> Iterator[Lines | Bar]:
+    """Yield what shows the progress on standard error while the block runs."""
+    bar = _bar() if sys.stderr.isatty() else None
     if bar is None:
-        yield Lines(stream)
+        yield Lines()
         return
     with bar:
         yield Bar(bar)
@@ -37,25 +32,24 @@ def screen(stream: TextIO) -> Iterator[Screen]:
 class Lines:
     """A line when a step begins, every ten seconds of it, and when it ends."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._next_seconds = LINE_SECONDS
 
-    def begin(self, number: int, share: float, clients: int, seconds: float) -> None:
+    def begin(self, title: str, seconds: float) -> None:
         """Say that a step begins."""
         self._next_seconds = LINE_SECONDS
-        tell(f"{_title(number, share, clients)}, {seconds:g} s", self._stream)
+        tell(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float) -> None:
         """Say how far it has come, if it is time to."""
         if elapsed_seconds >= self._next_seconds:
             self._next_seconds += LINE_SECONDS
-            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}", self._stream)
+            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}")
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
         """Say what it came to, and nothing more of it."""
         self._next_seconds = inf
-        tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over", self._stream)
+        tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over")
 
 
 class Bar:
@@ -65,9 +59,9 @@ class Bar:
         self._progress = progress
         self._task: TaskID | None = None
 
-    def begin(self, number: int, share: float, clients: int, seconds: float) -> None:
+    def begin(self, title: str, seconds: float) -> None:
         """Add the step's bar."""
-        self._task = self._progress.add_task(_title(number, share, clients), counts="", total=seconds)
+        self._task = self._progress.add_task(title, counts="", total=seconds)
 
     def show(self, tally: Tally, elapsed_seconds: float) -> None:
         """Move the bar."""
@@ -79,10 +73,6 @@ class Bar:
         self.show(tally, elapsed_seconds)
 
 
-def _title(number: int, share: float, clients: int) -> str:
-    return f"step {number}/{len(SHARES)}: {share:.0%}, {clients} clients"
-
-
 def _counts(tally: Tally) -> str:
     good = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
@@ -91,11 +81,11 @@ def _counts(tally: Tally) -> str:
     return f"{told}, {out_of_memory} OUT OF MEMORY" if out_of_memory else told
 
 
-def _bar(stream: TextIO) -> Progress | None:
+def _bar() -> Progress | None:
     try:
         from rich.console import Console  # noqa: PLC0415 - an optional extra
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415 - the same
     except ModuleNotFoundError:
         return None
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[counts]}"))
-    return Progress(*columns, console=Console(file=stream), auto_refresh=False)
+    return Progress(*columns, console=Console(stderr=True), auto_refresh=False)

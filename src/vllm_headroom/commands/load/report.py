@@ -10,10 +10,10 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.growth import Growth, LeakVerdict
 from vllm_headroom.commands.load.observed import Observed, Span
 from vllm_headroom.commands.load.run import Step
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.vocabulary import LeakState
 
 TOLERATED_RATIO: Final = 0.01
 """Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
@@ -24,6 +24,25 @@ class Kind(StrEnum):
 
     GPU = "gpu"
     HOST = "host"
+
+
+class LeakVerdict(StrEnum):
+    """What the detector says of the whole run."""
+
+    LEAKING = "leaking"
+    GROWING = "growing"
+    NO_LEAK = "no_leak"
+    CANNOT_TELL = "cannot_tell"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """The verdict on one series, why it is that, and what the detector says it grew by per request; None if nothing."""
+
+    verdict: LeakVerdict
+    state: LeakState
+    reason: str
+    bytes_per_request: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Final, Protocol
+from typing import Final
 
-from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.progress import Bar, Lines
 from vllm_headroom.commands.load.sampling import Sampling
 from vllm_headroom.commands.load.tally import Tally
 
@@ -34,19 +34,6 @@ class Step:
     observed: Observed
 
 
-class Screen(Protocol):
-    """Where the progress is shown."""
-
-    def begin(self, number: int, share: float, clients: int, seconds: float) -> None:
-        """Show that a step begins."""
-
-    def show(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Show how far it has come."""
-
-    def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Show what it came to."""
-
-
 def streams_at_most(concurrency: int) -> int:
     """Return how many streams the largest step opens."""
     return _clients(concurrency, max(SHARES))
@@ -56,60 +43,51 @@ def _clients(concurrency: int, share: float) -> int:
     return ceil(round(concurrency * share, 6))
 
 
+@dataclass(slots=True, kw_only=True)
 class Run:
     """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
 
-    def __init__(
-        self,
-        *,
-        concurrency: int,
-        seconds: float,
-        clients: Clients,
-        pace: Pace,
-        sampling: Sampling,
-        screen: Screen,
-        now: Callable[[], float],
-    ) -> None:
-        self._concurrency = concurrency
-        self._seconds = seconds
-        self._clients = clients
-        self._pace = pace
-        self._sampling = sampling
-        self._screen = screen
-        self._now = now
-        self._tally = Tally(now())
+    concurrency: int
+    seconds: float
+    clients: Clients
+    pace: Pace
+    sampling: Sampling
+    screen: Lines | Bar
+    now: Callable[[], float]
+    _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 
     async def steps(self) -> tuple[Step, ...]:
         """Return the steps that began, the last of them cut short where it was stopped."""
         done: list[Step] = []
+        self._tally = Tally(self.now())
         async with asyncio.TaskGroup() as group:
-            aside = [group.create_task(each) for each in (self._sampling.run(), self._delays(), self._shown())]
+            aside = [group.create_task(each) for each in (self.sampling.run(), self._delays(), self._shown())]
             for number, share in enumerate(SHARES, start=1):
-                if not self._clients.stopped and not self._pace.used_up:
+                if not self.clients.stopped and not self.pace.used_up:
                     done.append(await self._step(number, share))
             for task in aside:
                 task.cancel()
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Step:
-        count, observed = _clients(self._concurrency, share), Observed()
-        await self._sampling.look(observed)
-        tally = self._tally = Tally(self._now())
-        self._screen.begin(number, share, count, self._seconds)
-        await self._clients.run(count, self._seconds, tally)
-        seconds = self._now() - tally.began_seconds
-        await self._sampling.tick()
-        self._screen.end(tally, seconds)
+        count, observed = _clients(self.concurrency, share), Observed()
+        await self.sampling.look(observed)
+        tally = self._tally = Tally(self.now())
+        self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
+        await self.clients.run(count, self.seconds, tally)
+        seconds = self.now() - tally.began_seconds
+        await self.sampling.tick()
+        self.screen.end(tally, seconds)
         return Step(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
 
     async def _delays(self) -> None:
         """Measure how late the loop is: what comes late here looks late of the server."""
         while True:
-            due = self._now() + LOOK_SECONDS
+            due = self.now() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
-            self._tally.delays.add(max(0.0, self._now() - due))
+            self._tally.delays.add(max(0.0, self.now() - due))
 
     async def _shown(self) -> None:
         while True:
             await asyncio.sleep(SHOW_SECONDS)
-            self._screen.show(self._tally, self._now() - self._tally.began_seconds)
+            self.screen.show(self._tally, self.now() - self._tally.began_seconds)

@@ -133,9 +133,8 @@ def ended(first: Snapshot | None, last: Snapshot | None) -> str | None:
         return None
     if isinstance(last.engines, Failure):
         return "the engine is gone: its page refuses connections" if last.engines.reason is Reason.UNREACHABLE else None
-    if _starts(first.engines) and _starts(last.engines) and _starts(first.engines) != _starts(last.engines):
-        return "the engine was restarted meanwhile"
-    return None
+    began, ends = _starts(first.engines), _starts(last.engines)
+    return "the engine was restarted meanwhile" if began and ends and began != ends else None
 
 
 def _starts(page: EnginePage) -> frozenset[float]:

@@ -13,7 +13,7 @@ from vllm_headroom.commands.load.quantiles import Quantiles
 MOST_TEXTS: Final = 20
 """Different words of the server that are kept for each step; a broken server can say something new each time."""
 
-OTHERS: Final = "(other words)"
+OTHERS: Final = "(other texts)"
 
 
 class Tally:

@@ -13,7 +13,7 @@ import httpx
 
 from vllm_headroom.commands.load.answer import shown
 from vllm_headroom.commands.load.prompts import Api
-from vllm_headroom.config.values import http_url
+from vllm_headroom.config.kinds import http_url
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.commands.plan.estimate import Estimate, estimate, fits
-from vllm_headroom.commands.plan.question import Question, unusable
+from vllm_headroom.sizing.estimate import Estimate, estimate, fits
+from vllm_headroom.sizing.question import Question, unusable
 
 SMALLEST_LENGTH: Final = 256
 """Tokens; a server for shorter sequences is of no use to anyone."""

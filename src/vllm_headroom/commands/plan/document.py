@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vllm_headroom.commands.plan.changes import Change, changes
-from vllm_headroom.commands.plan.estimate import Estimate, fits
-from vllm_headroom.commands.plan.notes import notes
-from vllm_headroom.commands.plan.overhead import LIBRARIES, Range
-from vllm_headroom.commands.plan.tables import longest, most
-from vllm_headroom.commands.plan.verdict import unknown, verdict
+from vllm_headroom.commands.plan.verdict import notes, unknown, verdict
+from vllm_headroom.sizing.estimate import Estimate, fits, longest, most
+from vllm_headroom.sizing.overhead import LIBRARIES, Range
 
 SETTINGS: Final = (
     "gpus",

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.commands.plan.checkpoint import checkpoint_bytes
-from vllm_headroom.commands.plan.options import SIZES
-from vllm_headroom.commands.plan.question import Question, defaults, unusable
 from vllm_headroom.sizing.model_config import parse_model_config
-from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.model_file import checkpoint_bytes, read_model
 from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
+from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.trace.errors import BadInput
+
+SIZES: Final = (
+    ("layers", "num_hidden_layers", "hidden layers"),
+    ("kv_heads", "num_key_value_heads", "key-value heads"),
+    ("head_size", "head_dim", "values of a head"),
+    ("hidden_size", "hidden_size", "values of a token between two layers"),
+    ("vocabulary", "vocab_size", "tokens of the vocabulary"),
+)
+"""Options that say a model's size, the fields of its configuration that they stand for, and their meaning."""
 
 ALONE: Final = ("layers", "kv_heads", "head_size")
 """What the KV cache's size cannot be told without."""
@@ -26,25 +33,18 @@ def question(given: argparse.Namespace) -> Question:
     if isinstance(shape, str):
         raise BadInput(shape)
     checkpoint, parameters = _weights(given, shape)
-    sequences, tokens = defaults(given.gpu_memory)
+    sequences, tokens = defaults(given.gpu_memory_bytes)
     sequences = given.max_num_seqs or sequences
-    asked = Question(
-        shape=_served(shape, given.dtype, given.quantization),
-        checkpoint_bytes=checkpoint,
-        parameters=parameters,
-        kv_cache_dtype=given.kv_cache_dtype,
-        tensor_parallel_size=given.tensor_parallel_size,
-        pipeline_parallel_size=given.pipeline_parallel_size,
-        gpu_memory_bytes=given.gpu_memory,
-        gpu_memory_utilization=given.gpu_memory_utilization,
-        max_model_len=given.max_model_len or shape.max_model_len,
-        max_num_seqs=sequences,
-        max_num_batched_tokens=given.max_num_batched_tokens or max(tokens, sequences),
-        block_size=given.block_size,
-        typical_len=given.typical_len,
-        kv_cache_memory_bytes=given.kv_cache_memory_bytes,
-        enforce_eager=given.enforce_eager,
-    )
+    told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
+    told |= {
+        "shape": _served(shape, given.dtype, given.quantization),
+        "checkpoint_bytes": checkpoint,
+        "parameters": parameters,
+        "max_model_len": given.max_model_len or shape.max_model_len,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
+    }
+    asked = Question(**told)
     if problem := unusable(asked):
         raise BadInput(problem)
     return asked

@@ -7,13 +7,11 @@ from math import floor
 from typing import Final
 
 from vllm_headroom.commands.plan.changes import changes
-from vllm_headroom.commands.plan.estimate import Estimate, fits
-from vllm_headroom.commands.plan.notes import notes
-from vllm_headroom.commands.plan.overhead import LIBRARIES, Range
-from vllm_headroom.commands.plan.question import UTILIZATION
-from vllm_headroom.commands.plan.tables import longest, most
-from vllm_headroom.commands.plan.verdict import verdict
+from vllm_headroom.commands.plan.verdict import notes, spread, verdict
 from vllm_headroom.commands.text import paragraphs, wrapped
+from vllm_headroom.sizing.estimate import Estimate, fits, longest, most
+from vllm_headroom.sizing.overhead import LIBRARIES, Range
+from vllm_headroom.sizing.question import UTILIZATION
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB, gib
 
@@ -79,13 +77,8 @@ def _weights_source(found: Estimate) -> str:
 
 
 def _line(name: str, amount: float | Range | None, remark: str = "") -> str:
-    if amount is None:
-        figure = UNKNOWN
-    elif isinstance(amount, Range) and amount.low != amount.high:
-        figure = f"{amount.low / GIB:,.2f} to {amount.high / GIB:,.2f}"
-    else:
-        figure = f"{(amount.low if isinstance(amount, Range) else amount) / GIB:,.2f}"
-    return f"  {name:<28}{figure:>17}  {remark}".rstrip()
+    known = f"{amount / GIB:,.2f}" if isinstance(amount, float | int) else amount and spread(amount)
+    return f"  {name:<28}{known or UNKNOWN:>17}  {remark}".rstrip()
 
 
 def _cache(found: Estimate) -> Iterator[str]:

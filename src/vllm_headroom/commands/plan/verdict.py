@@ -1,9 +1,11 @@
-"""The answer in a sentence: whether it fits, and why."""
+"""The answer in sentences: whether it fits, why, and what to know about the figures."""
 
 from __future__ import annotations
 
-from vllm_headroom.commands.plan.estimate import Estimate, fits
-from vllm_headroom.commands.plan.overhead import Range
+from collections.abc import Iterator
+
+from vllm_headroom.sizing.estimate import Estimate, fits
+from vllm_headroom.sizing.overhead import Range
 from vllm_headroom.units import GIB, gib
 
 
@@ -32,10 +34,9 @@ def verdict(found: Estimate) -> str:
 
 
 def spread(amount: Range) -> str:
-    """Return a range in GiB."""
-    if amount.low == amount.high:
-        return gib(amount.low)
-    return f"{amount.low / GIB:,.2f} to {amount.high / GIB:,.2f} GiB"
+    """Return a range as a number of GiB, or two."""
+    low = f"{amount.low / GIB:,.2f}"
+    return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
 
 
 def _obstacle(found: Estimate) -> str:
@@ -48,7 +49,7 @@ def _obstacle(found: Estimate) -> str:
         needed, left = gib(found.sequence_bytes(length)), gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {left}"
     if budget is not None:
-        return f"the budget leaves {gib(card - budget)} of the card, and {spread(found.outside)} lie outside of it"
+        return f"the budget leaves {gib(card - budget)} of the card, and {spread(found.outside)} GiB lie outside of it"
     return f"weights, activations and the KV cache are more than the card's {gib(card)}"
 
 
@@ -56,7 +57,7 @@ def _margin(found: Estimate) -> str:
     if found.kv_cache is None or found.budget is None:
         return "with the higher estimates it is more than the card has"
     needed = gib(found.sequence_bytes(found.question.max_model_len or 1))
-    return f"{spread(found.kv_cache)} are left for the KV cache, and one sequence needs {needed}"
+    return f"{spread(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
 
 
 def _all_at_once(found: Estimate) -> str:
@@ -68,3 +69,46 @@ def _all_at_once(found: Estimate) -> str:
         f"But {sequences:,} sequences of {length:,} tokens do not fit at once, {at_once:,} do: further ones wait or are"
         " preempted."
     )
+
+
+def notes(found: Estimate) -> list[str]:
+    """Return where the figures are bounds, and what one might not expect of them."""
+    return [*_layers(found), *_copies(found), *_left_out(found)]
+
+
+def _layers(found: Estimate) -> Iterator[str]:
+    shape, ranks = found.question.shape, found.question.tensor_parallel_size
+    if shape.windowed_layers:
+        yield (
+            f"{shape.windowed_layers} layers keep only the last {shape.window_tokens or 0:,} tokens: bytes per token"
+            " are an upper bound; tokens and sequences are counted as vLLM's hybrid KV cache manager holds them."
+        )
+    if shape.stateful_layers and shape.state_bytes is not None:
+        yield (
+            f"{shape.stateful_layers} layers keep {shape.state_bytes // ranks:,} bytes of each sequence instead of its"
+            f" tokens; a block has {found.layout.block_tokens} tokens to be as large as one of these."
+        )
+    if shape.stateful_layers and shape.state_bytes is None:
+        yield (
+            f"{shape.stateful_layers} layers keep a state of each sequence whose size is not known here: tokens and"
+            " sequences are an upper bound."
+        )
+
+
+def _copies(found: Estimate) -> Iterator[str]:
+    shape, ranks = found.question.shape, found.question.tensor_parallel_size
+    if shape.latent_width is not None and ranks > 1:
+        yield "Latent attention keeps its whole vector on every GPU: tensor parallelism does not divide the KV cache."
+    elif ranks > shape.kv_heads:
+        yield f"{ranks} GPUs share {shape.kv_heads} KV heads: each is kept {ranks // shape.kv_heads} times."
+
+
+def _left_out(found: Estimate) -> Iterator[str]:
+    question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
+    if question.shape.other_parts and question.checkpoint_bytes is None and question.parameters is None:
+        yield "The weights are the language model's alone: an image or audio encoder's come on top."
+    if card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
+        yield (
+            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"
+            " for that."
+        )

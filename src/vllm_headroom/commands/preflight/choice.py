@@ -47,15 +47,12 @@ def identical(devices: Sequence[GpuReading]) -> tuple[Finding, ...]:
     if len(kinds) <= 1:
         return ()
     told = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
-    return (
-        Finding(
-            kind=Kind.IDENTICAL,
-            verdict=Verdict.NOT_GOOD,
-            text=f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}",
-            fix="name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so"
-            " does their ECC mode; or --ignore identical",
-        ),
+    text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}"
+    fix = (
+        "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
+        " their ECC mode; or --ignore identical"
     )
+    return (Finding(kind=Kind.IDENTICAL, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
 
 
 def _matching(
@@ -77,37 +74,22 @@ def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: 
     if not names:
         return ()
     visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
-    return (
-        Finding(
-            kind=Kind.GPUS,
-            verdict=Verdict.NOT_GOOD,
-            text=f"{given_by} names GPUs that are not visible: {', '.join(names)}",
-            fix=f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES",
-        ),
-    )
+    text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
+    fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
+    return (Finding(kind=Kind.GPUS, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
 
 
 def _too_few(chosen: tuple[GpuReading, ...], count: int) -> tuple[Finding, ...]:
     if len(chosen) >= count:
         return ()
-    return (
-        Finding(
-            kind=Kind.GPUS,
-            verdict=Verdict.NOT_GOOD,
-            text=f"vLLM needs {count} GPUs, and {len(chosen)} are there for it",
-            fix="lower --tensor-parallel-size, or give this container more GPUs",
-        ),
-    )
+    text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
+    fix = "lower --tensor-parallel-size, or give this container more GPUs"
+    return (Finding(kind=Kind.GPUS, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
 
 
 def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> tuple[Finding, ...]:
     if in_slot_order or len({device.name for device in devices}) <= 1:
         return ()
-    return (
-        Finding(
-            kind=Kind.GPUS,
-            verdict=Verdict.CANNOT_TELL,
-            text="which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot",
-            fix="set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus",
-        ),
-    )
+    text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
+    fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
+    return (Finding(kind=Kind.GPUS, verdict=Verdict.CANNOT_TELL, text=text, fix=fix),)

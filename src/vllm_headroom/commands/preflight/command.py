@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,15 +16,18 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import look
-from vllm_headroom.commands.preflight.options import DEFAULT_UTILIZATION, DESCRIPTION, EXAMPLES, options
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.preflight.text import document, text
-from vllm_headroom.commands.preflight.wait import settled
-from vllm_headroom.config.options import BadOptions
-from vllm_headroom.config.values import GPU
+from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, size, whole
+from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
+from vllm_headroom.units import duration_seconds
+
+WAIT: Final = Value(read=duration_seconds, accepts="a duration such as 120s or 2m")
+DEFAULT_UTILIZATION: Final = 0.92
+"""vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
 
 PATIENCE_SECONDS: Final = 15.0
 """The first to use a GPU without the persistence daemon waits seconds for the driver to wake it."""
@@ -31,20 +35,66 @@ PATIENCE_SECONDS: Final = 15.0
 DEVICE_SECONDS: Final = 5.0
 PROC: Final = Path("/proc")
 SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is written there
+POLL_SECONDS: Final = 1.0
+SAY_SECONDS: Final = 10.0
+MOST_GPUS: Final = 64
+IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM)
+"""What vLLM may start with all the same."""
+
+DESCRIPTION: Final = """\
+Says whether vLLM would start on these GPUs now: memory that is free against
+what vLLM asks for, who holds the rest, what the driver says of the GPUs, and
+/dev/shm. Run it where vLLM will run, with vLLM's own options.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 for a go, 1 for no go, and 2 when it cannot tell or cannot
+use its options.
+
+Example:
+  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s
+  vllm-headroom preflight --tensor-parallel-size 4 --json
+"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
-    """The report, and how long it was waited for."""
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    add = parser.add_argument
+    ratio = f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)"
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
+    n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
+    add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
+    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES leaves"
+    add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
+    parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
+    add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)
+    wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
+    add("--wait", metavar="DURATION", default=0.0, type=WAIT, help=wait)
+    ignore = "go although: ecc (NVIDIA lets new work start while a remapping is due), identical or shm; repeatable"
+    add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
 
-    report: Report
-    waited_seconds: float
+
+async def settled(look: Callable[[], Awaitable[Report]], wait_seconds: float, say: Callable[[str], None]) -> Report:
+    """Return the first report that waiting cannot better, or the last one.
+
+    Meanwhile says every ten seconds what it waits for.
+    """
+    now = asyncio.get_running_loop().time
+    ends = now() + wait_seconds
+    report = await look()
+    began = say_at = now()
+    while report.may_pass and now() < ends:
+        if now() >= say_at:
+            say(_waits_for(report, ends - now()))
+            say_at = now() + SAY_SECONDS
+        await asyncio.sleep(min(POLL_SECONDS, ends - now()))
+        report = await look()
+    return replace(report, waited_seconds=now() - began)
 
 
-async def _run(given: Namespace) -> Settled:
-    logs.configure("logfmt", "error")  # the readers log what is told here in full
-    report, waited_seconds = await _settled(given, _wanted(given, os.environ))
-    return Settled(report=report, waited_seconds=waited_seconds)
+def _waits_for(report: Report, left_seconds: float) -> str:
+    told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
+    return f"waiting, {left_seconds:.0f} s left: {told}"
 
 
 def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
@@ -61,7 +111,9 @@ def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
     return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
 
 
-async def _settled(given: Namespace, wanted: Wanted) -> tuple[Report, float]:
+async def _run(given: Namespace) -> Report:
+    logs.configure("logfmt", "error")  # the readers log what is told here in full
+    wanted = _wanted(given, os.environ)
     plain = given.gpu_memory_utilization is None and given.bytes is None
     ask = Ask(
         utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
@@ -82,13 +134,13 @@ async def _settled(given: Namespace, wanted: Wanted) -> tuple[Report, float]:
         await nvml.close()
 
 
-COMMAND: Final[Command[Settled]] = Command(
+COMMAND: Final[Command[Report]] = Command(
     usage="%(prog)s [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
     options=options,
     run=_run,
-    text=lambda settled: text(settled.report, settled.waited_seconds),
-    document=lambda settled: document(settled.report, settled.waited_seconds),
-    status=lambda settled: settled.report.verdict.status,
+    text=text,
+    document=document,
+    status=lambda report: report.verdict.status,
 )

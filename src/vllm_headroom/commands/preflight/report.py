@@ -41,6 +41,7 @@ class Report:
     gpus: tuple[GpuReport, ...]
     shm: Shm | None
     findings: tuple[Finding, ...]
+    waited_seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:

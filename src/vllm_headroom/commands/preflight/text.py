@@ -15,11 +15,11 @@ from vllm_headroom.units import gib
 SPOKEN: Final = {Verdict.GOOD: "GO", Verdict.NOT_GOOD: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
 
 
-def text(report: Report, waited_seconds: float) -> Iterator[str]:
+def text(report: Report) -> Iterator[str]:
     """Yield what a person reads."""
     for gpu in report.gpus:
         yield from _gpu(gpu)
-    waited = f" after {waited_seconds:.0f} s" if waited_seconds >= 1 else ""
+    waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
     yield f"{SPOKEN[report.verdict]}{waited}"
     for finding in report.findings:
         yield from _finding(finding)
@@ -52,12 +52,12 @@ def _finding(finding: Finding) -> Iterator[str]:
         yield f"    {finding.fix}"
 
 
-def document(report: Report, waited_seconds: float) -> dict[str, Any]:
+def document(report: Report) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
     return {
         "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
-        "waited_seconds": round(waited_seconds, 1),
+        "waited_seconds": round(report.waited_seconds, 1),
         "driver_version": report.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
         "shm": report.shm and asdict(report.shm),

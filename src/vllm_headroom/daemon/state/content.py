@@ -28,7 +28,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedState:
     """A memory with the engine it is of, and when it was saved: in seconds since the epoch and on the clock it uses."""
 
     format: int = FORMAT
@@ -44,15 +44,15 @@ def visible(snapshot: Snapshot) -> set[str]:
     return set() if isinstance(snapshot.gpus, Failure) else {gpu.reading.uuid for gpu in snapshot.gpus}
 
 
-def taken_up(kept: Kept, snapshot: Snapshot) -> Memory:
+def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
     """Return the memory as if this process had slept since it was saved, for the GPUs that are visible.
 
     The monotonic clock starts anew with each machine, and the downtime is a gap on it.
     """
     here = visible(snapshot)
-    gap = max(0.0, snapshot.time_seconds - kept.saved_at_seconds)
-    shift = snapshot.monotonic_seconds - gap - kept.monotonic_seconds
-    leak, baseline = kept.memory.leak, kept.memory.baseline
+    gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
+    shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
+    leak, baseline = saved.memory.leak, saved.memory.baseline
     gpus = Tracks(tracks={uuid: track for uuid, track in leak.gpus.tracks.items() if uuid in here})
     return Memory(
         leak=LeakMemory(

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
-from vllm_headroom.daemon.state.content import FORMAT, Kept
+from vllm_headroom.daemon.state.content import FORMAT, SavedState
 
 MOST_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""
@@ -33,9 +33,9 @@ class File(Generic[T]):
         self._kind = kind
         self._format = number
 
-    def encode(self, kept: T) -> bytes:
+    def encode(self, saved: T) -> bytes:
         """Return the file's content; raises ValueError when a value is not finite."""
-        document = self._adapter.dump_python(kept, mode="json")
+        document = self._adapter.dump_python(saved, mode="json")
         return _canonical({**document, "checksum": _checksum(document)})
 
     def decode(self, content: bytes) -> T:
@@ -71,9 +71,9 @@ class File(Generic[T]):
             raise Unusable("it is too large to be a state")
         return self.decode(content)
 
-    def write(self, folder: Path, kept: T) -> None:
+    def write(self, folder: Path, saved: T) -> None:
         """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
-        content, unfinished = self.encode(kept), folder / f"{self.name}.new"
+        content, unfinished = self.encode(saved), folder / f"{self.name}.new"
         folder.mkdir(parents=True, exist_ok=True)
         unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
         with unfinished.open("xb") as stream:
@@ -108,6 +108,6 @@ def _checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(_canonical(document)).hexdigest()
 
 
-STATE: Final = File("state.json", Kept, FORMAT)
+STATE: Final = File("state.json", SavedState, FORMAT)
 NAME: Final = STATE.name
 encode, decode, read, write, set_aside = STATE.encode, STATE.decode, STATE.read, STATE.write, STATE.set_aside

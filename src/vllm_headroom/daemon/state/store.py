@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.state.content import Kept, Memory, taken_up, visible
+from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
 from vllm_headroom.daemon.state.file import STATE, File, Unusable
 from vllm_headroom.daemon.state.identity import Identity, foreign, identity
 from vllm_headroom.daemon.state.lives import LIVES, KeptLives
@@ -57,7 +57,7 @@ class Keeper:
         self._clock = clock
         self._version = version
         self._is_read = False
-        self._saved: Kept | None = None
+        self._saved: SavedState | None = None
         self._identity: Identity | None = None
         self._fails = False
 
@@ -81,14 +81,14 @@ class Keeper:
             await self._try(partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds)
         if not self._is_read or self._saved is not None or self._identity is None:
             return
-        kept = Kept(
+        saved = SavedState(
             version=self._version,
             saved_at_seconds=self._clock.time(),
             monotonic_seconds=self._clock.monotonic(),
             identity=self._identity,
             memory=Memory(leak=states["leak"], baseline=states["baseline"]),
         )
-        await self._try(partial(STATE.write, self._folder, kept), timeout_seconds)
+        await self._try(partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _first_read(self) -> dict[str, LifeState]:
         """Read both files, and return the engine's lives; what cannot be read is looked at again at the next tick."""
@@ -101,13 +101,13 @@ class Keeper:
 
     async def _read(self, file: File[T]) -> T | None:
         try:
-            kept: T | None = await self._try(partial(file.read, self._folder))
+            saved: T | None = await self._try(partial(file.read, self._folder))
         except Unusable as error:
             await self._refuse(file, str(error))
             return None
-        return kept
+        return saved
 
-    def _take_up(self, saved: Kept, snapshot: Snapshot) -> Mapping[str, Any]:
+    def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
         self._saved = None
         memory = taken_up(saved, snapshot)
         log.info(
@@ -153,7 +153,7 @@ class Keeper:
         self._fails = problem is not None
 
 
-def _refusal(saved: Kept, snapshot: Snapshot) -> str | None:
+def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
     age = snapshot.time_seconds - saved.saved_at_seconds
     if age > STALE_SECONDS:
@@ -169,6 +169,6 @@ def _refusal(saved: Kept, snapshot: Snapshot) -> str | None:
     return None
 
 
-def _is_known(saved: Kept, snapshot: Snapshot) -> bool:
+def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
     has_gpus = bool(saved.memory.leak.gpus.tracks)
     return identity(snapshot.engines) is not None and not (has_gpus and isinstance(snapshot.gpus, Failure))

@@ -113,7 +113,7 @@ def device_failure_of(code: int) -> Failure:
     return device_failure(_DEVICE_REASONS.get(code, Reason.DRIVER_ERROR), code)
 
 
-def unforeseen(error: Exception) -> Failure:
+def unexpected(error: Exception) -> Failure:
     """Return the failure for an error that neither NVML nor this daemon knows."""
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
     return _failure(Reason.DRIVER_ERROR, message, None)

@@ -17,7 +17,7 @@ from vllm_headroom.scrape.nvml.errors import (
     device_failure_of,
     source_failure,
     source_failure_of,
-    unforeseen,
+    unexpected,
 )
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane
@@ -31,7 +31,7 @@ FIRST_BACKOFF_SECONDS: Final = 1.0
 LEAST_CALL_SECONDS: Final = 0.02
 """With less time left a GPU is not asked: a healthy one takes a few milliseconds."""
 
-GOODBYE_SECONDS: Final = 0.2
+SHUTDOWN_SECONDS: Final = 0.2
 
 _XIDS: Final = "XID events"
 _SILENT: Final = source_failure(Reason.TIMEOUT)
@@ -81,7 +81,7 @@ class Nvml:
         try:
             return await self._open(deadline) or await self._read(deadline)
         except Exception as error:  # noqa: BLE001 - whatever else comes out of foreign code must not end the daemon
-            return unforeseen(error)
+            return unexpected(error)
         finally:
             self._turn.release()
 
@@ -108,7 +108,7 @@ class Nvml:
         """Shut NVML down if it answers quickly; leave it as it is otherwise."""
         if not self._lane.stuck:
             with contextlib.suppress(TimeoutError):
-                await self._lane.call("shutdown", self._session.close, GOODBYE_SECONDS)
+                await self._lane.call("shutdown", self._session.close, SHUTDOWN_SECONDS)
         self._lane.stop()
 
     async def _open(self, deadline: float) -> Failure | None:

@@ -20,21 +20,21 @@ class Roster:
     """
 
     def __init__(self, xids: Xids) -> None:
-        self._seen: dict[str, tuple[Part, ...]] = {}
+        self._known: dict[str, tuple[Part, ...]] = {}
         self._xids = xids
 
     def readings(self, outcomes: list[tuple[Device, Outcome]]) -> tuple[GpuReading, ...]:
         """Return what was read, a failed reading for each part that was not, and one for each part of a missing GPU."""
         for device, _ in outcomes:
             if device.gpu is not None:
-                self._seen[device.gpu.uuid] = device.parts or self._seen.get(device.gpu.uuid, (device.gpu,))
-        missing = self._seen.keys() - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None}
+                self._known[device.gpu.uuid] = device.parts or self._known.get(device.gpu.uuid, (device.gpu,))
+        missing = self._known.keys() - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None}
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
             readings += self._unread(device, missing, outcome) if isinstance(outcome, Failure) else outcome
         gone = device_failure(Reason.DEVICE_LOST)
         for uuid in sorted(missing):
-            readings += self._failed(self._seen[uuid], gone)
+            readings += self._failed(self._known[uuid], gone)
         return tuple(readings)
 
     def _unread(self, device: Device, missing: set[str], failure: Failure) -> list[GpuReading]:
@@ -42,11 +42,11 @@ class Roster:
         missing.discard(uuid)
         if not uuid:
             return [GpuReading(index=device.index, uuid="", name="", failure=failure)]
-        return self._failed(self._seen[uuid], failure)
+        return self._failed(self._known[uuid], failure)
 
     def _last_at(self, index: int, missing: set[str]) -> str:
         # A GPU that does not open does not tell its UUID: it is taken for the missing one that was at its index.
-        return next((uuid for uuid in sorted(missing) if self._seen[uuid][0].index == index), "")
+        return next((uuid for uuid in sorted(missing) if self._known[uuid][0].index == index), "")
 
     def _failed(self, parts: tuple[Part, ...], failure: Failure) -> list[GpuReading]:
         return [part.failed(failure, self._xids.counts(part.gpu_uuid, part.gpu_instance)) for part in parts]

@@ -45,8 +45,8 @@ def entry(proc: Path, pid: int) -> ProcEntry | None:
         return None
     if fields[0] == "Z":
         return None
-    words = _words(arguments) if arguments else (name,)
-    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=words)
+    command = _arguments(arguments) if arguments else (name,)
+    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command)
 
 
 def command(proc: Path, pid: int) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def command(proc: Path, pid: int) -> tuple[str, ...]:
         arguments = (proc / str(pid) / "cmdline").read_bytes().rstrip(b"\0")
     except OSError:
         return ()
-    return _words(arguments) if arguments else ()
+    return _arguments(arguments) if arguments else ()
 
 
 def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
@@ -112,7 +112,7 @@ def _start_of(proc: Path, pid: int, name: str) -> bytes:
         os.close(descriptor)
 
 
-def _words(arguments: bytes) -> tuple[str, ...]:
+def _arguments(arguments: bytes) -> tuple[str, ...]:
     return tuple(arguments.decode(errors="replace").split("\0"))
 
 

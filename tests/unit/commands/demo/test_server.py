@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from vllm_headroom.commands.demo.present import present
+from vllm_headroom.commands.demo.run import present
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.server import engine_application, serving
 from vllm_headroom.commands.demo.world import World

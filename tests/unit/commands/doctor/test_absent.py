@@ -13,8 +13,8 @@ import pytest
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.commands.doctor import engine as engine_findings
-from vllm_headroom.commands.doctor import gpus, offers, processes, tokens
-from vllm_headroom.commands.doctor.inputs import SERIES, lost
+from vllm_headroom.commands.doctor import gpus, offers, processes
+from vllm_headroom.commands.doctor.offers import SERIES, lost
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.life.follow import LifeState, lived
@@ -136,4 +136,4 @@ def test_what_is_absent_without_a_source_is_told(
 
 
 def test_what_is_absent_without_bytes_per_token_is_told() -> None:
-    assert everything() - names(kv_bytes_per_token=None) == set(tokens.WITHOUT_BYTES)
+    assert everything() - names(kv_bytes_per_token=None) == set(offers.WITHOUT_BYTES)

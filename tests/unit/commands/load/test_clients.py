@@ -9,8 +9,7 @@ from collections.abc import Callable
 from tests.fakes.streaming_server import StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.clients import PAUSE_SECONDS, Clients
-from vllm_headroom.commands.load.pace import Pace
+from vllm_headroom.commands.load.clients import PAUSE_SECONDS, Clients, Pace
 from vllm_headroom.commands.load.tally import Tally
 
 LONG_SECONDS = 3600.0

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.replay.traces import flat, leaking, text
-from vllm_headroom.commands.load.growth import Growth, LeakVerdict, growth, watched
+from vllm_headroom.commands.load.report import Growth, LeakVerdict
+from vllm_headroom.commands.load.status import growth, watched
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import LeakState

@@ -28,17 +28,16 @@ def counted() -> Tally:
     return made
 
 
-def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
-    stream = io.StringIO()
-    with screen(stream) as lines:
-        lines.begin(2, 0.75, 8, 60.0)
+def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with screen() as lines:
+        lines.begin("step 2/4: 75%, 8 clients", 60.0)
         for second in range(23):
             lines.show(counted(), float(second))
         lines.end(counted(), 61.0)
         lines.show(counted(), 62.0)
 
     assert isinstance(lines, Lines)
-    assert stream.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "step 2/4: 75%, 8 clients, 60 s",
         "   10 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY",
         "   20 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY",
@@ -49,9 +48,10 @@ def test_elsewhere_there_is_a_line_every_ten_seconds() -> None:
 def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     stream = Terminal()
-    with screen(stream) as bars:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with screen() as bars:
         bars.show(tally(), 0.0)
-        bars.begin(1, 0.5, 5, 10.0)
+        bars.begin("step 1/4: 50%, 5 clients", 10.0)
         bars.end(counted(), 10.0)
 
     assert isinstance(bars, Bar)
@@ -65,7 +65,7 @@ import sys
 sys.modules["rich.console"] = None
 from vllm_headroom.commands.load.progress import screen
 sys.stderr.isatty = lambda: True
-with screen(sys.stderr) as shown:
+with screen() as shown:
     print(type(shown).__name__)
 """
 

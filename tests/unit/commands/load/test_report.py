@@ -15,9 +15,8 @@ from tests.samples import A_GPU, AN_ENGINE, gpu, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.answer import Answer, Outcome
 from vllm_headroom.commands.load.document import document
-from vllm_headroom.commands.load.growth import Growth, LeakVerdict
 from vllm_headroom.commands.load.observed import Observed, Span
-from vllm_headroom.commands.load.report import Kind, Memory, Report
+from vllm_headroom.commands.load.report import Growth, Kind, LeakVerdict, Memory, Report
 from vllm_headroom.commands.load.run import SHARES, Step
 from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
 from vllm_headroom.commands.load.text import text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import time
 from collections.abc import Iterator
@@ -19,12 +18,11 @@ from tests.unit.commands.load.asking import asker, run, target, until
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.clients import Clients
+from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.options import order
-from vllm_headroom.commands.load.pace import Pace
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
@@ -155,7 +153,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
         made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
-        with screen(io.StringIO()) as shown:
+        with screen() as shown:
             steps = Run(
                 concurrency=10,
                 seconds=0.2 if stop_after is None else 3600,

@@ -11,8 +11,8 @@ import pytest
 from tests.unit.sizing.models import FOLDER, model
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.plan.command import COMMAND
-from vllm_headroom.commands.plan.estimate import Estimate, estimate
-from vllm_headroom.commands.plan.question import Question
+from vllm_headroom.sizing.estimate import Estimate, estimate
+from vllm_headroom.sizing.question import Question
 from vllm_headroom.units import GIB
 
 

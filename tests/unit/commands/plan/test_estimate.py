@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.commands.plan.asked import estimated
 from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.commands.plan.changes import changes
-from vllm_headroom.commands.plan.estimate import Estimate, estimate, fits
-from vllm_headroom.commands.plan.overhead import NOTHING
-from vllm_headroom.commands.plan.question import Question, defaults, unusable
-from vllm_headroom.commands.plan.tables import longest, most
+from vllm_headroom.sizing.estimate import Estimate, estimate, fits, longest, most
+from vllm_headroom.sizing.overhead import NOTHING
+from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.units import GIB
 
 COUNTED = [name for name in NAMES if model(name).layer_parameters is not None]

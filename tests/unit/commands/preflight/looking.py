@@ -12,10 +12,10 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
+from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import look
 from vllm_headroom.commands.preflight.report import Report, judge
-from vllm_headroom.commands.preflight.wait import settled
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
@@ -49,8 +49,7 @@ class Preflight:
         *,
         patience_seconds: float = 20,
     ) -> Report:
-        report, _ = self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
-        return report
+        return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
 
     def wait(
         self,
@@ -61,14 +60,14 @@ class Preflight:
         *,
         patience_seconds: float = 20,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> tuple[Report, float]:
-        """Return the report and how long it was waited for; `meanwhile` is done whenever it says that it waits."""
+    ) -> Report:
+        """Return the report after waiting so long at most; `meanwhile` is done whenever it says that it waits."""
 
         def say(line: str) -> None:
             self.said.append(line)
             meanwhile()
 
-        async def main() -> tuple[Report, float]:
+        async def main() -> Report:
             nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0)
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 

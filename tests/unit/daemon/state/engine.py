@@ -10,7 +10,7 @@ from typing import Any, Final
 from structlog.testing import capture_logs
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.daemon.state.content import Kept, Memory
+from vllm_headroom.daemon.state.content import Memory, SavedState
 from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
@@ -79,11 +79,11 @@ def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory
     return last
 
 
-def kept(memory: Memory, last: Snapshot, **changes: Any) -> Kept:
+def kept(memory: Memory, last: Snapshot, **changes: Any) -> SavedState:
     whose = identity(last.engines)
     assert isinstance(whose, Identity)
     facts = {"version": "0", "saved_at_seconds": last.time_seconds, "monotonic_seconds": last.monotonic_seconds}
-    return Kept(**{**facts, "identity": whose, "memory": memory, **changes})
+    return SavedState(**{**facts, "identity": whose, "memory": memory, **changes})
 
 
 @dataclass

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
-from vllm_headroom.daemon.state.content import FORMAT, Kept, Memory
+from vllm_headroom.daemon.state.content import FORMAT, Memory, SavedState
 from vllm_headroom.daemon.state.file import MOST_BYTES, NAME, Unusable, decode, encode, read, set_aside, write
 from vllm_headroom.derive.leak.facts import Verdict
 
@@ -160,7 +160,7 @@ def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memo
 def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:
     """When this changes, raise FORMAT: an older state would be misread."""
     lines = [f"format {FORMAT}"]
-    waiting: list[type] = [Kept]
+    waiting: list[type] = [SavedState]
     for kind in waiting:
         hints = get_type_hints(kind)
         lines += ["", kind.__name__, *(f"  {field.name}: {field.type}" for field in fields(kind))]

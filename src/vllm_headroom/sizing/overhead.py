@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.commands.plan.question import Question
+from vllm_headroom.sizing.question import Question
 from vllm_headroom.units import GIB
 
 LOGITS_BYTES: Final = 4

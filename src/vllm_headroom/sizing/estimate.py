@@ -1,17 +1,21 @@
-"""The answer in numbers: bytes per GPU, tokens and sequences that fit."""
+"""What fits, in numbers: bytes per GPU, tokens and sequences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.commands.plan.overhead import LIBRARIES, Range, activations, graphs, outside
-from vllm_headroom.commands.plan.question import Question
 from vllm_headroom.sizing.footprint import bytes_per_token, layer_bytes, weights_bytes
 from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
+from vllm_headroom.sizing.overhead import LIBRARIES, Range, activations, graphs, outside
+from vllm_headroom.sizing.question import Question
 
 LONGEST: Final = 2**24
 """Tokens of a sequence, where the model does not say; none takes more."""
+
+
+SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
+LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,3 +153,17 @@ def _within_card(found: Estimate, *, worst: bool) -> bool | None:
         return None
     rest = overhead + found.outside
     return found.weights + told + (rest.high if worst else rest.low) <= card
+
+
+def longest(found: Estimate) -> list[tuple[int, int]]:
+    """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
+    asked = found.question.max_num_seqs
+    counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
+    return [(count, length) for count in counts if (length := found.longest(count)) is not None]
+
+
+def most(found: Estimate) -> list[tuple[int, int]]:
+    """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
+    limit, asked = found.longest(1) or 0, found.question.max_model_len
+    lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))
+    return [(length, int(count)) for length in lengths if (count := found.sequences(length)) is not None]
