@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import sqrt
 from statistics import fmean, median
 from typing import Final
 
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Point, Work
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Work
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth
 from vllm_headroom.derive.leak.work import expected_rate
 
@@ -23,8 +24,16 @@ UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
 
-def estimate(grown: Growth, began: Point, work: Work, now: float, room_bytes: float | None) -> Estimate:
+STALE_SECONDS: Final = 120.0
+"""An estimate is up to this old when the next one is made."""
+
+
+def estimate(
+    grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None, demand_bytes: float
+) -> Estimate:
     """Return rates from the later half of the stretch, and the time left at the request rate to expect.
+
+    A demand as large as the largest of late may be the one that finds no room: the lower bound of the time is to that.
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from the means of five
     batches, because rises are not independent, widened by one median rise over the window, because the true amount is
@@ -38,21 +47,40 @@ def estimate(grown: Growth, began: Point, work: Work, now: float, room_bytes: fl
     rate, half_width = per_second, second_half_width
     oom, oom_lower = None, None
     if room_bytes is not None:
-        room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+        room, least = _rooms(room_bytes, demand_bytes)
         if by_requests:
-            oom, oom_lower = _left_by_requests(room, per_request, per_request + request_half_width, work, now)
+            oom, fastest = _left_by_requests(room, per_request, work, now)
+            if fastest:
+                oom_lower = _lower(least, (per_request + request_half_width) * fastest)
         elif rate > 0:
-            oom, oom_lower = room / rate, room / (rate + half_width)
+            oom, oom_lower = room / rate, _lower(least, rate + half_width)
     return Estimate(
         bytes_per_second=rate,
         lower=rate - half_width,
         upper=rate + half_width,
         bytes_per_request=per_request if requests[-1] > requests[0] else None,
         by_requests=by_requests,
-        leaked_bytes=max(grown.total_bytes, grown.points[-1].floor_bytes - began.floor_bytes),
+        leaked_bytes=max(grown.total_bytes, grown.points[-1].floor_bytes - began_bytes),
         oom_seconds=oom,
         oom_seconds_lower=oom_lower,
     )
+
+
+def refreshed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
+    """Return the estimate with the time that is left now, at the rate it has."""
+    if found.bytes_per_second <= 0:
+        return found
+    room, least = _rooms(room_bytes, demand_bytes)
+    return replace(found, oom_seconds=room / found.bytes_per_second, oom_seconds_lower=_lower(least, found.upper))
+
+
+def _rooms(room_bytes: float, demand_bytes: float) -> tuple[float, float]:
+    room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+    return room, max(0.0, min(room, room_bytes - demand_bytes))
+
+
+def _lower(room: float, pace: float) -> float:
+    return max(0.0, room / pace - STALE_SECONDS)
 
 
 def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
@@ -95,15 +123,15 @@ def _batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     ]
 
 
-def _left_by_requests(
-    room: float, per_request: float, at_most: float, work: Work, now: float
-) -> tuple[float | None, float | None]:
-    """Return seconds left and their lower bound: the horizon decides the rate to expect, and the rate the horizon."""
+def _left_by_requests(room: float, per_request: float, work: Work, now: float) -> tuple[float | None, float]:
+    """Return seconds left, and the fastest requests per second that are to be reckoned with until then.
+
+    The horizon decides the rate to expect, and the rate the horizon.
+    """
     horizon = room / (per_request * work.rate)
     for _ in range(2):
         rate = expected_rate(work, now, horizon)
         if rate <= 0:
-            return None, None
+            return None, 0.0
         horizon = room / (per_request * rate)
-    fastest = max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))
-    return horizon, room / (at_most * fastest * 1.1)
+    return horizon, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))

@@ -11,48 +11,52 @@ from vllm_headroom.derive.leak.facts import Observation, Work
 
 AVERAGE_SECONDS: Final = 300.0
 MILEAGE_SECONDS: Final = 900.0
+RESTART_SHARE: Final = 0.5
+RESET_SECONDS: Final = 600.0
+"""A counter that stays lower for this long was reset, and is counted on from there."""
+
 MILEAGE_POINTS: Final = 97
 """A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
 
 
 def restarted(work: Work, seen: Observation) -> bool:
-    """Return whether this is another life of the engine: its start time or processes changed, or its counter fell."""
+    """Return whether this is another life of the engine, by its start time or processes, or by its counter."""
     return begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
 
 
 def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
-    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing."""
-    if life is not None and new_life is not None and life != new_life:
-        return True
-    return finished is not None and new_finished is not None and new_finished < finished
+    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing.
+
+    A counter that falls within one life was reset, or another of several servers answers. Where the life is unknown
+    only a fall to less than half tells of a restart: servers that share the load count about alike.
+    """
+    if life is not None and new_life is not None:
+        return life != new_life
+    return finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
 
 
 def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     """Return the work done by `now`.
 
-    While the counter cannot be read, requests go on at the last known rate: a gap taken for idleness would make what
-    grew in it look like growth without work.
+    While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
+    taken for idleness would make what grew in it look like growth without work.
     """
-    life = work.life if seen.life is None else seen.life
-    if seen.finished_total is None:
-        return _mileage(replace(work, requests=work.requests + work.rate * elapsed, life=life), now)
-    requests = work.requests
-    if work.finished_total is not None:
-        requests = max(requests, work.base_requests + seen.finished_total - work.finished_total)
-    rate = work.rate
+    work = replace(work, life=work.life if seen.life is None else seen.life)
+    highest, total = work.finished_total, seen.finished_total
+    if total is None:
+        return _mileage(replace(work, requests=work.requests + work.rate * elapsed), now)
+    if highest is not None and total < highest and (work.below_since is None or now < work.below_since + RESET_SECONDS):
+        since = now if work.below_since is None else work.below_since
+        return _mileage(replace(work, requests=work.requests + work.rate * elapsed, below_since=since), now)
+    requests, rate = work.requests, work.rate
+    if highest is not None and total >= highest:
+        requests = max(requests, work.base_requests + total - highest)
     if elapsed > 0:
         rate += (1 - exp(-elapsed / AVERAGE_SECONDS)) * ((requests - work.requests) / elapsed - rate)
-    return _mileage(
-        replace(
-            work,
-            requests=requests,
-            rate=rate,
-            finished_total=seen.finished_total,
-            base_requests=requests,
-            life=life,
-        ),
-        now,
+    counted = replace(
+        work, requests=requests, rate=rate, finished_total=total, base_requests=requests, below_since=None
     )
+    return _mileage(counted, now)
 
 
 def _mileage(work: Work, now: float) -> Work:

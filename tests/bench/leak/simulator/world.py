@@ -48,7 +48,7 @@ class Course:
             "leak": self.leaks,
             "ambiguous": self.recipe.ambiguous,
             "series": "gpu" if self.recipe.host is None else Heap.role,
-            "steady": self.recipe.load == "level" and self.recipe.group not in JUMPY,
+            "steady": self.recipe.load == "level" and self.recipe.group not in JUMPY and not self.recipe.restarts,
             "onset": STARTED + self.onset,
             "started": STARTED,
             "ends": self.samples[-1]["t"],
@@ -72,7 +72,7 @@ class World:
         self.length = min(recipe.interval, LONGEST_TICK)
         self.load = ticks(rng, recipe.load, rng.uniform(*recipe.rps), recipe.hours, self.length)
         self.engine: Engine | None = None
-        self.loads_until = 0.0
+        self.loads_from = self.loads_until = 0.0
         self.process = 0
         self.ends = sorted(rng.uniform(1, recipe.hours - 1) * HOUR for _ in range(recipe.restarts))
         self.resets = sorted(rng.uniform(0, recipe.hours) * HOUR for _ in range(int(recipe.hours / 4)))
@@ -124,7 +124,8 @@ class World:
         if self.ends and tick.seconds >= self.ends[0]:
             self.ends.pop(0)
             self.engine.stop()
-            self.engine, self.loads_until = None, tick.seconds + self.rng.uniform(*LOADING)
+            self.engine, self.loads_from = None, tick.seconds
+            self.loads_until = tick.seconds + self.rng.uniform(*LOADING)
             return
         self._sleep(tick)
         if not self.engine.asleep:
@@ -158,7 +159,8 @@ class World:
     def _gpu(self, tick: Tick) -> dict[str, Any]:
         held = 0 if self.engine is None else self.engine.held
         if self.engine is None:
-            held = int(self.fixed * max(0.0, 1 - (self.loads_until - tick.seconds) / 200) * 0.9) // STEP * STEP
+            done = (tick.seconds - self.loads_from) / (self.loads_until - self.loads_from)
+            held = int(self.fixed * 0.9 * min(1.0, done)) // STEP * STEP
         gpu: dict[str, Any] = {"gpu": 0, "uuid": UUID, "total": self.card.total, "used": held + self.neighbour.held}
         gpu["processes"] = self.neighbour.processes + 1
         if self.recipe.attributed:
