@@ -24,6 +24,10 @@ UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
 
+DAY_SECONDS: Final = 86_400.0
+UNSEEN_SHARE: Final = 0.6
+"""Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
+
 STALE_SECONDS: Final = 120.0
 """An estimate is up to this old when the next one is made."""
 
@@ -54,6 +58,8 @@ def estimate(
                 oom_lower = _lower(least, (per_request + request_half_width) * fastest)
         elif rate > 0:
             oom, oom_lower = room / rate, _lower(least, rate + half_width)
+        if oom_lower is not None and (by_requests or work.finished_total is None) and _unseen(oom_lower, now):
+            oom_lower *= UNSEEN_SHARE
     return Estimate(
         bytes_per_second=rate,
         lower=rate - half_width,
@@ -64,6 +70,11 @@ def estimate(
         oom_seconds=oom,
         oom_seconds_lower=oom_lower,
     )
+
+
+def _unseen(horizon: float, now: float) -> bool:
+    """Return whether what is left is long against what was seen of the load, which was not yet a whole day."""
+    return now < DAY_SECONDS and horizon > now / 2
 
 
 def refreshed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:

@@ -99,7 +99,7 @@ FAST = {
 }
 HOST = {
     "host": Recipe(group="host", host=Heap, load="daily"),
-    "host_caches": Recipe(group="host", host=Caches),
+    "host_caches": Recipe(group="host", ambiguous=True, host=Caches),
     "host_fill": Recipe(group="host", ambiguous=True, host=Fill),
 }
 BENIGN = SERVING | LARGE_STEPS | RESET | BLIND | FAST | HOST

@@ -98,7 +98,7 @@ def test_a_start_and_a_wake_are_not_taken_for_fast_growth(ramp: float) -> None:
 
 def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
     def fill(seconds: float) -> float:
-        return 1500 * MIB * (1 - 0.5 ** (max(0.0, seconds - HOUR) / 10))
+        return 1500 * MIB * (1 - float(0.5 ** (max(0.0, seconds - HOUR) / 10)))
 
     assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
 
