@@ -31,7 +31,9 @@ USELESS_CHANCE: Final = 0.75
 """In blocks in which a rise is this likely anyway, there is no evidence either way: the warm-up, by itself."""
 
 SPARE: Final = 4.0
-NEWEST_POINTS: Final = 64
+NEWEST_POINTS: Final = 62
+"""Two hours of the second level, as an alarm may have to wait for, and no more than memory allows."""
+
 MISSES_THAT_END_IT: Final = (6, 6, 6, 3, 2, 1)
 """Blocks without a rise that end a verdict, by level: within an hour or so, at the levels whose blocks allow it."""
 

@@ -63,7 +63,7 @@ class Level:
     """The evidence at one length of blocks.
 
     `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
-    the newest 64 blocks, `began` the first since the score was last 0.
+    the newest 62 blocks, `began` the first since the score was last 0.
     """
 
     block: Block | None = None
@@ -111,12 +111,17 @@ class Estimate:
     oom_seconds_lower: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Readings that rise without a fall: the times and bytes of the newest minute, some seconds apart."""
+    """Rises without a fall: the times and bytes of the newest, some seconds apart.
+
+    None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
+    """
 
     seconds: tuple[float, ...] = ()
     held_bytes: tuple[float, ...] = ()
+    quiet_until: float = 0.0
+    alarm_until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +155,6 @@ class Track:
     rises: tuple[float, ...] = ()
     grown_bytes: float = 0.0
     run: Run = field(default_factory=Run)
-    quiet_until: float = 0.0
-    fast_until: float = 0.0
     projected: Verdict = Verdict.NONE
     sure_seconds: float | None = None
     flushed_seconds: float | None = None

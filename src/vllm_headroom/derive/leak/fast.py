@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -10,8 +11,9 @@ from vllm_headroom.derive.leak.facts import MIB, Estimate, Run
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 
 APART_SECONDS: Final = 5.0
+APART_MOST_SECONDS: Final = 90.0
 READINGS: Final = 12
-"""Readings that are compared, at least so many seconds apart: 55 s of them at the default interval."""
+"""Rises that are compared, at least and at most so many seconds apart: 55 s of them at the default interval."""
 
 FEWEST_READINGS: Final = 6
 LEAST_SECONDS: Final = 50.0
@@ -32,14 +34,21 @@ STEADY_SHARE: Final = 0.3
 
 
 def followed(run: Run, seconds: float, held_bytes: float) -> Run:
-    """Return the run with one more reading; a fall begins it anew."""
+    """Return the run with one more reading; the same where it adds nothing."""
     if not run.seconds:
-        return Run((seconds,), (held_bytes,))
-    if held_bytes < run.held_bytes[-1]:
-        return Run((seconds,), (held_bytes,))
-    if seconds - run.seconds[-1] < APART_SECONDS:
+        return replace(run, seconds=(seconds,), held_bytes=(held_bytes,))
+    last_seconds, last_bytes = run.seconds[-1], run.held_bytes[-1]
+    if held_bytes < last_bytes or (
+        held_bytes >= last_bytes + RISE_BYTES and seconds - last_seconds > APART_MOST_SECONDS
+    ):
+        return replace(run, seconds=(seconds,), held_bytes=(held_bytes,))
+    if held_bytes < last_bytes + RISE_BYTES or seconds - last_seconds < APART_SECONDS:
         return run
-    return Run((*run.seconds, seconds)[-READINGS:], (*run.held_bytes, held_bytes)[-READINGS:])
+    return replace(
+        run,
+        seconds=(*run.seconds, seconds)[-READINGS:],
+        held_bytes=(*run.held_bytes, held_bytes)[-READINGS:],
+    )
 
 
 def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
@@ -67,10 +76,11 @@ def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
 
 
 def _even(run: Run, grown: float) -> bool:
-    rises = [after - before for before, after in pairwise(run.held_bytes)]
+    rises = max(after - before for before, after in pairwise(run.held_bytes))
+    pauses = max(after - before for before, after in pairwise(run.seconds))
     late = run.held_bytes[-1] - run.held_bytes[len(run.held_bytes) // 2]
-    still = sum(rise < RISE_BYTES for rise in rises)
-    return still <= 1 and max(rises) <= LARGEST_SHARE * grown and late >= STEADY_SHARE * grown
+    most = LARGEST_SHARE * (run.seconds[-1] - run.seconds[0])
+    return rises <= LARGEST_SHARE * grown and pauses <= most and late >= STEADY_SHARE * grown
 
 
 def _paces(run: Run) -> list[float]:

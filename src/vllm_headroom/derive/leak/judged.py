@@ -14,7 +14,7 @@ from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
 
 PROJECTED_LEVEL: Final = 3
 BORNE_OUT_SCORE: Final = 1 / 3
-"""Its 64 blocks of 16 minutes are the last 17 hours; a third of its threshold bears them out."""
+"""Its 62 blocks of 16 minutes are the last 16 hours; a third of its threshold bears them out."""
 
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
@@ -26,7 +26,7 @@ REFILL_SECONDS: Final = 3600.0
 
 def judged(track: Track, room_bytes: int | None) -> Track:
     """Return the track with the verdict of the surest level and its estimate."""
-    if track.seconds < track.fast_until:
+    if track.seconds < track.run.alarm_until:
         return track
     if room_bytes is not None:
         track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))

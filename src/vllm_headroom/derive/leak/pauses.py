@@ -43,7 +43,9 @@ def _paused(track: Track) -> Track:
     """Return the track without the block it was gathering, so that what follows a pause is not compared within it."""
     if not track.levels:
         return track
-    return with_level(replace(track, run=Run()), 0, replace(track.levels[0], block=None))
+    return with_level(
+        replace(track, run=Run(quiet_until=track.run.quiet_until)), 0, replace(track.levels[0], block=None)
+    )
 
 
 def anchored(track: Track) -> Track:
@@ -60,9 +62,7 @@ def anchored(track: Track) -> Track:
         history=(),
         rises=(),
         grown_bytes=0.0,
-        run=Run(),
-        quiet_until=track.seconds + QUIET_SECONDS,
-        fast_until=0.0,
+        run=Run(quiet_until=track.seconds + QUIET_SECONDS),
         projected=Verdict.NONE,
         sure_seconds=None,
         flushed_seconds=None,
@@ -90,7 +90,7 @@ def rested(track: Track, held_bytes: int) -> Track:
 
 
 def _woken(track: Track, held_bytes: int) -> Track:
-    track = replace(track, resting_since=None, quiet_until=track.seconds + QUIET_SECONDS)
+    track = replace(track, resting_since=None, run=Run(quiet_until=track.seconds + QUIET_SECONDS))
     reference, found = track.levels[0].reference_bytes, track.estimate
     if reference is not None and found is not None and held_bytes < reference - STILL_LEAKED_SHARE * found.leaked_bytes:
         return replace(track, verdict=Verdict.NONE, estimate=None, sure_seconds=None)

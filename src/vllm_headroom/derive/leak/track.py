@@ -119,18 +119,19 @@ def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
 
     Where nobody knows how much room there is, it is taken for as much as is held. What only comes back is no growth.
     """
-    reference = track.levels[0].reference_bytes
-    if track.seconds < track.quiet_until or reference is None or held_bytes < reference - GIVEN_BACK_BYTES:
-        return replace(track, run=Run()) if track.run.seconds else track
-    run = followed(track.run, track.seconds, held_bytes)
-    if run is track.run:
+    run, reference = track.run, track.levels[0].reference_bytes
+    if track.seconds < run.quiet_until or reference is None or held_bytes < reference - GIVEN_BACK_BYTES:
+        return replace(track, run=Run(quiet_until=run.quiet_until)) if run.seconds else track
+    if run.alarm_until and track.seconds >= run.alarm_until:
+        return judged(replace(track, run=Run()), room_bytes)
+    longer = followed(run, track.seconds, held_bytes)
+    if longer is run:
         return track
-    track, on = replace(track, run=run), track.fast_until > 0
-    if track.verdict is Verdict.LEAKING and not on:
+    track = replace(track, run=longer)
+    if track.verdict is Verdict.LEAKING and not run.alarm_until:
         return track
-    found = fast(run, held_bytes if room_bytes is None else room_bytes, on=on)
-    if found is not None:
-        return replace(track, fast_until=track.seconds + LASTS_SECONDS, verdict=Verdict.LEAKING, estimate=found)
-    if on and track.seconds >= track.fast_until:
-        return judged(replace(track, fast_until=0.0), room_bytes)
-    return track
+    found = fast(longer, held_bytes if room_bytes is None else room_bytes, on=run.alarm_until > 0)
+    if found is None:
+        return track
+    lasting = replace(longer, alarm_until=track.seconds + LASTS_SECONDS)
+    return replace(track, run=lasting, verdict=Verdict.LEAKING, estimate=found)

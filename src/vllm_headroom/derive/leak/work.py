@@ -41,28 +41,34 @@ def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
     taken for idleness would make what grew in it look like growth without work.
     """
-    work = replace(work, life=work.life if seen.life is None else seen.life)
+    life = work.life if seen.life is None else seen.life
     highest, total = work.finished_total, seen.finished_total
-    if total is None:
-        return _mileage(replace(work, requests=work.requests + work.rate * elapsed), now)
-    if highest is not None and total < highest and (work.below_since is None or now < work.below_since + RESET_SECONDS):
-        since = now if work.below_since is None else work.below_since
-        return _mileage(replace(work, requests=work.requests + work.rate * elapsed, below_since=since), now)
-    requests, rate = work.requests, work.rate
-    if highest is not None and total >= highest:
-        requests = max(requests, work.base_requests + total - highest)
+    lower = highest is not None and total is not None and total < highest
+    since = (now if work.below_since is None else work.below_since) if lower else None
+    requests, rate, base = work.requests, work.rate, work.base_requests
+    if total is None or (since is not None and now < since + RESET_SECONDS):
+        requests += rate * elapsed
+        return replace(
+            work, requests=requests, life=life, below_since=since, mileage=_mileage(work.mileage, now, requests)
+        )
+    if highest is not None and not lower:
+        requests = max(requests, base + total - highest)
     if elapsed > 0:
         rate += (1 - exp(-elapsed / AVERAGE_SECONDS)) * ((requests - work.requests) / elapsed - rate)
-    counted = replace(
-        work, requests=requests, rate=rate, finished_total=total, base_requests=requests, below_since=None
+    return Work(
+        requests=requests,
+        rate=rate,
+        finished_total=total,
+        base_requests=requests,
+        life=life,
+        mileage=_mileage(work.mileage, now, requests),
     )
-    return _mileage(counted, now)
 
 
-def _mileage(work: Work, now: float) -> Work:
-    if work.mileage and now - work.mileage[-1][0] < MILEAGE_SECONDS:
-        return work
-    return replace(work, mileage=(*work.mileage, (now, work.requests))[-MILEAGE_POINTS:])
+def _mileage(mileage: tuple[tuple[float, float], ...], now: float, requests: float) -> tuple[tuple[float, float], ...]:
+    if mileage and now - mileage[-1][0] < MILEAGE_SECONDS:
+        return mileage
+    return (*mileage, (now, requests))[-MILEAGE_POINTS:]
 
 
 def expected_rate(work: Work, now: float, horizon_seconds: float) -> float:
