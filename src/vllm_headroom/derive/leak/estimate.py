@@ -99,8 +99,7 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    every = -(-(len(axis) - half) // SLOPE_POINTS)
-    slope = _theil_sen(axis[half::every], grown.retained_bytes[half::every])
+    slope = late_slope(axis, grown.retained_bytes)
     batches = _batches(axis, grown.retained_bytes)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
@@ -109,6 +108,13 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
     half_width = T_95 * spread / sqrt(len(batches)) + step / (axis[-1] - axis[half])
     return slope, half_width, spread / max(abs(mean), 1e-9)
+
+
+def late_slope(axis: list[float], values: tuple[float, ...]) -> float:
+    """Return the slope of the later half, Theil and Sen's: single steps do not move it."""
+    half = len(axis) // 2
+    every = -(-(len(axis) - half) // SLOPE_POINTS)
+    return _theil_sen(axis[half::every], values[half::every])
 
 
 def _theil_sen(axis: list[float], values: tuple[float, ...]) -> float:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import log
 from typing import Final
 
+from vllm_headroom.derive.leak.estimate import late_slope
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
 
@@ -24,7 +25,9 @@ LATE_SHARES: Final = (0.35, 0.75)
 """The least share of each third, and the share of the later half, by requests or by time."""
 
 LAST_SHARE: Final = 0.15
-"""A verdict begins only while the last quarter has this share: growth goes on."""
+LATE_PACE: Final = 0.5
+"""A verdict begins only while growth goes on: the last quarter has this share, and for an alarm the slope of the later
+half is at least so much of the pace."""
 
 FASTER_THAN_RECORDS: Final = 3.0
 """Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
@@ -81,13 +84,17 @@ def _said(grown: Growth, life: Life) -> Verdict:
     room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
-    last = grown.retained_bytes[-1] - grown.retained_bytes[-1 - len(grown.points) // 4]
-    goes_on = last >= LAST_SHARE * grown.total_bytes
-    if lasted >= left * (BORNE_OUT_SHARE if life.borne_out else LEAKING_SHARE):
+    if lasted >= left * (BORNE_OUT_SHARE if life.borne_out else LEAKING_SHARE) and _keeps_pace(grown, lasted):
         said = Verdict.LEAKING
     else:
         said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
-    return said if goes_on else min(said, life.before)
+    last = grown.retained_bytes[-1] - grown.retained_bytes[-1 - len(grown.points) // 4]
+    return said if last >= LAST_SHARE * grown.total_bytes else min(said, life.before)
+
+
+def _keeps_pace(grown: Growth, lasted: float) -> bool:
+    slope = late_slope([point.seconds for point in grown.points], grown.retained_bytes)
+    return slope * lasted >= LATE_PACE * grown.total_bytes
 
 
 def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
