@@ -63,9 +63,11 @@ def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
     paces = _paces(run)
     pace = grown / lasted
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
+    if half_width >= pace:
+        return None
     return Estimate(
         bytes_per_second=pace,
-        lower=max(0.0, pace - half_width),
+        lower=pace - half_width,
         upper=pace + half_width,
         bytes_per_request=None,
         by_requests=False,
