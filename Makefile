@@ -44,7 +44,7 @@ bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench
 
 bench-leak: $(VENV)/.test
-	$(BIN)/python tests/bench/leak/score.py --seeds 0-9 --jobs 2 --command "$(BIN)/vllm-headroom replay - --json" $(SCORE)
+	$(BIN)/python tests/bench/leak/score.py --seeds 50-53 --jobs 2 --write docs/leaks.md $(SCORE)
 
 engine-test: $(VENV)/.test
 	tests/engine/setup.sh $(ENGINE_FOLDER)

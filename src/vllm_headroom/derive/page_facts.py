@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from vllm_headroom.model import EnginePage, EngineReading
+
+RESTART_SHARE: Final = 0.5
 
 
 def named(page: EnginePage) -> tuple[EngineReading, ...]:
@@ -36,10 +39,14 @@ def life(page: EnginePage) -> str | None:
 
 
 def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
-    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing."""
-    if life is not None and new_life is not None and life != new_life:
-        return True
-    return finished is not None and new_finished is not None and new_finished < finished
+    """Return whether the second pair belongs to another life than the first; what is unknown tells nothing.
+
+    A counter that falls within one life was reset, or another of several servers answers. Where the life is unknown
+    only a fall to less than half tells of a restart: servers that share the load count about alike.
+    """
+    if life is not None and new_life is not None:
+        return life != new_life
+    return finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
 
 
 def awake(page: EnginePage) -> bool | None:

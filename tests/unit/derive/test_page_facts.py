@@ -33,7 +33,9 @@ def test_a_life_is_named_by_its_start() -> None:
     [
         (("a", 5.0), ("a", 6.0), False),
         (("a", 5.0), ("b", 6.0), True),
-        (("a", 5.0), ("a", 4.0), True),
+        (("a", 5.0), ("a", 1.0), False),
+        ((None, 5.0), (None, 4.0), False),
+        ((None, 5.0), (None, 2.0), True),
         ((None, 5.0), ("b", 6.0), False),
         (("a", None), (None, 1.0), False),
     ],

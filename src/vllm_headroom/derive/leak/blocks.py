@@ -25,6 +25,20 @@ def with_level(track: Track, index: int, level: Level) -> Track:
     return replace(track, levels=(*track.levels[:index], level, *track.levels[index + 1 :]))
 
 
+def lowered(level: Level, drop: float) -> Level:
+    """Return the level as if so much less had been held until now."""
+    reference, began, block = level.reference_bytes, level.began, level.block
+    return replace(
+        level,
+        reference_bytes=None if reference is None else reference - drop,
+        points=tuple(replace(point, floor_bytes=point.floor_bytes - drop) for point in level.points),
+        began=None if began is None else replace(began, floor_bytes=began.floor_bytes - drop),
+        block=None
+        if block is None
+        else replace(block, floor_bytes=block.floor_bytes - drop, ceiling_bytes=block.ceiling_bytes - drop),
+    )
+
+
 def close(track: Track, index: int) -> Track:
     """End the block of a level: weigh it, and make it a part of the next level's block.
 
@@ -35,12 +49,14 @@ def close(track: Track, index: int) -> Track:
     if block is None:
         return track
     if index == 0:
+        if level.reference_bytes is None:
+            track = replace(track, first_bytes=block.floor_bytes)
         track = _remember(track, level, block)
     point = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
     level = replace(level, block=None)
     if level.reference_bytes is None:
-        level = replace(level, reference_bytes=block.floor_bytes)
-    elif point.requests > block.requests or point.floor_bytes >= level.reference_bytes + RISE_BYTES:
+        level = replace(level, reference_bytes=block.floor_bytes, points=(point,))
+    elif _tells(track, level.reference_bytes, block, point):
         level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
         if index == GIVEN_BACK_LEVEL:
             level = _given_back(level, block, track.seconds)
@@ -48,6 +64,12 @@ def close(track: Track, index: int) -> Track:
                 return replace(track, anchor_seconds=None)
     track = with_level(track, index, level)
     return _part(track, index + 1, block) if index + 1 < len(track.levels) else track
+
+
+def _tells(track: Track, reference_bytes: float, block: Block, point: Point) -> bool:
+    """Return whether a block counts: an idle one in which nothing rose is no evidence against a leak by requests."""
+    uncounted = track.work.finished_total is None
+    return uncounted or point.requests > block.requests or point.floor_bytes >= reference_bytes + RISE_BYTES
 
 
 def _chance(track: Track, block: Block) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import sqrt
 from statistics import fmean, median
 from typing import Final
 
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Point, Work
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Work
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth
 from vllm_headroom.derive.leak.work import expected_rate
 
@@ -23,8 +24,20 @@ UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
 
-def estimate(grown: Growth, began: Point, work: Work, now: float, room_bytes: float | None) -> Estimate:
+DAY_SECONDS: Final = 86_400.0
+UNSEEN_SHARE: Final = 0.6
+"""Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
+
+STALE_SECONDS: Final = 120.0
+"""An estimate is up to this old when the next one is made."""
+
+
+def estimate(
+    grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None, demand_bytes: float
+) -> Estimate:
     """Return rates from the later half of the stretch, and the time left at the request rate to expect.
+
+    A demand as large as the largest of late may be the one that finds no room: the lower bound of the time is to that.
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from the means of five
     batches, because rises are not independent, widened by one median rise over the window, because the true amount is
@@ -38,21 +51,47 @@ def estimate(grown: Growth, began: Point, work: Work, now: float, room_bytes: fl
     rate, half_width = per_second, second_half_width
     oom, oom_lower = None, None
     if room_bytes is not None:
-        room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+        room, least = _rooms(room_bytes, demand_bytes)
         if by_requests:
-            oom, oom_lower = _left_by_requests(room, per_request, per_request + request_half_width, work, now)
+            oom, fastest = _left_by_requests(room, per_request, work, now)
+            if fastest:
+                oom_lower = _lower(least, (per_request + request_half_width) * fastest)
         elif rate > 0:
-            oom, oom_lower = room / rate, room / (rate + half_width)
+            oom, oom_lower = room / rate, _lower(least, rate + half_width)
+        if oom_lower is not None and (by_requests or work.finished_total is None) and _unseen(oom_lower, now):
+            oom_lower *= UNSEEN_SHARE
     return Estimate(
         bytes_per_second=rate,
         lower=rate - half_width,
         upper=rate + half_width,
         bytes_per_request=per_request if requests[-1] > requests[0] else None,
         by_requests=by_requests,
-        leaked_bytes=max(grown.total_bytes, grown.points[-1].floor_bytes - began.floor_bytes),
+        leaked_bytes=max(grown.total_bytes, grown.points[-1].floor_bytes - began_bytes),
         oom_seconds=oom,
         oom_seconds_lower=oom_lower,
     )
+
+
+def _unseen(horizon: float, now: float) -> bool:
+    """Return whether what is left is long against what was seen of the load, which was not yet a whole day."""
+    return now < DAY_SECONDS and horizon > now / 2
+
+
+def refreshed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
+    """Return the estimate with the time that is left now, at the rate it has."""
+    if found.bytes_per_second <= 0:
+        return found
+    room, least = _rooms(room_bytes, demand_bytes)
+    return replace(found, oom_seconds=room / found.bytes_per_second, oom_seconds_lower=_lower(least, found.upper))
+
+
+def _rooms(room_bytes: float, demand_bytes: float) -> tuple[float, float]:
+    room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
+    return room, max(0.0, min(room, room_bytes - demand_bytes))
+
+
+def _lower(room: float, pace: float) -> float:
+    return max(0.0, room / pace - STALE_SECONDS)
 
 
 def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
@@ -60,8 +99,7 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    every = -(-(len(axis) - half) // SLOPE_POINTS)
-    slope = _theil_sen(axis[half::every], grown.retained_bytes[half::every])
+    slope = late_slope(axis, grown.retained_bytes)
     batches = _batches(axis, grown.retained_bytes)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
@@ -70,6 +108,13 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
     half_width = T_95 * spread / sqrt(len(batches)) + step / (axis[-1] - axis[half])
     return slope, half_width, spread / max(abs(mean), 1e-9)
+
+
+def late_slope(axis: list[float], values: tuple[float, ...]) -> float:
+    """Return the slope of the later half, Theil and Sen's: single steps do not move it."""
+    half = len(axis) // 2
+    every = -(-(len(axis) - half) // SLOPE_POINTS)
+    return _theil_sen(axis[half::every], values[half::every])
 
 
 def _theil_sen(axis: list[float], values: tuple[float, ...]) -> float:
@@ -95,15 +140,15 @@ def _batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     ]
 
 
-def _left_by_requests(
-    room: float, per_request: float, at_most: float, work: Work, now: float
-) -> tuple[float | None, float | None]:
-    """Return seconds left and their lower bound: the horizon decides the rate to expect, and the rate the horizon."""
+def _left_by_requests(room: float, per_request: float, work: Work, now: float) -> tuple[float | None, float]:
+    """Return seconds left, and the fastest requests per second that are to be reckoned with until then.
+
+    The horizon decides the rate to expect, and the rate the horizon.
+    """
     horizon = room / (per_request * work.rate)
     for _ in range(2):
         rate = expected_rate(work, now, horizon)
         if rate <= 0:
-            return None, None
+            return None, 0.0
         horizon = room / (per_request * rate)
-    fastest = max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))
-    return horizon, room / (at_most * fastest * 1.1)
+    return horizon, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))

@@ -31,8 +31,11 @@ USELESS_CHANCE: Final = 0.75
 """In blocks in which a rise is this likely anyway, there is no evidence either way: the warm-up, by itself."""
 
 SPARE: Final = 4.0
-NEWEST_POINTS: Final = 64
-MISSES_THAT_END_IT: Final = 6
+NEWEST_POINTS: Final = 62
+"""Two hours of the second level, as an alarm may have to wait for, and no more than memory allows."""
+
+MISSES_THAT_END_IT: Final = (6, 6, 6, 3, 2, 1)
+"""Blocks without a rise that end a verdict, by level: within an hour or so, at the levels whose blocks allow it."""
 
 
 def chance(first: tuple[float, float], last: tuple[float, float]) -> float:
@@ -55,18 +58,30 @@ def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> L
     if rise_chance < USELESS_CHANCE:
         odds = CHANCE_IN_A_LEAK / rise_chance if rose else (1 - CHANCE_IN_A_LEAK) / (1 - rise_chance)
         score = min(threshold + SPARE, max(0.0, score + log(odds)))
-    kept = level.points if score > 0 else ()
     return replace(
         level,
         reference_bytes=max(level.reference_bytes, point.floor_bytes),
         score=score,
-        points=(*kept, point)[-NEWEST_POINTS:],
-        began=level.began if kept else point,
+        points=(*level.points, point)[-NEWEST_POINTS:],
+        began=level.began if score > 0 and level.began is not None else point,
         misses=0 if rose else level.misses + 1,
     )
 
 
-def settle(level: Level, judged: Verdict, threshold: float) -> Level:
-    """Return the level with its verdict: it rises with the evidence, and ends when the growth has ended."""
-    ended = level.misses >= MISSES_THAT_END_IT or level.score < threshold / 2
+def stretch(level: Level) -> tuple[Point, ...]:
+    """Return the newest blocks since the score was last 0."""
+    began = level.began
+    return () if began is None else tuple(point for point in level.points if point.seconds >= began.seconds)
+
+
+def settle(level: Level, judged: Verdict, threshold: float, most_misses: int, floor_bytes: float) -> Level:
+    """Return the level with its verdict: it rises with the evidence, and ends with the growth or when that is gone."""
+    ended = level.misses >= most_misses or level.score < threshold / 2 or _given_back(level, floor_bytes)
     return replace(level, verdict=Verdict.NONE if ended else max(level.verdict, judged))
+
+
+def _given_back(level: Level, floor_bytes: float) -> bool:
+    """Return whether less is left than half of what grew."""
+    if level.reference_bytes is None or level.began is None:
+        return False
+    return floor_bytes < (level.began.floor_bytes + level.reference_bytes) / 2

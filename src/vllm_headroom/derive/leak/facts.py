@@ -63,7 +63,7 @@ class Level:
     """The evidence at one length of blocks.
 
     `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
-    the blocks since the score was last 0 (the newest 64), `began` the first of them ever.
+    the newest 62 blocks, `began` the first since the score was last 0.
     """
 
     block: Block | None = None
@@ -80,14 +80,16 @@ class Level:
 class Work:
     """Requests finished since the track began, also while the engine's counter cannot be read.
 
-    `rate` is requests per second, averaged over minutes; `base_requests` are the requests at the last known counter;
-    `mileage` holds (seconds, requests) every quarter of an hour for a day.
+    `rate` is requests per second, averaged over minutes; `finished_total` is the highest counter of this life, and
+    `base_requests` the requests then; `below_since` is when a lower one was first read in its place. `mileage` holds
+    (seconds, requests) every quarter of an hour for a day.
     """
 
     requests: float = 0.0
     rate: float = 0.0
     finished_total: float | None = None
     base_requests: float = 0.0
+    below_since: float | None = None
     life: str | None = None
     mileage: tuple[tuple[float, float], ...] = ()
 
@@ -110,27 +112,51 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Rises without a fall: the times and bytes of the newest, some seconds apart.
+
+    None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
+    """
+
+    seconds: tuple[float, ...] = ()
+    held_bytes: tuple[float, ...] = ()
+    quiet_until: float = 0.0
+    alarm_until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Everything remembered of one series: bounded, and explicit enough to be saved.
 
-    `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by.
-    `anchor_*` is where this stretch of comparable readings began. `history` holds (requests, busy seconds, grown bytes)
-    at 6 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their clipped sum.
+    `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and
+    `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable readings
+    began. `history` holds (requests, busy seconds, grown bytes) at 6 % steps since the anchor, `rises` the newest rises
+    of the shortest level, `grown_bytes` their clipped sum, `first_bytes` its first floor. `most_bytes` is what the
+    engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds` when an
+    alarm was last sure with little time left, `flushed_seconds` when the allocator gave back its cache.
     """
 
     clock: float
+    doubted_clock: float | None = None
     seconds: float = 0.0
     work: Work = field(default_factory=Work)
     anchor_seconds: float | None = None
     anchor_requests: float = 0.0
+    first_bytes: float = 0.0
     busy_seconds: float = 0.0
     top_bytes: float = 0.0
+    most_bytes: float = 0.0
     resting_since: float | None = None
     asleep: bool = False
     neighbours: int | None = None
+    crowded_since: float | None = None
     levels: tuple[Level, ...] = ()
     history: tuple[tuple[float, float, float], ...] = ()
     rises: tuple[float, ...] = ()
     grown_bytes: float = 0.0
+    run: Run = field(default_factory=Run)
+    projected: Verdict = Verdict.NONE
+    sure_seconds: float | None = None
+    flushed_seconds: float | None = None
     verdict: Verdict = Verdict.NONE
     estimate: Estimate | None = None

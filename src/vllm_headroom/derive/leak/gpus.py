@@ -31,7 +31,7 @@ def gpu_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Trac
     gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
     ours = [gpu for gpu in gpus if gpu.attribution is not None]
     now = snapshot.monotonic_seconds
-    tracks = kept(state, now)
+    tracks = kept(state)
     samples: list[Sample] = []
     for gpu in ours:
         uuid = gpu.reading.uuid
@@ -40,9 +40,10 @@ def gpu_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Trac
     return Tracks(tracks=tracks), tuple(samples)
 
 
-def kept(state: Tracks, now: float) -> dict[str, Track]:
-    """Return the tracks that were moved within a day."""
-    return {name: track for name, track in state.tracks.items() if now - track.clock < FORGET_SECONDS}
+def kept(state: Tracks) -> dict[str, Track]:
+    """Return the tracks that were moved within a day of the newest; a wild date makes none forgotten."""
+    newest = max((track.clock for track in state.tracks.values()), default=0.0)
+    return {name: track for name, track in state.tracks.items() if newest - track.clock < FORGET_SECONDS}
 
 
 def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
@@ -69,11 +70,11 @@ def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
         return LeakState.UNKNOWN
     if track.asleep:
         return LeakState.ASLEEP
-    if track.verdict is Verdict.LEAKING:
-        return LeakState.LEAKING
-    if track.verdict is Verdict.GROWING:
-        return LeakState.GROWING
-    if track.resting_since is not None or not settled:
+    if track.resting_since is not None:
+        return LeakState.UNSETTLED
+    if track.verdict is not Verdict.NONE:
+        return LeakState.LEAKING if track.verdict is Verdict.LEAKING else LeakState.GROWING
+    if not settled:
         return LeakState.UNSETTLED
     return LeakState.WARMING_UP if warming_up(track) else LeakState.STABLE
 

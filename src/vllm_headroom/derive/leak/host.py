@@ -20,7 +20,7 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
-    tracks = kept(state, snapshot.monotonic_seconds)
+    tracks = kept(state)
     samples: list[Sample] = []
     for role in Role:
         processes = tuple(process for process in snapshot.processes if process.role is role)

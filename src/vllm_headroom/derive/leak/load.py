@@ -62,7 +62,7 @@ def _requests(snapshot: Snapshot) -> float | None:
 
 
 def _gathered(state: LoadState, requests: float, now: float) -> LoadState:
-    began = now if state.began_seconds is None else state.began_seconds
+    began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
     state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
     if now - began < MINUTE_SECONDS:
         return state

@@ -60,8 +60,8 @@ class Growth:
 
 def growth(points: tuple[Point, ...]) -> Growth | None:
     """Return the growth that was never given back; None when it is too little to say anything."""
-    retained = _retained(points)
-    raw = [after - before for before, after in pairwise(retained)]
+    floors = retained(points)
+    raw = [after - before for before, after in pairwise(floors)]
     rising = [rise for rise in raw if rise > 0]
     if len(rising) < LEAST_RISES:
         return None
@@ -71,10 +71,10 @@ def growth(points: tuple[Point, ...]) -> Growth | None:
     if total < LEAST_GROWTH_BYTES:
         return None
     largest_share = max(rising) / sum(rising)
-    return Growth(points=points, retained_bytes=retained, rises=clipped, total_bytes=total, largest_share=largest_share)
+    return Growth(points=points, retained_bytes=floors, rises=clipped, total_bytes=total, largest_share=largest_share)
 
 
-def _retained(points: tuple[Point, ...]) -> tuple[float, ...]:
+def retained(points: tuple[Point, ...]) -> tuple[float, ...]:
     """Return the floors less what later floors gave back: running minima from the end."""
     least, kept = float("inf"), []
     for point in reversed(points):

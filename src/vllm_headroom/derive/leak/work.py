@@ -12,47 +12,52 @@ from vllm_headroom.derive.page_facts import begun_anew
 
 AVERAGE_SECONDS: Final = 300.0
 MILEAGE_SECONDS: Final = 900.0
+RESET_SECONDS: Final = 600.0
+"""A counter that stays lower for this long was reset, and is counted on from there."""
+
 MILEAGE_POINTS: Final = 97
 """A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
 
 
 def restarted(work: Work, seen: Observation) -> bool:
-    """Return whether this is another life of the engine: its start time or processes changed, or its counter fell."""
+    """Return whether this is another life of the engine, by its start time or processes, or by its counter."""
     return begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
 
 
 def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     """Return the work done by `now`.
 
-    While the counter cannot be read, requests go on at the last known rate: a gap taken for idleness would make what
-    grew in it look like growth without work.
+    While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
+    taken for idleness would make what grew in it look like growth without work.
     """
     life = work.life if seen.life is None else seen.life
-    if seen.finished_total is None:
-        return _mileage(replace(work, requests=work.requests + work.rate * elapsed, life=life), now)
-    requests = work.requests
-    if work.finished_total is not None:
-        requests = max(requests, work.base_requests + seen.finished_total - work.finished_total)
-    rate = work.rate
+    highest, total = work.finished_total, seen.finished_total
+    lower = highest is not None and total is not None and total < highest
+    since = (now if work.below_since is None else work.below_since) if lower else None
+    requests, rate, base = work.requests, work.rate, work.base_requests
+    if total is None or (since is not None and now < since + RESET_SECONDS):
+        requests += rate * elapsed
+        return replace(
+            work, requests=requests, life=life, below_since=since, mileage=_mileage(work.mileage, now, requests)
+        )
+    if highest is not None and not lower:
+        requests = max(requests, base + total - highest)
     if elapsed > 0:
         rate += (1 - exp(-elapsed / AVERAGE_SECONDS)) * ((requests - work.requests) / elapsed - rate)
-    return _mileage(
-        replace(
-            work,
-            requests=requests,
-            rate=rate,
-            finished_total=seen.finished_total,
-            base_requests=requests,
-            life=life,
-        ),
-        now,
+    return Work(
+        requests=requests,
+        rate=rate,
+        finished_total=total,
+        base_requests=requests,
+        life=life,
+        mileage=_mileage(work.mileage, now, requests),
     )
 
 
-def _mileage(work: Work, now: float) -> Work:
-    if work.mileage and now - work.mileage[-1][0] < MILEAGE_SECONDS:
-        return work
-    return replace(work, mileage=(*work.mileage, (now, work.requests))[-MILEAGE_POINTS:])
+def _mileage(mileage: tuple[tuple[float, float], ...], now: float, requests: float) -> tuple[tuple[float, float], ...]:
+    if mileage and now - mileage[-1][0] < MILEAGE_SECONDS:
+        return mileage
+    return (*mileage, (now, requests))[-MILEAGE_POINTS:]
 
 
 def expected_rate(work: Work, now: float, horizon_seconds: float) -> float:

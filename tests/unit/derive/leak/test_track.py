@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from tests.unit.derive.leak.stretches import (
     LEAK,
     RATE,
     TOTAL,
+    Shape,
     changed,
     flat,
     follow,
@@ -25,9 +27,11 @@ from tests.unit.derive.leak.stretches import (
 from vllm_headroom.derive.leak.blocks import HISTORY_POINTS
 from vllm_headroom.derive.leak.evidence import NEWEST_POINTS
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.gpus import leak_state
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import warming_up
 from vllm_headroom.derive.leak.work import MILEAGE_POINTS
+from vllm_headroom.vocabulary import LeakState
 
 
 def test_flat_memory_warms_up_and_is_never_anything_else_than_quiet() -> None:
@@ -137,21 +141,43 @@ def test_a_restart_begins_anew(life: str | None) -> None:
     assert set(second.verdicts) == {Verdict.NONE}
 
 
-def test_a_sleep_is_no_verdict_and_waking_begins_anew() -> None:
-    first = follow(readings(leak, 2))
-    asleep = [
-        Observation(seconds=2 * HOUR + 15 * turn, held_bytes=BASE // 10, finished_total=72000.0, life="1", awake=False)
-        for turn in range(40)
+def asleep_since(hours: float, minutes: float) -> list[Observation]:
+    return [
+        Observation(seconds=hours * HOUR + 15 * turn, held_bytes=BASE // 10, finished_total=72000.0, awake=False)
+        for turn in range(int(minutes * 4))
     ]
-    sleeping = follow(asleep, first.track)
-    assert sleeping.track.asleep
-    assert set(sleeping.verdicts) == {Verdict.NONE}
 
-    awake = changed(readings(flat, 1, start=2.5 * HOUR), lambda _: True, finished_total=72000.0, awake=True)
-    woken = follow(awake, sleeping.track)
 
-    assert not woken.track.asleep
+def awake_again(shape: Shape, since_hours: float, hours: float) -> Iterator[Observation]:
+    """Yield readings that go on counting from what was finished before a sleep."""
+    for each in readings(shape, hours, start=since_hours * HOUR):
+        yield replace(each, finished_total=72000.0 + (each.finished_total or 0.0), awake=True)
+
+
+def test_a_sleep_is_asleep_and_a_leak_that_it_gave_back_is_none() -> None:
+    sleeping = follow(asleep_since(2, 10), follow(readings(leak, 2)).track)
+    assert leak_state(sleeping.track, known=True, settled=True) is LeakState.ASLEEP
+
+    woken = follow(awake_again(flat, 2.2, 1), sleeping.track)
+
     assert set(woken.verdicts) == {Verdict.NONE}
+
+
+def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
+    sleeping = follow(asleep_since(2, 10), follow(readings(leak, 2)).track)
+
+    woken = follow(awake_again(lambda seconds: leak(2 * HOUR + seconds), 2.2, 1), sleeping.track)
+
+    assert set(woken.verdicts) == {Verdict.LEAKING}
+
+
+def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
+    def rests(each: Observation) -> bool:
+        return each.seconds % 480 >= 360
+
+    course = follow(changed(readings(leak, 4), rests, held_bytes=BASE // 10, awake=False))
+
+    assert course.verdicts[-1] is Verdict.LEAKING
 
 
 def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None:
@@ -170,14 +196,31 @@ def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None
     assert follow(smaller, first.track).verdicts[-1] is Verdict.LEAKING
 
 
-def test_another_process_coming_begins_anew_where_it_cannot_be_told_apart() -> None:
-    seen = [replace(each, neighbours=1) for each in readings(leak, 2)]
-    course = follow(seen)
+def test_a_job_that_comes_and_goes_where_it_cannot_be_told_apart_changes_nothing() -> None:
+    def runs(each: Observation) -> bool:
+        return each.seconds % 2400 < 600
+
+    alone = changed(readings(leak, 4), lambda _: True, neighbours=1)
+    beside = (
+        replace(each, held_bytes=(each.held_bytes or 0) + 900 * MIB, neighbours=2) if runs(each) else each
+        for each in alone
+    )
+
+    assert follow(beside).verdicts[-1] is Verdict.LEAKING
+
+
+def test_a_neighbour_that_stays_begins_anew_where_it_cannot_be_told_apart() -> None:
+    course = follow(changed(readings(leak, 2), lambda _: True, neighbours=1))
     assert course.verdicts[-1] is Verdict.LEAKING
+    joined = (
+        replace(each, seconds=each.seconds + 2 * HOUR, held_bytes=BASE + 2000 * MIB, neighbours=2)
+        for each in readings(flat, 1.2)
+    )
 
-    joined = replace(seen[-1], seconds=seen[-1].seconds + 15, neighbours=2)
+    after = follow((replace(each, finished_total=72000.0) for each in joined), course.track)
 
-    assert follow([joined], course.track).verdicts == (Verdict.NONE,)
+    assert after.verdicts[0] is Verdict.LEAKING
+    assert after.verdicts[-1] is Verdict.NONE
 
 
 def test_a_leak_is_found_through_gaps_of_both_sides() -> None:

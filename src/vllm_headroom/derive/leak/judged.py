@@ -1,0 +1,125 @@
+"""What the evidence, the last hours and the room that is left amount to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from vllm_headroom.derive.leak.blocks import here
+from vllm_headroom.derive.leak.estimate import estimate, refreshed
+from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, THRESHOLDS, settle, stretch
+from vllm_headroom.derive.leak.facts import Level, Track, Verdict
+from vllm_headroom.derive.leak.projection import Life, project
+from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
+
+PROJECTED_LEVEL: Final = 3
+BORNE_OUT_SCORE: Final = 1 / 3
+"""Its 62 blocks of 16 minutes are the last 16 hours; a third of its threshold bears them out."""
+
+NEAR_SECONDS: Final = 3600.0
+NEAR_SHARE: Final = 0.25
+"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for an hour."""
+
+REFILL_SECONDS: Final = 3600.0
+"""After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
+
+
+def judged(track: Track, room_bytes: int | None) -> Track:
+    """Return the track with the verdict of the surest level and its estimate."""
+    if track.seconds < track.run.alarm_until:
+        return track
+    if room_bytes is not None:
+        track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
+    own_room = None if room_bytes is None else track.most_bytes - _floor(track)
+    track, grown = _weighed(track, own_room)
+    verdict = max(track.projected, *(level.verdict for level in track.levels))
+    if verdict is not Verdict.LEAKING and _is_held(track):
+        return replace(_refreshed(track, room_bytes), verdict=Verdict.LEAKING)
+    track = replace(track, verdict=verdict)
+    if verdict is Verdict.NONE:
+        return replace(track, estimate=None, sure_seconds=None)
+    refills = track.flushed_seconds is not None and track.seconds - track.flushed_seconds < REFILL_SECONDS
+    known = track.estimate is not None and (refills or grown is None)
+    track = _refreshed(track, room_bytes) if known or grown is None else _estimated(track, grown, room_bytes)
+    near = verdict is Verdict.LEAKING and _is_near(track, room_bytes)
+    return replace(track, sure_seconds=track.seconds if near else None)
+
+
+def _floor(track: Track) -> float:
+    points = track.levels[0].points
+    return points[-1].floor_bytes if points else track.first_bytes
+
+
+def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
+    """Return the track with each level's verdict and that of the last hours, and the growth that says most."""
+    levels: list[Level] = []
+    best: tuple[Verdict, Growth | None] = (Verdict.NONE, None)
+    steady = steadiness(track.history, here(track))
+    for level, threshold, most in zip(track.levels, THRESHOLDS, MISSES_THAT_END_IT, strict=True):
+        grown = growth(stretch(level)) if level.score >= threshold else None
+        said = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)
+        levels.append(settle(level, said, threshold, most, _floor(track)))
+        if grown is not None and levels[-1].verdict and levels[-1].verdict >= best[0]:
+            best = (levels[-1].verdict, grown)
+    projected, grown = _projected(track, room_bytes)
+    if grown is not None and projected > best[0]:
+        best = (projected, grown)
+    return replace(track, levels=tuple(levels), projected=projected), best[1]
+
+
+def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
+    """Return what the last hours foretell; anew only when one of their blocks ends."""
+    level = track.levels[PROJECTED_LEVEL]
+    if level.block is not None:
+        return track.projected, None
+    life = Life(
+        began=(track.anchor_seconds or 0.0, track.anchor_requests),
+        first_bytes=track.first_bytes,
+        room_bytes=room_bytes,
+        borne_out=level.score >= BORNE_OUT_SCORE * THRESHOLDS[PROJECTED_LEVEL],
+        before=track.projected,
+    )
+    return project(level.points, life)
+
+
+def _refreshed(track: Track, room_bytes: int | None) -> Track:
+    if track.estimate is None or room_bytes is None:
+        return track
+    return replace(track, estimate=refreshed(track.estimate, room_bytes, max(track.rises, default=0.0)))
+
+
+def _is_near(track: Track, room_bytes: int | None) -> bool:
+    found = track.estimate
+    if found is None or room_bytes is None:
+        return False
+    return room_bytes <= max(NEAR_SHARE * found.leaked_bytes, NEAR_SECONDS * found.bytes_per_second)
+
+
+def _is_held(track: Track) -> bool:
+    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
+
+
+def still_alarmed(track: Track, before: Track) -> Track:
+    """Return a track begun anew with the alarm of the one before, where that is held."""
+    if before.sure_seconds is None:
+        return track
+    return replace(track, verdict=before.verdict, estimate=before.estimate, sure_seconds=before.sure_seconds)
+
+
+def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:
+    began = min(
+        (level.began for level in track.levels if level.verdict and level.began),
+        key=lambda point: point.seconds,
+        default=grown.points[0],
+    )
+    return replace(
+        track,
+        estimate=estimate(
+            grown,
+            began_bytes=began.floor_bytes,
+            work=track.work,
+            now=track.seconds,
+            room_bytes=room_bytes,
+            demand_bytes=max(track.rises, default=0.0),
+        ),
+    )

@@ -1,0 +1,142 @@
+"""Would the device fill up at the pace of the last hours, and has that pace lasted?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from typing import Final
+
+from vllm_headroom.derive.leak.estimate import late_slope
+from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
+
+LEAST_BYTES: Final = 512 * MIB
+"""Growth before a projection says anything: it is for steps that are few and large."""
+
+LEAST_RISES: Final = 4
+RISE_SHARE: Final = 0.05
+LARGEST_SHARE: Final = 0.35
+"""Rises of at least a twentieth of the growth count; one that is more than this share of it makes it no pace."""
+
+THIRD_SHARE: Final = 0.15
+LATE_SHARES: Final = (0.35, 0.75)
+"""The least share of each third, and the share of the later half, by requests or by time."""
+
+LAST_SHARE: Final = 0.15
+LATE_PACE: Final = 0.5
+"""A verdict begins only while growth goes on: the last quarter has this share, and for an alarm the slope of the later
+half is at least so much of the pace."""
+
+FASTER_THAN_RECORDS: Final = 3.0
+"""Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
+
+LEAST_FOLDS: Final = 0.01
+LEAST_SECONDS: Final = 3600.0
+WARM_SECONDS: Final = 1800.0
+WARM_SHARE: Final = 0.15
+"""The window begins this long after the life, at least, and so much of its own length."""
+
+DAY_SECONDS: Final = 86_400.0
+GROWING_SHARE: Final = 0.25
+LEAKING_SHARE: Final = 1.0
+BORNE_OUT_SHARE: Final = 0.7
+"""How long it has lasted, as a share of what is left: for a ticket, an alarm, and one that evidence bears out."""
+
+WINDOWS: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What the window is held against: when it began (seconds, requests), its first floor, the room that is left.
+
+    `borne_out` tells that the blocks' evidence points the same way, `before` what was said last.
+    """
+
+    began: tuple[float, float]
+    first_bytes: float
+    room_bytes: float | None
+    borne_out: bool
+    before: Verdict
+
+
+def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
+    """Return what the retained floors foretell, and the growth that does.
+
+    Growing: the device would be full within a day. Leaking: the growth has lasted for as long as what is left, so that
+    the alarm comes half-way, whatever the evidence by blocks says of a few large steps. Where nobody knows the room it
+    is taken for as much as was held at first.
+    """
+    if len(points) < WINDOWS:
+        return Verdict.NONE, None
+    floors = retained(points)
+    best: tuple[Verdict, Growth | None] = (Verdict.NONE, None)
+    for begin in range(0, len(points) - WINDOWS // 2, max(1, len(points) // WINDOWS)):
+        grown = _window(points[begin:], floors[begin:], life)
+        verdict = Verdict.NONE if grown is None else _said(grown, life)
+        if verdict > best[0]:
+            best = (verdict, grown)
+    return best
+
+
+def _said(grown: Growth, life: Life) -> Verdict:
+    room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
+    lasted = grown.points[-1].seconds - grown.points[0].seconds
+    left = room / grown.total_bytes * lasted
+    if lasted >= left * (BORNE_OUT_SHARE if life.borne_out else LEAKING_SHARE) and _keeps_pace(grown, lasted):
+        said = Verdict.LEAKING
+    else:
+        said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
+    last = grown.retained_bytes[-1] - grown.retained_bytes[-1 - len(grown.points) // 4]
+    return said if last >= LAST_SHARE * grown.total_bytes else min(said, life.before)
+
+
+def _keeps_pace(grown: Growth, lasted: float) -> bool:
+    slope = late_slope([point.seconds for point in grown.points], grown.retained_bytes)
+    return slope * lasted >= LATE_PACE * grown.total_bytes
+
+
+def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
+    """Return the growth of a window if it is a pace: several rises, even, late in the life and not slowing down."""
+    total, lasted = floors[-1] - floors[0], points[-1].seconds - points[0].seconds
+    age = points[0].seconds - life.began[0]
+    if total < LEAST_BYTES or lasted < LEAST_SECONDS or age < max(WARM_SECONDS, WARM_SHARE * lasted):
+        return None
+    rises = tuple(after - before for before, after in pairwise(floors))
+    if sum(rise >= RISE_SHARE * total for rise in rises) < LEAST_RISES or max(rises) > LARGEST_SHARE * total:
+        return None
+    even = _even(points, floors, lambda point: point.requests) or _even(points, floors, lambda point: point.seconds)
+    if not even or not _outpaces(points, floors, life):
+        return None
+    return Growth(
+        points=points, retained_bytes=floors, rises=rises, total_bytes=total, largest_share=max(rises) / total
+    )
+
+
+def _even(points: tuple[Point, ...], floors: tuple[float, ...], axis: Callable[[Point], float]) -> bool:
+    """Return whether each third and the later half have their share on an axis."""
+    places = [axis(point) for point in points]
+    at = [_reached(places, floors, share) for share in (1 / 3, 1 / 2, 2 / 3)]
+    total = floors[-1] - floors[0]
+    thirds = (at[0] - floors[0], at[2] - at[0], floors[-1] - at[2])
+    late = (floors[-1] - at[1]) / total
+    return min(thirds) >= THIRD_SHARE * total and LATE_SHARES[0] <= late <= LATE_SHARES[1]
+
+
+def _reached(places: list[float], floors: tuple[float, ...], share: float) -> float:
+    """Return the floor at a share of the way from the first place to the last."""
+    where = places[0] + share * (places[-1] - places[0])
+    return max(floor for place, floor in zip(places, floors, strict=True) if place <= where)
+
+
+def _outpaces(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
+    inside = (floors[-1] - floors[0]) / _folds(points[0], points[-1], life.began)
+    before = (floors[0] - life.first_bytes) / _folds(Point(*life.began, 0.0, 0.0), points[0], life.began)
+    return inside >= FASTER_THAN_RECORDS * before
+
+
+def _folds(sooner: Point, later: Point, began: tuple[float, float]) -> float:
+    """Return how many times the life's work grew e-fold between two points."""
+    by_time = log((later.seconds - began[0] + 60.0) / (sooner.seconds - began[0] + 60.0))
+    return max(by_time, log((later.requests - began[1] + 50.0) / (sooner.requests - began[1] + 50.0)), LEAST_FOLDS)

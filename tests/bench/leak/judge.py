@@ -1,0 +1,137 @@
+"""One trace's score: what the detector said of the series that leaks or might, against what is true."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+from typing import Any
+
+import plain
+from traces import Labelled
+
+from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.course import Course, Moment
+from vllm_headroom.trace.replay import Watch
+
+END_SECONDS = 600.0
+"""The last word is taken this long before the end."""
+
+APART_SECONDS = 3600.0
+"""Alarms closer than this are one."""
+
+MIB = 2**20
+
+
+def judge(trace: Labelled) -> dict[str, Any]:
+    """Return the trace's row: what was found when, what was false, how good the figures were."""
+    watch, before_end = Watch(), None
+    ends = trace.truth["oom_at"]
+    for sample in trace.samples:
+        snapshot = snapshot_of(sample)
+        assert isinstance(snapshot, Snapshot), snapshot
+        watch.step(snapshot)
+        if ends is not None and sample["t"] <= ends - END_SECONDS:
+            course = _course(watch, trace.truth["series"])
+            before_end = course.last if course is not None else None
+    course = _course(watch, trace.truth["series"]) or Course()
+    readings = _readings(trace)
+    row = {key: trace.truth[key] for key in ("scenario", "seed", "group", "leak", "ambiguous")}
+    row |= _alarms(course, trace.truth, readings)
+    if trace.truth["leak"]:
+        row |= _figures("first", course.first, trace.truth) | _figures("last", before_end or course.last, trace.truth)
+        row["held"] = None if ends is None or not row["found"] else course.last.seconds >= ends - END_SECONDS
+    return row | _others(trace.truth, readings)
+
+
+def _course(watch: Watch, series: str) -> Course | None:
+    if series == "gpu":
+        return next((course for _, _, course in watch.gpus), None)
+    return next((course for role, course in watch.host if role == series), None)
+
+
+def _readings(trace: Labelled) -> list[plain.Reading]:
+    """Return the readings of the series in question."""
+    found = []
+    for sample in trace.samples:
+        if trace.truth["series"] != "gpu":
+            found.append((sample["t"], sample["processes"][0]["rss"], sample["host"]["limit"]))
+        elif sample["gpus"]:
+            gpu = sample["gpus"][0]
+            found.append((sample["t"], gpu.get("engine", gpu["used"]), gpu["total"] - gpu.get("other", 0)))
+    return found
+
+
+def _alarms(course: Course, truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+    leak, onset = truth["leak"], truth["onset"]
+    rises, early = _edges(course.leaking, APART_SECONDS), _edges(course.growing, APART_SECONDS)
+    false = [edge for edge in rises if not leak or edge < onset]
+    row: dict[str, Any] = {
+        "days": ((onset if leak else truth["ends"]) - truth["started"]) / 86_400,
+        "false": len(false),
+        "early_false": sum(not leak or edge < onset for edge in early),
+        "lasts_minutes": max((_lasts(each, truth, readings) for each in course.leaking if each[0] in false), default=0.0),
+    }
+    if leak:
+        hits = [edge for edge in rises if edge >= onset]
+        soon = [edge for edge in (*_edges(course.growing, 0), *_edges(course.leaking, 0)) if edge >= onset]
+        row["found"] = bool(hits)
+        if soon:
+            row["early_mb"] = leaked_at(truth, min(soon)) / 1e6
+        if hits:
+            row |= {"mb": leaked_at(truth, hits[0]) / 1e6, "minutes": (hits[0] - onset) / 60}
+    return row
+
+
+def _edges(intervals: tuple[Any, ...], apart: float) -> list[float]:
+    edges, last = [], None
+    for begin, end in intervals:
+        if last is None or begin - last > apart:
+            edges.append(begin)
+        last = begin if end is None else end
+    return edges
+
+
+def _lasts(interval: tuple[float, float | None], truth: dict[str, Any], readings: list[plain.Reading]) -> float:
+    """Return the minutes a false alarm lasted after the last growth that stayed."""
+    end = truth["ends"] if interval[1] is None else interval[1]
+    within = [(seconds, held) for seconds, held, _ in readings if seconds <= end]
+    least, grew = float("inf"), interval[0]
+    floors = []
+    for seconds, held in reversed(within):
+        least = min(least, held)
+        floors.append((seconds, least))
+    for (seconds, floor), (_, before) in pairwise(floors):
+        if floor - before >= MIB:
+            grew = max(grew, seconds)
+            break
+    return (end - grew) / 60
+
+
+def leaked_at(truth: dict[str, Any], t: float) -> float:
+    """Return the truly leaked bytes at time t, in the current life of the engine."""
+    return truth["leaked_bytes"][max(0, bisect_right(truth["t"], t) - 1)]
+
+
+def _figures(which: str, said: Moment | None, truth: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    if said is None or said.seconds < truth["onset"] or said.bytes_per_second is None:
+        return row
+    real = leaked_at(truth, said.seconds) / max(said.seconds - truth["onset"], 1.0)
+    if truth["steady"] and real > 0:
+        row[f"{which}_error"] = abs(said.bytes_per_second - real) / real
+        if said.bytes_per_second_lower is not None:
+            row[f"{which}_covered"] = said.bytes_per_second_lower <= real <= said.bytes_per_second_upper
+    if truth["oom_at"] and said.time_to_oom_seconds_lower is not None:
+        row[f"{which}_in_time"] = said.time_to_oom_seconds_lower <= truth["oom_at"] - said.seconds
+    return row
+
+
+def _others(truth: dict[str, Any], readings: list[plain.Reading]) -> dict[str, Any]:
+    """Return what the plain rules would have said."""
+    row = {}
+    for name, rule in (("linear", plain.extrapolated), ("trend", plain.trending)):
+        told = rule(readings)
+        false = told is not None and (not truth["leak"] or told < truth["onset"])
+        row |= {f"{name}_found": told is not None and not false, f"{name}_false": false}
+    return row

@@ -1,0 +1,103 @@
+"""What must not change a verdict: units, clocks, gaps, doubles, jitter and an engine that says nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.derive.leak.stretches import HOUR, Shape, flat, follow, leak, readings, records, segments
+from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.gpus import Tracks, kept
+
+Change = Callable[[Iterable[Observation]], Iterator[Observation]]
+HOURS = 4.0
+
+
+def lumps(seconds: float) -> float:
+    return 400 * MIB * int(seconds / 2400) + segments(seconds * 10_000)
+
+
+SHAPES: dict[str, tuple[Shape, Verdict]] = {
+    "leak": (leak, Verdict.LEAKING),
+    "flat": (flat, Verdict.NONE),
+    "records": (records(3, HOURS), Verdict.NONE),
+    "lumps": (lumps, Verdict.LEAKING),
+}
+
+
+def shifted(seen: Iterable[Observation]) -> Iterator[Observation]:
+    return (replace(each, seconds=each.seconds + 1.7e9) for each in seen)
+
+
+def doubled(seen: Iterable[Observation]) -> Iterator[Observation]:
+    return (each for one in seen for each in (one, one))
+
+
+def thinned(seen: Iterable[Observation]) -> Iterator[Observation]:
+    chance = random.Random(7)  # noqa: S311 - it plays a bad network
+    return (each for each in seen if chance.random() > 0.3)
+
+
+def jittered(seen: Iterable[Observation]) -> Iterator[Observation]:
+    chance = random.Random(8)  # noqa: S311 - it plays a driver that rounds
+    return (replace(each, held_bytes=(each.held_bytes or 0) + chance.choice((-2, 0, 2)) * MIB) for each in seen)
+
+
+def silent(seen: Iterable[Observation]) -> Iterator[Observation]:
+    return (replace(each, finished_total=None, life=None) for each in seen)
+
+
+def misdated(seen: Iterable[Observation]) -> Iterator[Observation]:
+    """Give one reading in a hundred the date of another century."""
+    for number, each in enumerate(seen):
+        wild = 4e9 if number % 200 else 0.0
+        yield replace(each, seconds=wild) if number % 100 == 99 else each
+
+
+CHANGES: tuple[Change, ...] = (shifted, doubled, thinned, jittered, silent, misdated)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_verdict_is_the_same(name: str, change: Change) -> None:
+    shape, verdict = SHAPES[name]
+    hours = 10.0 if name == "lumps" else HOURS
+
+    course = follow(change(readings(shape, hours)))
+
+    assert course.worst is verdict if verdict is Verdict.NONE else course.verdicts[-1] is verdict
+
+
+def test_a_series_that_was_put_down_and_taken_up_again_is_judged_alike() -> None:
+    seen = list(readings(leak, 3))
+    first = follow(seen[:300])
+
+    assert (*first.verdicts, *follow(seen[300:], first.track).verdicts) == follow(seen).verdicts
+
+
+def test_one_wild_date_interrupts_no_alarm() -> None:
+    course = follow(readings(leak, 2))
+    assert course.verdicts[-1] is Verdict.LEAKING
+
+    for wild in (0.0, 4e9):
+        last = course.track.clock
+        after = follow(
+            [
+                Observation(seconds=wild, held_bytes=1, life="1"),
+                *(replace(each, seconds=last + each.seconds) for each in readings(leak, 0.1)),
+            ],
+            course.track,
+        )
+        assert after.verdicts[0] is Verdict.LEAKING
+        assert after.track.seconds < 3 * HOUR
+
+
+def test_a_wild_date_makes_no_series_forgotten_and_a_day_does() -> None:
+    old, new = follow(readings(flat, 0.1)).track, follow(shifted(readings(flat, 0.1))).track
+    state = Tracks(tracks={"GPU-a": new, "GPU-b": new})
+
+    assert set(kept(state)) == {"GPU-a", "GPU-b"}
+    assert set(kept(Tracks(tracks={"GPU-a": new, "GPU-b": old}))) == {"GPU-a"}

@@ -1,0 +1,156 @@
+"""Leaks that evidence by blocks is too slow for: a few large steps, and growth of minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, flat, follow, leak, readings, segments
+from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+
+MINUTE = 60.0
+FAST = 10e6
+"""Bytes per second: the room is full in eleven minutes."""
+
+
+def steps(size: int, minutes: float) -> Shape:
+    return lambda seconds: segments(size) * int(seconds / (minutes * MINUTE))
+
+
+def every_5_seconds(shape: Shape, hours: float) -> Iterator[Observation]:
+    for number in range(int(hours * 720)):
+        held = int(BASE + shape(number * 5.0))
+        yield Observation(
+            seconds=number * 5.0,
+            held_bytes=held,
+            finished_total=number * 50.0,
+            life="1",
+            room_bytes=max(0, TOTAL - held),
+        )
+
+
+def since(hours: float, shape: Shape) -> Shape:
+    return lambda seconds: shape(max(0.0, seconds - hours * HOUR))
+
+
+@pytest.mark.parametrize(("size", "minutes"), [(256 * MIB, 40), (512 * MIB, 75)])
+def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone(size: int, minutes: float) -> None:
+    course = follow(readings(steps(size, minutes), 15))
+
+    found = course.first(Verdict.LEAKING)
+
+    assert found is not None
+    assert 0.3 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < 0.7
+
+
+def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
+    when = [0.3 * 1.9**number for number in range(7)]
+
+    course = follow(readings(lambda seconds: 500 * MIB * sum(seconds > hour * HOUR for hour in when), 15))
+
+    assert course.worst is not Verdict.LEAKING
+
+
+def test_slots_that_fill_up_to_a_third_of_the_room_are_not_a_leak() -> None:
+    def slots(seconds: float) -> float:
+        return min(2000 * MIB, steps(256 * MIB, 40)(seconds))
+
+    course = follow(readings(slots, 15))
+
+    assert course.worst is not Verdict.LEAKING
+    assert course.verdicts[-1] is Verdict.NONE
+
+
+def test_fast_growth_is_a_leak_within_a_minute_of_when_it_would_fill_the_room_in_ten() -> None:
+    course = follow(every_5_seconds(since(1, lambda seconds: segments(seconds * FAST)), 1.1))
+
+    found = next(number for number, verdict in enumerate(course.verdicts) if verdict is Verdict.LEAKING)
+
+    due = HOUR + (TOTAL - BASE - 600 * FAST) / FAST
+    assert found * 5.0 - max(due, HOUR) <= 65
+    assert course.alarm is not None
+    assert course.alarm.lower < FAST < course.alarm.upper
+
+
+def test_fast_growth_without_a_known_room_is_one_that_doubles_what_is_held() -> None:
+    def host(pace: float) -> Iterator[Observation]:
+        for each in every_5_seconds(flat, 1.05):
+            grown = int(pace * max(0.0, each.seconds - HOUR))
+            yield replace(each, held_bytes=6 * 1024 * MIB + grown, room_bytes=None)
+
+    assert follow(host(80e6)).worst is Verdict.LEAKING
+    assert follow(host(5e6)).worst is Verdict.NONE
+
+
+@pytest.mark.parametrize("ramp", [30.0, 120.0, 280.0])
+def test_a_start_and_a_wake_are_not_taken_for_fast_growth(ramp: float) -> None:
+    def start(seconds: float) -> float:
+        return -0.4 * BASE * max(0.0, 1 - seconds / ramp)
+
+    def wake(seconds: float) -> float:
+        return start(seconds - HOUR) if seconds > HOUR else 0.0
+
+    assert follow(every_5_seconds(start, 0.5)).worst is Verdict.NONE
+    assert follow(every_5_seconds(wake, 1.5)).worst is Verdict.NONE
+
+
+def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
+    def fill(seconds: float) -> float:
+        return 1500 * MIB * (1 - float(0.5 ** (max(0.0, seconds - HOUR) / 10)))
+
+    assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
+
+
+def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end() -> None:
+    full = TOTAL - BASE
+
+    def flushed(seconds: float) -> float:
+        grown = leak(2 * seconds) + 1500 * MIB
+        return grown if grown < full - 300 * MIB else grown - 1200 * MIB
+
+    hours = (full - 300 * MIB - 1500 * MIB) / (2 * 128_000) / HOUR
+    course = follow(readings(flushed, hours + 1))
+
+    begun = next(number for number, verdict in enumerate(course.verdicts) if verdict is Verdict.LEAKING)
+    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+    assert course.track.estimate is not None
+    assert course.track.estimate.oom_seconds is not None
+    assert course.track.estimate.bytes_per_second == pytest.approx(256_000, rel=0.1)
+
+
+def test_a_neighbour_that_takes_the_room_makes_no_leak_of_a_little_growth() -> None:
+    squeezed = (
+        replace(each, room_bytes=max(0, int(TOTAL - (each.held_bytes or 0) - 0.05 * MIB * each.seconds)))
+        for each in readings(lambda seconds: segments(min(seconds, 4 * HOUR) / HOUR * 30 * MIB), 12)
+    )
+
+    assert follow(squeezed).verdicts[-1] is not Verdict.LEAKING
+
+
+def test_growth_is_found_although_the_requests_of_two_servers_answer_in_turn() -> None:
+    def first(each: Observation) -> bool:
+        return int(each.seconds / 15) % 2 == 0
+
+    course = follow(changed_total(readings(leak, 3), lambda each: 0.53 if first(each) else 0.47))
+
+    assert course.verdicts[-1] is Verdict.LEAKING
+
+
+def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> None:
+    seen = list(readings(leak, 3))
+    at = seen[len(seen) // 2].finished_total or 0.0
+    reset = changed(seen[len(seen) // 2 :], lambda _: True)
+    after = (replace(each, finished_total=(each.finished_total or 0.0) - at) for each in reset)
+
+    course = follow([*seen[: len(seen) // 2], *after])
+
+    begun = course.verdicts.index(Verdict.LEAKING)
+    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+    assert course.track.work.rate == pytest.approx(10.0, rel=0.1)
+
+
+def changed_total(seen: Iterator[Observation], share: object) -> Iterator[Observation]:
+    for each in seen:
+        yield replace(each, finished_total=round((each.finished_total or 0.0) * share(each)))  # type: ignore[operator]
