@@ -32,7 +32,7 @@ ENVIRONMENT = [
     ("GPU_SAMPLE_INTERVAL_SECONDS", "0.01", "got '0.01', accepts a number of seconds from 0.05 to 60"),
     ("GPU_FATAL_GRACE_SECONDS", "-1", "got '-1', accepts a number of seconds from 0 to 3600"),
     ("ENGINE_TIMEOUT_SECONDS", "61", "got '61', accepts a number of seconds from 0.05 to 60"),
-    ("ENGINE_MAX_PAGE_BYTES", "0", "got '0', accepts a size such as 8MiB, or a number of bytes from 1 MiB on"),
+    ("ENGINE_MAX_PAGE_BYTES", "0", "got '0', accepts a size such as 4MiB, or a number of bytes from 1 MiB on"),
     ("REPORTED_BYTES", "72", f"got '72' (without a unit it is bytes: 72GiB?), {SIZE}"),
     ("REPORTED_BYTES", "1048575", f"got '1048575' (without a unit it is bytes: 1048575GiB?), {SIZE}"),
     ("REPORTED_BYTES", "72G", f"got '72G', {SIZE}"),

@@ -59,7 +59,7 @@ class Keeper:
         self._is_read = False
         self._saved: SavedState | None = None
         self._identity: Identity | None = None
-        self._fails = False
+        self._failing: set[str] = set()
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
@@ -78,7 +78,9 @@ class Keeper:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         life = states.get(LIFE)
         if self._is_read and life is not None and life.lives.newest is not None:
-            await self._try(partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds)
+            await self._try(
+                LIVES.name, partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds
+            )
         if not self._is_read or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
@@ -88,20 +90,20 @@ class Keeper:
             identity=self._identity,
             memory=Memory(leak=states["leak"], baseline=states["baseline"]),
         )
-        await self._try(partial(STATE.write, self._folder, saved), timeout_seconds)
+        await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _first_read(self) -> dict[str, LifeState]:
         """Read both files, and return the engine's lives; what cannot be read is looked at again at the next tick."""
         lives = await self._read(LIVES)
-        if self._fails:
+        if LIVES.name in self._failing:
             return {}
         self._saved = await self._read(STATE)
-        self._is_read = not self._fails
+        self._is_read = not self._failing
         return {LIFE: LifeState(lives=lives.lives)} if lives is not None and self._is_read else {}
 
     async def _read(self, file: File[T]) -> T | None:
         try:
-            saved: T | None = await self._try(partial(file.read, self._folder))
+            saved: T | None = await self._try(file.name, partial(file.read, self._folder))
         except Unusable as error:
             await self._refuse(file, str(error))
             return None
@@ -119,13 +121,13 @@ class Keeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: File[T], reason: str) -> None:
-        await self._try(partial(file.set_aside, self._folder))
-        self._is_read = not self._fails  # what could not be set aside is looked at again, and not written over
+        await self._try(file.name, partial(file.set_aside, self._folder))
+        self._is_read = not self._failing  # what could not be set aside is looked at again, and not written over
         if self._is_read:
             log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
 
-    async def _try(self, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
-        """Return what a file operation returns, None when it fails."""
+    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
+        """Return what an operation on the file of this name returns, None when it fails."""
         try:
             # shielded: a call cancelled by the end would keep the last one from being made
             value = await asyncio.shield(self._call(function, timeout_seconds))
@@ -136,21 +138,22 @@ class Keeper:
         except ValueError:
             problem = "a value is too large to be written"
         else:
-            self._report(None)
+            self._report(name, None)
             return value
-        self._report(problem)
+        self._report(name, problem)
         return None
 
-    def _report(self, problem: str | None) -> None:
-        if problem is not None and not self._fails:
+    def _report(self, name: str, problem: str | None) -> None:
+        failed = bool(self._failing)
+        self._failing = self._failing - {name} if problem is None else self._failing | {name}
+        if problem is not None and not failed:
             log.warning(
                 "state is not kept: a restart would forget it; HEADROOM_STATE_DIR must be writable and have space",
                 problem=problem,
-                file=str(self._folder / STATE.name),
+                file=str(self._folder / name),
             )
-        elif problem is None and self._fails:
-            log.info("state is kept again", file=str(self._folder / STATE.name))
-        self._fails = problem is not None
+        elif failed and not self._failing:
+            log.info("state is kept again", file=str(self._folder / name))
 
 
 def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:

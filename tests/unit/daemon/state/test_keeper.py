@@ -23,9 +23,8 @@ from tests.unit.daemon.state.engine import (
     states,
 )
 from vllm_headroom import catalog
-from vllm_headroom.daemon.state import store
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import NAME, encode, read, write
+from vllm_headroom.daemon.state.file import NAME, File, encode, read, write
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.facts import Verdict
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
@@ -241,7 +240,7 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
     alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(store, "write", lambda *_: answers.wait(30))
+    monkeypatch.setattr(File, "write", lambda *_: answers.wait(30))
 
     async def live() -> None:
         subject = keeper(tmp_path, LAST)

@@ -10,9 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
-from vllm_headroom.daemon.state import store
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import NAME, Unusable, read, write
+from vllm_headroom.daemon.state.file import NAME, File, Unusable, read, write
 
 NEXT = seen(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400
@@ -24,13 +23,13 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
     write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
     before = (tmp_path / NAME).read_bytes()
 
-    def broken(_folder: Path) -> None:
+    def broken(_file: File[object], _folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
     async def down_and_up() -> None:
         subject = keeper(tmp_path, NEXT)
         with monkeypatch.context() as patch, capture_logs() as lines:
-            patch.setattr(store, "read", broken)
+            patch.setattr(File, "read", broken)
             for _ in range(3):
                 assert await subject.recall(NEXT) == {}
                 await subject.save(states(Memory()))
@@ -47,10 +46,10 @@ def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
 ) -> None:
     (tmp_path / NAME).write_text("damaged")
 
-    def broken(_folder: Path) -> None:
+    def broken(_file: File[object], _folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store, "set_aside", broken)
+    monkeypatch.setattr(File, "set_aside", broken)
 
     async def refused() -> None:
         subject = keeper(tmp_path, NEXT)
