@@ -9,6 +9,8 @@ from vllm_headroom.vocabulary import Kind
 
 GPU: Final = ("gpu", "uuid")
 ENGINE: Final = ("model_name", "engine")
+LIVE_SHARE: Final = ("running", "kv_used_ratio")
+LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
 
 
 def _gauge(name: str, labels: tuple[str, ...], text: str, *, needs: tuple[str, ...] = ()) -> Metric:
@@ -30,7 +32,7 @@ SOURCE_FAILURES: Final = _counter(
 SOURCE_LAST_SUCCESS: Final = _gauge(
     "source_last_success_timestamp_seconds",
     ("source",),
-    "When this source was last read successfully, in seconds since the epoch.",
+    "When it was last read successfully, in seconds since the epoch.",
 )
 SAMPLE_AGE: Final = _gauge("sample_age_seconds", (), "Age of the published sample at the time of the scrape.")
 SAMPLE_SKEW: Final = _gauge(
@@ -43,7 +45,7 @@ INPUT_AVAILABLE: Final = _gauge(
 GPU_INFO: Final = _gauge(
     "gpu_info",
     ("gpu", "uuid", "name", "attribution"),
-    "A visible GPU; attribution says how it came to be taken for the engine's, empty when it is not. Always 1.",
+    "A GPU; attribution is how it came to be the engine's, empty when it is not.",
 )
 GPU_UP: Final = _gauge("gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer.")
 GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device, by NVML.")
@@ -58,9 +60,7 @@ GPU_MEMORY_USED_PEAK: Final = _gauge(
     "gpu_memory_used_peak_bytes", GPU, "Highest memory in use seen in the last 60 seconds of fast sampling."
 )
 GPU_MEMORY_HELD: Final = _gauge(
-    "gpu_memory_held_bytes",
-    (*GPU, "holder"),
-    "Memory in use by who holds it: engine, other, unattributed. The holders shown sum to the memory in use.",
+    "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by who holds it; the holders sum to the memory in use."
 )
 GPU_UTILIZATION: Final = _gauge("gpu_utilization_ratio", GPU, "Share of the last NVML period in which a kernel ran.")
 GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
@@ -82,9 +82,7 @@ ENGINE_PREEMPTIONS: Final = _counter("engine_preemptions", ENGINE, "Requests pre
 ENGINE_PROMPT_TOKENS: Final = _counter("engine_prompt_tokens", ENGINE, "Prompt tokens processed, cached ones included.")
 ENGINE_GENERATION_TOKENS: Final = _counter("engine_generation_tokens", ENGINE, "Tokens generated.")
 ENGINE_KV_USED: Final = _gauge(
-    "engine_kv_cache_used_ratio",
-    ENGINE,
-    "Share of the KV cache that running requests hold. Full means queueing, never out-of-memory.",
+    "engine_kv_cache_used_ratio", ENGINE, "Share of the KV cache that running requests hold; full means queueing."
 )
 ENGINE_KV_CAPACITY_TOKENS: Final = _gauge(
     "engine_kv_cache_capacity_tokens", ENGINE, "Tokens the KV cache of this engine can hold."
@@ -92,7 +90,7 @@ ENGINE_KV_CAPACITY_TOKENS: Final = _gauge(
 ENGINE_KV_CAPACITY_BYTES: Final = _gauge(
     "engine_kv_cache_capacity_bytes",
     ENGINE,
-    "Size of the KV cache of this engine; only where the bytes per token are known.",
+    "Size of the KV cache of this engine in bytes.",
     needs=("kv_capacity_tokens",),
 )
 ENGINE_PREFIX_QUERIES: Final = _counter(
@@ -116,26 +114,22 @@ ENGINE_EXITS: Final = _counter(
     "engine_exits", ("reason",), "Lives of the engine that ended, by what is known of the cause."
 )
 ENGINE_PROGRESS_AGE: Final = _gauge(
-    "engine_progress_age_seconds",
-    (),
-    "Time since a token, a prefill or a request last moved; absent while there is nothing to do.",
+    "engine_progress_age_seconds", (), "Time since a token, a prefill or a request last moved; absent without work."
 )
 ENGINE_KV_STRANDED: Final = _gauge(
     "engine_kv_cache_stranded_ratio",
     ENGINE,
-    "Share of the KV cache still held while no request has run or waited for a minute.",
-    needs=("running", "kv_used_ratio"),
+    "Share still held a minute after the last request.",
+    needs=LIVE_SHARE,
 )
 
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),
-    "What the engine says it uses or was told to use on this GPU: a metric in bytes, a budget or a configured value.",
+    "What the engine says it uses or was told to use on this GPU, by how that is known.",
 )
 MEMORY_DISCREPANCY: Final = _gauge(
-    "memory_discrepancy_bytes",
-    (*GPU, "basis"),
-    "Memory the engine holds on this GPU minus what it reports; positive is unreported.",
+    "memory_discrepancy_bytes", (*GPU, "basis"), "Memory the engine holds on this GPU minus what it reports."
 )
 MEMORY_DISCREPANCY_RATIO: Final = _gauge(
     "memory_discrepancy_ratio", (*GPU, "basis"), "The discrepancy over what the engine reports."
@@ -144,10 +138,7 @@ LOAD_STABLE: Final = _gauge(
     "load_stable", (), "1 while the requests in the engine have stayed level for ten minutes.", needs=("running",)
 )
 MEMORY_DELTA: Final = _gauge(
-    "memory_delta_bytes",
-    GPU,
-    "Change of the memory the engine holds since load became stable; absent while it is not.",
-    needs=("running",),
+    "memory_delta_bytes", GPU, "Change of the memory the engine holds since load became stable.", needs=("running",)
 )
 LEAK_STATE: Final = _gauge(
     "leak_state",
@@ -164,16 +155,11 @@ LEAK_PER_REQUEST: Final = _gauge(
 )
 LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
 TIME_TO_OOM: Final = _gauge(
-    "time_to_oom_seconds",
-    GPU,
-    "Time until the device is full at the request rate to expect; absent unless growing or leaking.",
+    "time_to_oom_seconds", GPU, "Time until the device is full at the load to expect; absent unless growing or leaking."
 )
 TIME_TO_OOM_LOWER: Final = _gauge("time_to_oom_seconds_lower", GPU, "Lower bound of the time to out-of-memory.")
 MEMORY_PER_RUNNING_REQUEST: Final = _gauge(
-    "memory_per_running_request_bytes",
-    GPU,
-    "Memory the engine holds on this GPU over its running requests; absent without running requests.",
-    needs=("running",),
+    "memory_per_running_request_bytes", GPU, "Memory the engine holds over its running requests.", needs=("running",)
 )
 MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     "memory_per_running_request_ratio",
@@ -182,22 +168,13 @@ MEMORY_PER_REQUEST_RATIO: Final = _gauge(
     needs=("running", "finished_total"),
 )
 ENGINE_KV_TOKENS_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_tokens_per_running_request",
-    ENGINE,
-    "Tokens in the KV cache over running requests.",
-    needs=("running", "kv_used_ratio", "kv_capacity_tokens"),
+    "engine_kv_cache_tokens_per_running_request", ENGINE, "KV cache tokens over running requests.", needs=LIVE_TOKENS
 )
 ENGINE_KV_BYTES_PER_REQUEST: Final = _gauge(
-    "engine_kv_cache_bytes_per_running_request",
-    ENGINE,
-    "Bytes in the KV cache over running requests; needs the bytes per token.",
-    needs=("running", "kv_used_ratio", "kv_capacity_tokens"),
+    "engine_kv_cache_bytes_per_running_request", ENGINE, "KV cache bytes over running requests.", needs=LIVE_TOKENS
 )
 ENGINE_ADDITIONAL_REQUESTS: Final = _gauge(
-    "engine_additional_requests",
-    ENGINE,
-    "Requests of the present average size that still fit in the free KV cache.",
-    needs=("running", "kv_used_ratio"),
+    "engine_additional_requests", ENGINE, "Requests of the present average size that still fit.", needs=LIVE_SHARE
 )
 ENGINE_PREFIX_HIT_RATIO: Final = _gauge(
     "engine_prefix_cache_hit_ratio",
@@ -213,9 +190,7 @@ HOST_LEAK_STATE: Final = _gauge(
     "host_leak_state", ("process", "state"), "1 for the one state the host memory of these processes is in."
 )
 HOST_LEAK_RATE: Final = _gauge(
-    "host_leak_bytes_per_second",
-    ("process",),
-    "Growth of host memory that load does not explain; absent unless growing or leaking.",
+    "host_leak_bytes_per_second", ("process",), "Growth that load does not explain; absent unless growing or leaking."
 )
 
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))

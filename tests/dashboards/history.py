@@ -17,8 +17,9 @@ from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesse
 from vllm_headroom.commands.demo.run import present
 from vllm_headroom.commands.demo.scenario import TABLE, Scenario
 from vllm_headroom.commands.demo.world import World
-from vllm_headroom.daemon.app import build
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.build import build
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry

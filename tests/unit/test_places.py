@@ -72,7 +72,7 @@ def look(source: Path, page: str) -> dict[str, Any]:
 
 def test_a_raw_fact_takes_three_places(source: Path) -> None:
     add(
-        source / "model.py",
+        source / "model" / "engine.py",
         "    waiting:",
         '    swapped: float | None = _input("requests_swapped", "headroom_engine_requests_swapped")\n',
     )

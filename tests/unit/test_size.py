@@ -11,8 +11,6 @@ import vllm_headroom
 FILES: Final = sorted(Path(vllm_headroom.__file__).parent.rglob("*.py"))
 FILE_LINES: Final = 200
 FUNCTION_LINES: Final = 45
-TO_BE_CUT: Final = {"catalog.py", "model.py"}
-"""Files that have grown beyond it; one that is cut has to leave this list."""
 
 
 def functions(file: Path) -> list[tuple[str, int]]:
@@ -23,7 +21,7 @@ def functions(file: Path) -> list[tuple[str, int]]:
 
 
 def test_no_file_is_too_long() -> None:
-    assert {file.name for file in FILES if len(file.read_text().splitlines()) > FILE_LINES} == TO_BE_CUT
+    assert [file.name for file in FILES if len(file.read_text().splitlines()) > FILE_LINES] == []
 
 
 def test_no_function_is_too_long() -> None:

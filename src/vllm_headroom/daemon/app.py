@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import platform
 import socket
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,8 +15,10 @@ import structlog
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
-from vllm_headroom.daemon.sampler import EngineSource, GpuSource, ProcessSource, Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource, Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.expose.answers import application
@@ -57,10 +57,7 @@ NO_BYTES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What differs between the real daemon and the demo; `notice` is shown to people on `/`.
-
-    `engine_is_here` is whether the engine's page is served on this machine.
-    """
+    """What differs between the daemon and the demo: `notice` is for people, `engine_is_here` says on this machine."""
 
     engine: EngineSource
     gpus: GpuSource
@@ -181,7 +178,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
 
 
 def _door(file: Path) -> Door:
-    """Return the door; passwords are checked on a thread of their own, since each takes its time on purpose."""
+    """Return the door; passwords have a thread of their own, since each takes its time on purpose."""
     return Door(file, Worker[Any]("web").call, Worker[Any]("passwords").call)
 
 
@@ -199,15 +196,3 @@ async def _save(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
 def _recorder(file: Path, max_bytes: int) -> Recorder:
     """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
     return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call, timeout_seconds=RECORD_SECONDS)
-
-
-def version() -> str:
-    """Return the version of the installed distribution."""
-    return metadata.version("vllm-headroom")
-
-
-def build() -> tuple[str, str, str]:
-    """Return version, source revision (empty where the build wrote none) and the version of Python."""
-    stamp = Path(__file__).parents[1] / "REVISION"
-    revision = stamp.read_text().strip() if stamp.is_file() else ""
-    return version(), revision, platform.python_version()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
@@ -43,45 +43,6 @@ HIDDEN: Final = Failure(
         " (shareProcessNamespace: true), or mount /proc without hidepid"
     ),
 )
-
-
-class EngineSource(Protocol):
-    """Where the engine's page comes from."""
-
-    async def fetch(self) -> str | Failure:
-        """Return the page's text."""
-
-    async def close(self) -> None:
-        """Let go of the connection."""
-
-
-class GpuSource(Protocol):
-    """Where GPU readings come from."""
-
-    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
-        """Return one reading of every device."""
-
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use, for its peak."""
-
-    async def close(self) -> None:
-        """Let go of the driver."""
-
-
-class ProcessSource(Protocol):
-    """Where the engine's processes are found."""
-
-    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
-        """Return the engine's processes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """What one tick reads, side by side."""
-
-    engine: EngineSource
-    gpus: GpuSource
-    processes: ProcessSource
 
 
 class Sampler:

@@ -13,7 +13,8 @@ from tests.unit.daemon.test_sampler import Processes, Said, parsed, ticked
 from tests.unit.derive.life.watch import REFUSED, WHOLE, WORKER
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection

@@ -21,7 +21,7 @@ from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.app import version
+from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.look import PROC
 
 DESCRIPTION: Final = """\

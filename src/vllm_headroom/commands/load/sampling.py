@@ -10,7 +10,8 @@ from typing import Any, Final
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.life import every
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Snapshot

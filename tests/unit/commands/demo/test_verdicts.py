@@ -13,7 +13,8 @@ from vllm_headroom.commands.demo.page import VllmCollector
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.world import World
-from vllm_headroom.daemon.sampler import Sampler, Sources
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure, Sample

@@ -1,0 +1,47 @@
+"""What one tick reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+
+
+class EngineSource(Protocol):
+    """Where the engine's page comes from."""
+
+    async def fetch(self) -> str | Failure:
+        """Return the page's text."""
+
+    async def close(self) -> None:
+        """Let go of the connection."""
+
+
+class GpuSource(Protocol):
+    """Where GPU readings come from."""
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every device."""
+
+    async def sample_used(self, timeout_seconds: float) -> None:
+        """Look at the memory in use, for its peak."""
+
+    async def close(self) -> None:
+        """Let go of the driver."""
+
+
+class ProcessSource(Protocol):
+    """Where the engine's processes are found."""
+
+    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+        """Return the engine's processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What one tick reads, side by side."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource

@@ -1,0 +1,26 @@
+"""The facts that flow through the daemon: frozen values whose names end in their unit."""
+
+from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
+from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings
+from vllm_headroom.model.reading import Failure, ReadingTime
+from vllm_headroom.model.sample import Metric, Published, Sample
+from vllm_headroom.model.snapshot import Snapshot
+
+__all__ = [
+    "EnginePage",
+    "EngineProcess",
+    "EngineReading",
+    "Failure",
+    "Gpu",
+    "GpuMemory",
+    "GpuProcess",
+    "GpuReading",
+    "GpuReadings",
+    "Life",
+    "Metric",
+    "ProcessReadings",
+    "Published",
+    "ReadingTime",
+    "Sample",
+    "Snapshot",
+]

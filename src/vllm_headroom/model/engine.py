@@ -1,0 +1,94 @@
+"""What is known of the engine: its page, its processes, its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_headroom.vocabulary import EngineState, ExitReason, Role
+
+
+def _input(name: str, metric: str | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
+    """Return the field of an input, by its name in `headroom_input_available`; `metric` shows it as it is."""
+    return field(default=None, metadata={"input": name, "metric": metric})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReading:
+    """What one engine (one data-parallel rank) says of itself; None where the page does not offer it."""
+
+    model_name: str
+    engine: str
+    running: float | None = _input("requests_running", "headroom_engine_requests_running")
+    waiting: float | None = _input("requests_waiting", "headroom_engine_requests_waiting")
+    finished_total: float | None = _input("requests_finished", "headroom_engine_requests_finished_total")
+    preemptions_total: float | None = _input("preemptions", "headroom_engine_preemptions_total")
+    prompt_tokens_total: float | None = _input("prompt_tokens", "headroom_engine_prompt_tokens_total")
+    generation_tokens_total: float | None = _input("generation_tokens", "headroom_engine_generation_tokens_total")
+    steps_total: float | None = _input("scheduler_steps")
+    kv_used_ratio: float | None = _input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")
+    kv_capacity_tokens: float | None = _input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
+    kv_cache_dtype: str | None = _input("kv_cache_dtype")
+    prefix_queries_total: float | None = _input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
+    prefix_hits_total: float | None = _input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
+    prefix_hit_lifetime_ratio: float | None = _input("prefix_cache_hit_rate")
+    awake: bool | None = _input("sleep_state", "headroom_engine_awake")
+    gpu_memory_utilization_ratio: float | None = _input("gpu_memory_utilization")
+    kv_cache_memory_bytes: float | None = _input("kv_cache_memory_bytes")
+    memory_bytes: float | None = _input("memory_bytes")
+    started_at_seconds: float | None = _input("process_start_time")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePage:
+    """One page of an engine server, understood; `inputs` pairs every input of the profile with whether it was there."""
+
+    profile: str
+    engines: tuple[EngineReading, ...]
+    inputs: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProcess:
+    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch."""
+
+    pid: int
+    role: Role
+    rss_bytes: int
+    started_at_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReadings:
+    """The engine's processes, and every pid that /proc shows.
+
+    `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
+    `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
+    watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
+    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes.
+    """
+
+    engine: tuple[EngineProcess, ...]
+    visible_pids: frozenset[int]
+    sees_host_pids: bool
+    ambiguous_roots: int = 0
+    orphans: frozenset[int] = frozenset()
+    sees_others: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """What is known of the engine's life at one tick.
+
+    `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
+    nothing of leaks. `began_seconds` is seconds since the epoch. `progress_age_seconds` is None while there is nothing
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds.
+    """
+
+    state: EngineState
+    in_service: bool = True
+    began_seconds: float | None = None
+    restarts: int = 0
+    exits: tuple[tuple[ExitReason, int], ...] = ()
+    progress_age_seconds: float | None = None
+    stranded: tuple[tuple[tuple[str, str], float], ...] = ()

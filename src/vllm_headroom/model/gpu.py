@@ -1,0 +1,74 @@
+"""What is known of a GPU: what NVML says, and whose it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_headroom.model.reading import Failure
+from vllm_headroom.vocabulary import Attribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuProcess:
+    """A compute process on a GPU; `used_bytes` is None where the driver does not tell."""
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading:
+    """What NVML says of one device, a whole GPU or a MIG instance; None where the device does not support it.
+
+    `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
+    `processes` is None when the list could not be read, which is not the same as an empty list.
+    `xid_errors` pairs XID codes with their count since the daemon started.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory: GpuMemory | None = None
+    used_peak_bytes: int | None = None
+    utilization_ratio: float | None = None
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
+    processes: tuple[GpuProcess, ...] | None = None
+    xid_errors: tuple[tuple[int, int], ...] = ()
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReadings:
+    """All devices NVML shows; `driver_version` is None where the driver does not tell it."""
+
+    driver_version: str | None
+    devices: tuple[GpuReading, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A device with its owner: `attribution` is None where it is not taken for the engine's.
+
+    `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
+    `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
+    and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
+    `process_count` is the number of compute processes NVML lists.
+    """
+
+    reading: GpuReading
+    attribution: Attribution | None
+    engine_bytes: int | None = None
+    other_bytes: int | None = None
+    held_bytes: int | None = None
+    process_count: int | None = None

@@ -1,0 +1,26 @@
+"""Everything that one tick saw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
+from vllm_headroom.model.gpu import Gpu
+from vllm_headroom.model.reading import Failure, ReadingTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything one tick saw: the only input of a derivation besides its own state.
+
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
+    nobody follows the engine's life.
+    """
+
+    time_seconds: float
+    monotonic_seconds: float
+    engines: EnginePage | Failure
+    gpus: tuple[Gpu, ...] | Failure
+    processes: tuple[EngineProcess, ...] | Failure
+    reading_times: tuple[ReadingTime, ...] = ()
+    life: Life | None = None
