@@ -29,6 +29,9 @@ QUIET_SECONDS: Final = 300.0
 
 LASTS_SECONDS: Final = 120.0
 LARGEST_SHARE: Final = 0.4
+UNEVEN_SHARE: Final = 0.5
+"""Of the pace, how far its thirds may be apart: a leak this fast is even, the high-water marks of a first burst are not."""
+
 STEADY_SHARE: Final = 0.3
 """The later half's least share: what comes to its end slows down."""
 
@@ -63,7 +66,7 @@ def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
     paces = _paces(run)
     pace = grown / lasted
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
-    if half_width >= pace:
+    if half_width > UNEVEN_SHARE * pace:
         return None
     return Estimate(
         bytes_per_second=pace,
