@@ -42,8 +42,13 @@ EMPTY: Final = (
         queries={
             "headroom": {"Alert begins to fire": ()},
             "headroom-fleet": {"Firing alerts": ()},
-            "headroom-incident": {"Alert begins to fire": (), "Alerts": ()},
+            "headroom-incident": {"Alert begins to fire": ()},
         },
+    ),
+    Empty(
+        why="no engine has ended, whose alerts wait",
+        over=frozenset({"healthy", "burst"}),
+        queries={"headroom-incident": {"Alerts": ()}},
     ),
     Empty(
         why="nothing is critical",
@@ -78,14 +83,12 @@ EMPTY: Final = (
         over=frozenset({"engine down", "sidecar down"}),
         queries={
             "headroom": {
-                "Time to out of memory": (),
                 "Unreported": (),
                 "More requests": (),
                 "KV cache capacity": (),
                 "Inputs vLLM does not offer": (),
             },
             "headroom-fleet": {
-                "Least time to out of memory": (),
                 "GPUs, worst first": ("F",),
                 "Models, worst first": (),
             },
@@ -95,8 +98,9 @@ EMPTY: Final = (
         why="what the sidecar does not say now is unknown",
         over=frozenset({"sidecar down"}),
         queries={
-            "headroom": {"Engine": (), "Leak state": (), "Free now": ()},
+            "headroom": {"Engine": (), "Leak state": (), "Free now": (), "Time to out of memory": ()},
             "headroom-fleet": {
+                "Least time to out of memory": (),
                 "Engines": (),
                 "GPUs by leak state": (),
                 "No answer": (),

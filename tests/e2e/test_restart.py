@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -59,9 +58,9 @@ def engine() -> Iterator[EngineServer]:
         yield server
 
 
-def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path) -> tuple[str | None, str, int]:
+def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path, **more: str) -> tuple[str | None, str, int]:
     """Return the first leak state that a new process shows, its log and its exit status."""
-    settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment()}
+    settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment(), **more}
     with daemon(**settings) as running:
         seen = running.sees(is_in, "a leak state")
         status, _ = running.stop()
@@ -118,9 +117,11 @@ def test_the_state_waits_for_an_engine_that_is_down(nvml: FakeNvml, folder: Path
 def test_sigterm_ends_it_with_status_0_while_the_volume_hangs(
     engine: EngineServer, nvml: FakeNvml, folder: Path
 ) -> None:
-    os.mkfifo(folder / f"{NAME}.new")
+    hanging = folder.parent / "hanging"
+    hanging.mkdir()
+    (hanging / "sitecustomize.py").write_text("import os, time\nos.fsync = lambda _: time.sleep(600)\n")
 
-    state, log, status = first_state(engine, nvml, folder)
+    state, log, status = first_state(engine, nvml, folder, PYTHONPATH=str(hanging))
 
     assert (state, status) == ("leaking", 0)
     assert log.count("state is not kept") == 1
