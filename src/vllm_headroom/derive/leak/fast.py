@@ -30,7 +30,7 @@ QUIET_SECONDS: Final = 300.0
 LASTS_SECONDS: Final = 120.0
 LARGEST_SHARE: Final = 0.4
 UNEVEN_SHARE: Final = 0.5
-"""Of the pace, how far its thirds may be apart: so fast a leak is even, the high-water marks of a first burst are not."""
+"""Of the pace, how far its thirds may be apart: so fast a leak is even, the marks of a first burst are not."""
 
 STEADY_SHARE: Final = 0.3
 """The later half's least share: what comes to its end slows down."""
