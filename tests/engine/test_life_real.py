@@ -37,7 +37,7 @@ def beside(starting: Engine, nvml: FakeNvml, tmp_path_factory: pytest.TempPathFa
     """A daemon that starts with vLLM."""
     state: Path = tmp_path_factory.mktemp("state")
     with daemon(
-        ENGINE_URL=starting.url, GPUS="0", STATE_DIR=str(state), SAMPLE_INTERVAL_SECONDS="2", **nvml.environment()
+        ENGINE_URL=starting.url, GPUS="0", STATE_DIR=str(state), SAMPLE_INTERVAL_SECONDS="5", **nvml.environment()
     ) as running:
         yield running
 
@@ -82,10 +82,16 @@ def test_it_is_starting_until_its_page_is_there_and_what_it_loads_is_no_leak(
 
 def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, beside: Daemon) -> None:
     becomes(beside, "serving")
-    requests = [threading.Thread(target=engine.complete, args=(words(31 * client, 64), 1500)) for client in range(4)]
+    enough = threading.Event()
+
+    def ask(client: int) -> None:
+        while not enough.is_set():
+            engine.complete(words(31 * client, 64), 400)
+
+    requests = [threading.Thread(target=ask, args=(client,)) for client in range(1)]
     for each in requests:
         each.start()
-    beside.sees(lambda page: page.value("engine_requests_running") == 4, "four requests run", PATIENCE_SECONDS)
+    beside.sees(lambda page: page.value("engine_requests_running") > 0, "requests run", PATIENCE_SECONDS)
     stopped = core(engine)
     os.kill(stopped, signal.SIGSTOP)
     try:
@@ -93,6 +99,7 @@ def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, beside: Daem
         assert stalled.value("source_up", source="engine") == 1, "the page answers on"
         assert stalled.value("engine_progress_age_seconds") >= 60
     finally:
+        enough.set()
         os.kill(stopped, signal.SIGCONT)
     becomes(beside, "serving")
     for each in requests:
