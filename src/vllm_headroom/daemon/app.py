@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import structlog
 
-from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource, Sources
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.expose.answers import application
@@ -28,9 +27,6 @@ from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.trace.recorder import Recorder
@@ -38,9 +34,6 @@ from vllm_headroom.trace.recorder import Recorder
 log = structlog.get_logger()
 
 CANNOT_LISTEN: Final = 2
-GPU_TIMEOUT_SECONDS: Final = 2.0
-"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
-
 CLOSE_SECONDS: Final = 0.3
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
@@ -55,42 +48,9 @@ NO_BYTES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What differs between the daemon and the demo: `notice` is for people, `engine_is_here` says on this machine."""
-
-    engine: EngineSource
-    gpus: GpuSource
-    processes: ProcessSource
-    clock: Clock
-    notice: str = ""
-    engine_is_here: bool = False
-
-
 async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
-    clock = SystemClock()
-    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    parts = Parts(
-        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
-        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
-        clock=clock,
-        engine_is_here=is_loopback(httpx.URL(settings.engine_url)),
-    )
-    return await run(parts, settings)
-
-
-def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
-    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
-    return PageReader(
-        url=url,
-        timeout_seconds=timeout_seconds,
-        max_bytes=settings.engine_max_page_bytes,
-        bearer_token_file=settings.engine_bearer_token_file,
-        ca_file=settings.engine_ca_file,
-        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
-    )
+    return await run(real_parts(settings), settings)
 
 
 async def run(parts: Parts, settings: Settings) -> int:

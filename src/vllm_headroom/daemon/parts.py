@@ -1,0 +1,55 @@
+"""What the daemon is made of where it meets the outside: the real engine, GPUs and processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource
+from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.proc.reader import Processes
+
+GPU_TIMEOUT_SECONDS: Final = 2.0
+"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What differs between the daemon and the demo: `notice` is for people, `engine_is_here` says on this machine."""
+
+    engine: EngineSource
+    gpus: GpuSource
+    processes: ProcessSource
+    clock: Clock
+    notice: str = ""
+    engine_is_here: bool = False
+
+
+def real_parts(settings: Settings) -> Parts:
+    """Return what reads the engine, the GPUs and /proc of this machine."""
+    clock = SystemClock()
+    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
+    return Parts(
+        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
+        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
+        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
+        clock=clock,
+        engine_is_here=is_loopback(httpx.URL(settings.engine_url)),
+    )
+
+
+def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
+    return PageReader(
+        url=url,
+        timeout_seconds=timeout_seconds,
+        max_bytes=settings.engine_max_page_bytes,
+        bearer_token_file=settings.engine_bearer_token_file,
+        ca_file=settings.engine_ca_file,
+        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+    )
