@@ -11,6 +11,8 @@ from tests.samples import gpu, snapshot
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.state.history import HISTORY
 from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive.leak.baseline import Baselines
+from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.expose.history import Event, History, KeptHistory
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Level
@@ -40,7 +42,7 @@ def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
         seen = snapshot()
         before = keeper(tmp_path)
         await before.recall(seen)
-        await before.save({HISTORY.name: past().kept()})
+        await before.save({HISTORY.name: past().kept(), "leak": LeakMemory(), "baseline": Baselines()})
         return dict(await keeper(tmp_path).recall(seen))
 
     kept = asyncio.run(live())[HISTORY.name]
