@@ -105,6 +105,14 @@ class Settings(EngineConnection, BaseSettings):
     web_config_file: Path | None = file(
         "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."
     )
+    runbooks_url: str | None = setting(
+        None,
+        "Where alerts/runbooks is served, for the page to link to; {alert} in it stands for the alert's name, which"
+        " else goes to its end. Without it there are no links.",
+        accepts="an http or https URL",
+        word="URL",
+        pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$",
+    )
     state_dir: Path | None = setting(
         None,
         "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -19,19 +20,25 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.daemon.views import Views
 from vllm_headroom.derive import derivations
 from vllm_headroom.expose.answers import application
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
+from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
+from vllm_headroom.model import Snapshot
 from vllm_headroom.parse import parse_engines
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
+
+Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
+"""Returns states that an earlier process kept, by derivation."""
 
 CANNOT_LISTEN: Final = 2
 CLOSE_SECONDS: Final = 0.3
@@ -93,22 +100,15 @@ async def _close(parts: Parts) -> None:
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
-    sampler = Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
-        parse=parse_engines,
-        selection=settings.selection,
-        derivations=derivations(
-            reported_bytes=settings.reported_bytes,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=token_bytes(settings.model_shape),
-            baseline_bytes_per_request=settings.baseline_bytes_per_request,
-        ),
-        clock=clock,
-        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
-        recall=None if keeper is None else keeper.recall,
-        engine_is_here=parts.engine_is_here,
-    )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
+    views = Views(
+        clock=clock,
+        interval_seconds=interval,
+        unhealthy=heartbeat.unhealthy,
+        notice=parts.notice,
+        runbooks=settings.runbooks_url,
+    )
+    sampler = _sampler(parts, settings, None if keeper is None else partial(_recalled, keeper, views))
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else _recorder(settings.trace_file, settings.trace_max_bytes)
     home = f"http://localhost:{listener.getsockname()[1]}/"
@@ -116,6 +116,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     async def tick() -> None:
         first = sampler.published is None
         await sampler.tick()
+        views.step(sampler)
         heartbeat.beat()
         if first:
             log.info("first sample published", look_at=home, scrape=f"{home}metrics")
@@ -127,14 +128,33 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
 
     served = application(
         metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
-        page=lambda _: html(landing_page(sampler.published, version=version(), notice=parts.notice)),
+        page=lambda _: html(landing_page(views.view(sampler))),
+        snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
     )
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
-    saving = () if keeper is None else (_save(keeper, sampler, clock),)
+    saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     return await live((sampling, peaks, *saving), Server(served, door), listener, ending)
+
+
+def _sampler(parts: Parts, settings: Settings, recall: Recall | None) -> Sampler:
+    return Sampler(
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        parse=parse_engines,
+        selection=settings.selection,
+        derivations=derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=token_bytes(settings.model_shape),
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=parts.clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
+        engine_is_here=parts.engine_is_here,
+    )
 
 
 def _door(file: Path) -> Door:
@@ -146,11 +166,18 @@ def _keeper(folder: Path, clock: Clock) -> Keeper:
     return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
 
 
-async def _save(keeper: Keeper, sampler: Sampler, clock: Clock) -> None:
+async def _recalled(keeper: Keeper, views: Views, snapshot: Snapshot) -> Mapping[str, Any]:
+    """Return the states that an earlier process kept of this engine; its curves go to what is shown."""
+    states = await keeper.recall(snapshot)
+    views.take_up(states)
+    return states
+
+
+async def _save(keeper: Keeper, states: Callable[[], Mapping[str, Any]], clock: Clock) -> None:
     try:
-        await every(SAVE_SECONDS, lambda: keeper.save(sampler.states), clock)
+        await every(SAVE_SECONDS, lambda: keeper.save(states()), clock)
     finally:
-        await keeper.save(sampler.states, LAST_SAVE_SECONDS)
+        await keeper.save(states(), LAST_SAVE_SECONDS)
 
 
 def _recorder(file: Path, max_bytes: int) -> Recorder:
