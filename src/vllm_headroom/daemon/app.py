@@ -57,26 +57,25 @@ NO_BYTES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What differs between the daemon and the demo: `notice` is for people, `engine_is_here` says on this machine."""
+    """What differs between the daemon and the demo: `notice` is for people."""
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
     clock: Clock
     notice: str = ""
-    engine_is_here: bool = False
 
 
 async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     clock = SystemClock()
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
+    url = httpx.URL(settings.engine_url)
     parts = Parts(
         engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
+        processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
-        engine_is_here=is_loopback(httpx.URL(settings.engine_url)),
     )
     return await run(parts, settings)
 
@@ -146,7 +145,6 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
         recall=None if keeper is None else keeper.recall,
-        engine_is_here=parts.engine_is_here,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)

@@ -35,21 +35,11 @@ PARSE_SECONDS: Final = 2.0
 T = TypeVar("T")
 log = structlog.get_logger()
 
-HIDDEN: Final = Failure(
-    source=Source.PROCESS,
-    reason=Reason.UNAVAILABLE,
-    message=(
-        "no process but the daemon's own can be seen, though the engine runs on this machine: share the pod's processes"
-        " (shareProcessNamespace: true), or mount /proc without hidepid"
-    ),
-)
-
 
 class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
-    `engine_is_here` is whether the engine's page is served on this machine: then its processes must show in /proc.
     """
 
     def __init__(
@@ -62,7 +52,6 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
-        engine_is_here: bool = False,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
@@ -78,7 +67,6 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
-        self._engine_is_here = engine_is_here
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -108,12 +96,6 @@ class Sampler:
             gpu.result(),
             process.result(),
         )
-        if (
-            not isinstance(processes, Failure)
-            and self._engine_is_here
-            and not (processes.engine or processes.sees_others)
-        ):
-            processes = HIDDEN
         if not isinstance(processes, Failure):
             self._transitions.engines_found(processes.ambiguous_roots)
         return Snapshot(

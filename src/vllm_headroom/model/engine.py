@@ -65,7 +65,7 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes.
+    ended.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -73,7 +73,6 @@ class ProcessReadings:
     sees_host_pids: bool
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
-    sees_others: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

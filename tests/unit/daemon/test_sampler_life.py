@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from tests.samples import engine, page, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed, ticked
-from tests.unit.derive.life.watch import REFUSED, WHOLE, WORKER
+from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
@@ -22,9 +22,7 @@ from vllm_headroom.model import EnginePage, Failure, ProcessReadings, Sample
 from vllm_headroom.vocabulary import LeakState
 
 
-def sampler(
-    said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed, engine_is_here: bool = False
-) -> Sampler:
+def sampler(said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
@@ -32,7 +30,6 @@ def sampler(
         derivations=derivations(),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
-        engine_is_here=engine_is_here,
     )
 
 
@@ -94,26 +91,6 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
         ("memory no longer grows without explanation", "GPU 0", None),
         ("memory grows without explanation", "host memory of worker", "leaking"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("here", "seen", "up"),
-    [
-        (True, readings(engine=(), sees_others=False), 0.0),
-        (False, readings(engine=(), sees_others=False), 1.0),
-        (True, readings(engine=(), sees_others=True), 1.0),
-        (True, readings(engine=(WORKER,), sees_others=False), 1.0),
-    ],
-    ids=["hidden", "the engine is elsewhere", "others show", "the engine shows"],
-)
-def test_processes_that_cannot_show_are_a_failed_source(here: bool, seen: ProcessReadings, up: float) -> None:  # noqa: FBT001
-    with capture_logs() as lines:
-        samples = ticked(sampler(Said(processes=seen), engine_is_here=here))
-
-    assert values(samples, catalog.SOURCE_UP)[("process",)] == up
-    assert any(
-        "shareProcessNamespace" in line.get("problem", "") and "hidepid" in line["problem"] for line in lines
-    ) == (up == 0)
 
 
 def test_a_life_that_cannot_be_followed_costs_its_own_series(monkeypatch: pytest.MonkeyPatch) -> None:
