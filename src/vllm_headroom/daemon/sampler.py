@@ -14,7 +14,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
+from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -129,8 +129,8 @@ class Sampler:
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:
             self._states[LIFE], snapshot = lived(self._states[LIFE], snapshot)
-        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without it, nothing is known of the life
-            self._states[LIFE] = LifeState()
+        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without the life nothing is judged
+            self._states[LIFE] = forgotten(self._states[LIFE])
             self._transitions.derivation(LIFE, error)
         else:
             self._transitions.derivation(LIFE, None)

@@ -14,7 +14,7 @@ class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
     `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
-    nobody follows the engine's life.
+    it is not known, as when following it failed: then nothing is gathered for a verdict.
     """
 
     time_seconds: float

@@ -40,6 +40,11 @@ class LifeState:
     state: EngineState = EngineState.UNKNOWN
 
 
+def forgotten(state: LifeState) -> LifeState:
+    """Return the state without what may have made a look at it fail: what was counted so far stays."""
+    return LifeState(lives=replace(state.lives, newest=None))
+
+
 def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     """Return the state after one more snapshot, and the snapshot with what is known of the engine's life.
 
