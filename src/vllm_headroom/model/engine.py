@@ -50,12 +50,17 @@ class EnginePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProcess:
-    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch."""
+    """A process of the engine found in /proc.
+
+    `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads;
+    None where it is not told, as in a trace.
+    """
 
     pid: int
     role: Role
     rss_bytes: int
     started_at_seconds: float
+    cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

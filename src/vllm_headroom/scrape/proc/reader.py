@@ -136,11 +136,17 @@ class Processes:
         return roles
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
-        rss_bytes = proc_files.resident_bytes(self._proc, entry)
-        if rss_bytes is None:
+        usage = proc_files.usage(self._proc, entry)
+        if usage is None:
             return None
-        started_at_seconds = self._boot_time_seconds + entry.started_seconds
-        return EngineProcess(pid=entry.pid, role=role, rss_bytes=rss_bytes, started_at_seconds=started_at_seconds)
+        rss_bytes, cpu_seconds = usage
+        return EngineProcess(
+            pid=entry.pid,
+            role=role,
+            rss_bytes=rss_bytes,
+            started_at_seconds=self._boot_time_seconds + entry.started_seconds,
+            cpu_seconds=cpu_seconds,
+        )
 
     @cached_property
     def _boot_time_seconds(self) -> float:
