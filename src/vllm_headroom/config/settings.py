@@ -63,6 +63,9 @@ class Settings(BaseSettings):
         word="JSON",
         shown="none",
     )
+    canary_interval_seconds: float | None = seconds(
+        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
+    )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
     )

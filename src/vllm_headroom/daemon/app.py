@@ -16,7 +16,9 @@ import structlog
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.build import build, version
+from vllm_headroom.daemon.canary import Asked, Canary
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.daemon.reach import canary, page_reader
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource, Sources
 from vllm_headroom.daemon.state.store import Keeper
@@ -28,7 +30,7 @@ from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.http.reader import is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
@@ -57,13 +59,14 @@ NO_BYTES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What differs between the daemon and the demo: `notice` is for people."""
+    """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
     clock: Clock
     notice: str = ""
+    asked: Asked | None = None
 
 
 async def serve(settings: Settings) -> int:
@@ -76,20 +79,9 @@ async def serve(settings: Settings) -> int:
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
+        asked=None if settings.canary_interval_seconds is None else canary(settings),
     )
     return await run(parts, settings)
-
-
-def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
-    """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
-    return PageReader(
-        url=url,
-        timeout_seconds=timeout_seconds,
-        max_bytes=settings.engine_max_page_bytes,
-        bearer_token_file=settings.engine_bearer_token_file,
-        ca_file=settings.engine_ca_file,
-        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
-    )
 
 
 async def run(parts: Parts, settings: Settings) -> int:
@@ -127,11 +119,16 @@ async def _close(parts: Parts) -> None:
         async with asyncio.timeout(CLOSE_SECONDS):
             await parts.engine.close()
             await parts.gpus.close()
+            if parts.asked is not None:
+                await parts.asked.close()
 
 
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
+    asking = None
+    if parts.asked is not None and settings.canary_interval_seconds is not None:
+        asking = Canary(parts.asked.ask, settings.canary_interval_seconds, clock)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
         parse=parse_engines,
@@ -145,6 +142,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
         recall=None if keeper is None else keeper.recall,
+        canary=asking,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
@@ -172,7 +170,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
-    return await live((sampling, peaks, *saving), Server(served, door), listener, ending)
+    canaries = () if asking is None else (asking.run(lambda: sampler.snapshot),)
+    return await live((sampling, peaks, *saving, *canaries), Server(served, door), listener, ending)
 
 
 def _door(file: Path) -> Door:

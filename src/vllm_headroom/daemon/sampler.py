@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
@@ -52,6 +53,7 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
@@ -67,6 +69,7 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
+        self._canary = canary
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -105,6 +108,7 @@ class Sampler:
             gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
             processes=processes if isinstance(processes, Failure) else processes.engine,
             reading_times=(engine_time, gpu_time, process_time),
+            unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
         )
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:

@@ -54,7 +54,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     | --- | --- | --- |
     | answers | any | serving; asleep where an engine says so |
     | answers | a core or worker of this life has gone | stalled |
-    | answers, work but no movement for 60 s on any rank | any | stalled |
+    | answers, work (also a canary's) but no movement for 60 s on any rank | any | stalled |
     | answers, no engine on it | none seen | unknown: whose page is it? |
     | does not answer | none | down |
     | does not answer, never did in this life | there | starting |
@@ -106,7 +106,7 @@ def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
         return EngineState.UNKNOWN
     if awake(seen.page) is False:
         return EngineState.ASLEEP
-    age = progress_age(state.movements, now)
+    age = progress_age(state.movements, now, seen.owed_since)
     if _broken(state.lives.newest, seen) or (age is not None and age >= STALLED_SECONDS):
         return EngineState.STALLED
     return EngineState.SERVING
@@ -126,6 +126,8 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in EXITS),
-        progress_age_seconds=None if state.state is EngineState.ASLEEP else progress_age(movements, now),
+        progress_age_seconds=None
+        if state.state is EngineState.ASLEEP
+        else progress_age(movements, now, seen.owed_since),
         stranded=stranded(movements, now),
     )
