@@ -5,24 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import structlog
 
-from vllm_headroom.clock import Clock, SystemClock
+from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.build import build, version
-from vllm_headroom.daemon.canary import Asked, Canary
+from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
-from vllm_headroom.daemon.reach import canary, page_reader
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource, Sources
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
+from vllm_headroom.derive.derivation import Derivation
 from vllm_headroom.expose.answers import application
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
@@ -30,9 +29,6 @@ from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.parse import parse_engines
-from vllm_headroom.scrape.http.reader import is_loopback, port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.trace.recorder import Recorder
@@ -40,9 +36,6 @@ from vllm_headroom.trace.recorder import Recorder
 log = structlog.get_logger()
 
 CANNOT_LISTEN: Final = 2
-GPU_TIMEOUT_SECONDS: Final = 2.0
-"""NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
-
 CLOSE_SECONDS: Final = 0.3
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
@@ -57,31 +50,9 @@ NO_BYTES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
-
-    engine: EngineSource
-    gpus: GpuSource
-    processes: ProcessSource
-    clock: Clock
-    notice: str = ""
-    asked: Asked | None = None
-
-
 async def serve(settings: Settings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
-    clock = SystemClock()
-    timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    url = httpx.URL(settings.engine_url)
-    parts = Parts(
-        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
-        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
-        clock=clock,
-        asked=None if settings.canary_interval_seconds is None else canary(settings),
-    )
-    return await run(parts, settings)
+    return await run(real_parts(settings), settings)
 
 
 async def run(parts: Parts, settings: Settings) -> int:
@@ -126,23 +97,16 @@ async def _close(parts: Parts) -> None:
 async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
-    asking = None
-    if parts.asked is not None and settings.canary_interval_seconds is not None:
-        asking = Canary(parts.asked.ask, settings.canary_interval_seconds, clock)
+    canary = _canary(parts, settings.canary_interval_seconds)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
         parse=parse_engines,
         selection=settings.selection,
-        derivations=derivations(
-            reported_bytes=settings.reported_bytes,
-            kv_bytes_per_token=settings.kv_bytes_per_token,
-            model=token_bytes(settings.model_shape),
-            baseline_bytes_per_request=settings.baseline_bytes_per_request,
-        ),
+        derivations=_derivations(settings),
         clock=clock,
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
         recall=None if keeper is None else keeper.recall,
-        canary=asking,
+        canary=canary,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
@@ -170,8 +134,23 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
-    canaries = () if asking is None else (asking.run(lambda: sampler.snapshot),)
-    return await live((sampling, peaks, *saving, *canaries), Server(served, door), listener, ending)
+    asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
+    return await live((sampling, peaks, *saving, *asking), Server(served, door), listener, ending)
+
+
+def _derivations(settings: Settings) -> tuple[Derivation[Any], ...]:
+    return derivations(
+        reported_bytes=settings.reported_bytes,
+        kv_bytes_per_token=settings.kv_bytes_per_token,
+        model=token_bytes(settings.model_shape),
+        baseline_bytes_per_request=settings.baseline_bytes_per_request,
+    )
+
+
+def _canary(parts: Parts, interval_seconds: float | None) -> Canary | None:
+    if parts.asked is None or interval_seconds is None:
+        return None
+    return Canary(parts.asked.ask, interval_seconds, parts.clock)
 
 
 def _door(file: Path) -> Door:

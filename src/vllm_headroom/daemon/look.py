@@ -12,7 +12,8 @@ from typing import Final
 import httpx
 
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.app import CLOSE_SECONDS, GPU_TIMEOUT_SECONDS
+from vllm_headroom.daemon.app import CLOSE_SECONDS
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of

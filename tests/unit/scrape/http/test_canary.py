@@ -13,7 +13,7 @@ import pytest
 
 from tests.fakes.engine_server import Answer, EngineServer, cut, hang, page, with_head
 from tests.settings import load
-from vllm_headroom.daemon import reach
+from vllm_headroom.daemon import parts
 from vllm_headroom.scrape.http.canary import Canary
 from vllm_headroom.scrape.http.reader import PageReader
 
@@ -126,7 +126,7 @@ def test_all_it_asks_carries_what_the_settings_say(tmp_path: Path) -> None:
                 "HEADROOM_ENGINE_HEADERS": '{"X-Tenant": "a"}',
             },
         )
-        assert asyncio.run(closing(reach.canary(settings))) is True
+        assert asyncio.run(closing(parts.canary(settings))) is True
 
     assert server.paths == [HEALTH, SLEEP, TOKEN]
     for head in server.requests:
