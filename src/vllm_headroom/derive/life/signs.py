@@ -70,15 +70,17 @@ class Signs:
 def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
     """Return what the snapshot shows, given what was known of the sight and the most this life held while it served.
 
-    That an engine which was `asleep` holds little tells nothing of its end.
+    That an engine which was `asleep` holds little tells nothing of its end, nor does the rest where one of its GPUs
+    cannot be read.
     """
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
     processes = None if isinstance(snapshot.processes, Failure) else snapshot.processes
     if processes or (processes is not None and page is not None):
         sighted = bool(processes)
     held_bytes, total_bytes = _held(snapshot)
+    whole = all(gpu.held_bytes is not None for gpu in owned(snapshot))
     alive: bool | None = None if held_bytes is None else held_bytes > _least(total_bytes, top_bytes)
-    alive = alive or None if asleep else alive
+    alive = alive or None if asleep or not whole else alive
     if processes or (processes is not None and sighted is not False):
         alive = bool(processes)
     return Signs(
