@@ -13,8 +13,9 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.assembly import canary_of, door_of, keeper_of, recorder_of, sampler_of
+from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.state.store import Keeper
@@ -98,7 +99,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         notice=parts.notice,
         runbooks=settings.runbooks_url,
     )
-    recall = None if keeper is None else partial(_recalled, keeper, views)
+    flight = None if settings.state_dir is None else flight_of(settings.state_dir)
+    recall = None if keeper is None else partial(_recalled, keeper, views, flight)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else recorder_of(settings.trace_file, settings.trace_max_bytes)
@@ -116,6 +118,8 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             ending.ask(BEYOND_REPAIR)
         if recorder is not None and sampler.snapshot is not None:
             await recorder.record(sampler.snapshot)
+        if flight is not None and sampler.snapshot is not None and sampler.published is not None:
+            await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
 
     served = application(
         metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
@@ -131,10 +135,12 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     return await live((sampling, peaks, *saving, *asking), Server(served, door), listener, ending)
 
 
-async def _recalled(keeper: Keeper, views: Views, snapshot: Snapshot) -> Mapping[str, Any]:
+async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:
     """Return the states that an earlier process kept of this engine; its curves go to what is shown."""
     states = await keeper.recall(snapshot)
     views.take_up(states)
+    if flight is not None:
+        flight.take_up(states)
     return states
 
 

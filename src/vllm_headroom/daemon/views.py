@@ -34,7 +34,7 @@ class Views:
         self._unhealthy = unhealthy
         self._notice = notice
         self._runbooks = runbooks
-        self._verdicts: tuple[Verdict, ...] = ()
+        self.verdicts: tuple[Verdict, ...] = ()
 
     def take_up(self, states: Mapping[str, Any]) -> None:
         """Go on from the history that an earlier process kept, where it is among the states."""
@@ -50,9 +50,9 @@ class Views:
         if sampler.snapshot is None or sampler.published is None:
             return
         page = sampler.snapshot.engines
-        self._verdicts = verdicts(sampler.snapshot, sampler.published.samples)
+        self.verdicts = verdicts(sampler.snapshot, sampler.published.samples)
         running = None if isinstance(page, Failure) else running_requests(page)
-        self.history.step(sampler.snapshot, self._verdicts, running)
+        self.history.step(sampler.snapshot, self.verdicts, running)
 
     def view(self, sampler: Sampler) -> View:
         """Return what is shown at this moment."""
@@ -63,7 +63,7 @@ class Views:
             history=self.history,
             snapshot=sampler.snapshot,
             values=Values(() if published is None else published.samples),
-            verdicts=self._verdicts,
+            verdicts=self.verdicts,
             age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._unhealthy(),
             notice=self._notice,
