@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ HANGS: Final = "the file system does not answer"
 class Call(Protocol):
     """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
 
-    def __call__(self, function: Callable[[], None], timeout_seconds: float) -> Awaitable[None]:
+    def __call__(self, function: Callable[[], None], timeout_seconds: float) -> Coroutine[Any, Any, None]:
         """Return when the function has."""
 
 
@@ -151,7 +151,9 @@ class Flight:
             return
         counts = {(gpu.reading.uuid, xid): n for gpu in gpus for xid, n in gpu.reading.xid_errors}
         before, self._counted = self._counted, {**(self._counted or {}), **counts}
-        for (uuid, xid), count in counts.items() if before is not None else ():
+        if before is None:  # what was counted before this process could tell when
+            return
+        for (uuid, xid), count in counts.items():
             if count > before.get((uuid, xid), 0):
                 self._xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 

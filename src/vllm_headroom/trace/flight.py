@@ -130,10 +130,11 @@ def _time(sample: bytes) -> float | None:
 
 
 def known_of(first_line: bytes) -> dict[str, Any] | None:
-    """Return what the header of an incident says is known of it; None where the line is another's."""
+    """Return what the header of an incident says is known of it; None where the line is another's, or no JSON."""
     try:
         header = json.loads(first_line)
-    except ValueError:
+        known = header.get(INCIDENT) if isinstance(header, dict) else None
+        line({INCIDENT: known})  # Python also reads numbers that JSON has not
+    except (ValueError, RecursionError):
         return None
-    known = header.get(INCIDENT) if isinstance(header, dict) else None
     return known if isinstance(known, dict) else None

@@ -33,7 +33,8 @@ FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", aler
 BEGAN = 1_760_000_000.0
 
 
-async def at_once(function: Callable[[], None], _timeout_seconds: float) -> None:
+async def at_once(function: Callable[[], None], timeout_seconds: float) -> None:
+    assert timeout_seconds == 1.0
     function()
 
 
