@@ -29,7 +29,8 @@ class GpuFacts:
     """A GPU of the engine's before the end; None where it was not known.
 
     `first_…` is when this life began to serve, or else to be seen; `before_…` a few minutes before the end, and
-    `last_…` the most, or the least room, of the last minute and a half, peaks included.
+    `last_…` the most, or the least room, of the last minute and a half, peaks included. `joined` is whether more
+    processes were on it at the end than at first.
     """
 
     index: int
@@ -42,6 +43,7 @@ class GpuFacts:
     last_engine_bytes: int | None
     first_other_bytes: int | None
     last_other_bytes: int | None
+    joined: bool = False
     leak: LeakState = LeakState.UNKNOWN
     leaked: Moment | None = None
 

@@ -19,6 +19,10 @@ BEFORE_SECONDS: Final = 300.0
 """What grew since then grew in a burst."""
 
 
+_MANY: Final = 2**31
+"""Where it is not known how many there were, none has joined them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Look:
     """One GPU in one sample; what the engine held at the peak, where that is known."""
@@ -61,6 +65,7 @@ class Looks:
             last_engine_bytes=_most(look.engine_bytes for look in last),
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_most(look.gpu.other_bytes for look in last),
+            joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
             leak=leak,
             leaked=leaked,
         )

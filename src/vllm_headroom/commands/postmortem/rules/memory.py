@@ -23,25 +23,27 @@ LONGER_SECONDS: Final = 600.0
 
 
 def leak(facts: Facts) -> Finding | None:
-    """Fit where the engine's own memory grew over all its time; sure by the detector's alarm."""
+    """Fit where the engine's memory grew over all its time; sure by the alarm, where others' is told apart from it."""
     gpu = _ran_out(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
     says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
     if not says and gpu.share(gpu.grown_bytes) < MOSTLY:
         return None
-    sureness = Sureness.POSSIBLE if not says else Sureness.SURE if gpu.leak is LeakState.LEAKING else Sureness.LIKELY
+    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.others_bytes is not None
     return Finding(
         cause=Cause.LEAK,
-        sureness=sureness if gpu.is_full else max(sureness, Sureness.LIKELY, key=list(Sureness).index),
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory by a leak: the engine grew until GPU {gpu.index} was full.",
         evidence=tuple(_leaked(facts, gpu)),
     )
 
 
 def neighbour(facts: Facts) -> Finding | None:
-    """Fit where what other processes took is most of the room that was lost."""
+    """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
     gpu = _ran_out(facts)
+    if gpu is not None and gpu.others_bytes is None and gpu.joined:
+        return _joined(gpu)
     if gpu is None or gpu.others_bytes is None or gpu.share(gpu.others_bytes) < MOSTLY:
         return None
     sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
@@ -56,6 +58,15 @@ def neighbour(facts: Facts) -> Finding | None:
     )
 
 
+def _joined(gpu: GpuFacts) -> Finding:
+    return Finding(
+        cause=Cause.NEIGHBOUR,
+        sureness=Sureness.LIKELY,
+        sentence=f"Out of GPU memory by a neighbour: another process had come to GPU {gpu.index}.",
+        evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
+    )
+
+
 def burst(facts: Facts) -> Finding | None:
     """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
     gpu = _ran_out(facts)
@@ -64,11 +75,11 @@ def burst(facts: Facts) -> Finding | None:
     share = gpu.share(gpu.jumped_bytes)
     if gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
-    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and facts.seen_seconds >= LONGER_SECONDS
-    sureness = Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE
+    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and gpu.others_bytes is not None
+    sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
     return Finding(
         cause=Cause.BURST,
-        sureness=Sureness.SURE if alone and gpu.is_full and share >= NEARLY_ALL else sureness,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst: GPU {gpu.index} was filled within minutes.",
         evidence=tuple(_burst(facts, gpu)),
     )
