@@ -20,12 +20,13 @@ from vllm_headroom.config.fields import (
     setting,
     size,
 )
+from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
 
-class Settings(EngineConnection, BaseSettings):
+class Settings(GateSettings, EngineConnection, BaseSettings):
     """What the daemon is told, understood, checked and frozen."""
 
     model_config = SettingsConfigDict(
