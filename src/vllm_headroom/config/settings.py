@@ -41,6 +41,9 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
     no_options: ClassVar[frozenset[str]] = frozenset()
     """Settings that the command line does not take."""
 
+    canary_interval_seconds: float | None = seconds(
+        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
+    )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
     )
