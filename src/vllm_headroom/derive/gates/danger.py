@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import finished_requests, waiting_requests
+from vllm_headroom.derive.page_facts import finished, together
 from vllm_headroom.model import Failure, Gpu, Snapshot, Values
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState
@@ -90,7 +90,9 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
 def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
         return Danger(text="the engine has work and makes no progress")
-    waiting = None if isinstance(snapshot.engines, Failure) else waiting_requests(snapshot.engines)
+    waiting = (
+        None if isinstance(snapshot.engines, Failure) else together(each.waiting for each in snapshot.engines.engines)
+    )
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None
     (began, first), (now, last) = known.finished[0], known.finished[-1]
@@ -104,7 +106,7 @@ def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
 
 
 def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
-    total = None if isinstance(snapshot.engines, Failure) else finished_requests(snapshot.engines)
+    total = None if isinstance(snapshot.engines, Failure) else finished(snapshot.engines)
     kept = tuple(each for each in before.finished if now - RATE_SECONDS <= each[0] <= now)
     if total is None or not _is_in_service(snapshot) or (kept and total < kept[-1][1]):
         return ()

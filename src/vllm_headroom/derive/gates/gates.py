@@ -55,4 +55,6 @@ def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tup
     if rules.live_seconds is not None:
         dying = live(state.live, snapshot, values, least_between_seconds=rules.live_seconds, name=rules.name)
         following, open_now[GateName.LIVE] = Gates(ready=following.ready, live=dying), dying.reason is None
-    return following, tuple(Sample(catalog.GATE_OPEN, (str(name),), float(is_open)) for name, is_open in open_now.items())
+    return following, tuple(
+        Sample(catalog.GATE_OPEN, (str(name),), float(is_open)) for name, is_open in open_now.items()
+    )

@@ -59,7 +59,9 @@ def live(state: Live, snapshot: Snapshot, values: Values, *, least_between_secon
 def _left(values: Values) -> float | None:
     """Return the lower bound of the time that is left on the GPU that leaks worst; None where none surely leaks."""
     leaking = [labels[:-1] for labels, held in values.of(catalog.LEAK_STATE).items() if held and labels[-1] == LEAK]
-    return min((left for gpu in leaking if (left := values.value(catalog.TIME_TO_OOM_LOWER, *gpu)) is not None), default=None)
+    return min(
+        (left for gpu in leaking if (left := values.value(catalog.TIME_TO_OOM_LOWER, *gpu)) is not None), default=None
+    )
 
 
 LEAK: Final = LeakState.LEAKING

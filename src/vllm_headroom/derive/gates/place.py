@@ -9,6 +9,9 @@ from zlib import crc32
 GROUPS: Final = 4
 """In turn, a quarter of the replicas stays open whatever happens to all."""
 
+GOLDEN: Final = (5**0.5 - 1) / 2
+"""Multiples of it, less what is whole, fill the stretch from 0 to 1 evenly, however many there are."""
+
 _ORDINAL: Final = re.compile(r"-(\d{1,4})$")
 """What a StatefulSet appends: replicas with neighbouring numbers are never in one group."""
 
@@ -20,8 +23,8 @@ def place(name: str) -> int:
 
 
 def share(name: str) -> float:
-    """Return a number from 0 to 1, spread evenly among names."""
-    return crc32(name.encode()) / 2**32
+    """Return a number from 0 to 1; those of neighbours in a StatefulSet are far apart."""
+    return place(name) * GOLDEN % 1.0
 
 
 def has_the_watch(name: str, time_seconds: float, turn_seconds: float) -> bool:
