@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from vllm_headroom.config.fields import (
     Gpus,
@@ -26,12 +25,13 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """What the daemon is told, understood, checked and frozen."""
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True,
         extra="forbid",
+        validate_default=True,
         allow_inf_nan=False,
         hide_input_in_errors=True,
         str_strip_whitespace=True,
@@ -167,14 +167,3 @@ class Settings(BaseSettings):
         if isinstance(text, str) and "\0" in text:
             raise ValueError
         return text
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - the signature is pydantic-settings'
-        init_settings: PydanticBaseSettingsSource,
-        *_: PydanticBaseSettingsSource,
-        **__: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take values from `load` alone: the built-in sources forget where a value was written, and stop at one."""
-        return (init_settings,)
