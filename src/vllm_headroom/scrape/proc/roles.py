@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
@@ -63,6 +64,7 @@ def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
     return (None if forked else named_role(process.command)) or Role.OTHER
 
 
+@lru_cache(maxsize=512)  # asked of every process whenever one comes or goes
 def named_role(command: tuple[str, ...]) -> Role | None:
     """Return the role that a title or a server's command line tells; None where it is not vLLM's."""
     if not command[0].startswith(_TITLED):
