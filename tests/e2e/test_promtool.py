@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import bcrypt
 import pytest
@@ -57,7 +58,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def is_good(file: Path) -> bool:
-    async def call(*_: object) -> object:
+    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:  # noqa: ANN401 - as the door has it
         raise NotImplementedError
 
     try:
