@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def is_good(file: Path) -> bool:
-    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:  # noqa: ANN401 - as the door has it
+    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:
         raise NotImplementedError
 
     try:
