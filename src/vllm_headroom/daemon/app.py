@@ -18,6 +18,7 @@ from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import application
@@ -28,6 +29,7 @@ from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -92,14 +94,15 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
+    flight = None if settings.state_dir is None else flight_of(settings.state_dir)
     views = Views(
         clock=clock,
         interval_seconds=interval,
         unhealthy=heartbeat.unhealthy,
         notice=parts.notice,
         runbooks=settings.runbooks_url,
+        incident=lambda: None if flight is None else flight.last,
     )
-    flight = None if settings.state_dir is None else flight_of(settings.state_dir)
     recall = None if keeper is None else partial(_recalled, keeper, views, flight)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
@@ -116,10 +119,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
-        if recorder is not None and sampler.snapshot is not None:
-            await recorder.record(sampler.snapshot)
-        if flight is not None and sampler.snapshot is not None and sampler.published is not None:
-            await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
+        await _record(sampler, views, recorder, flight)
 
     served = application(
         metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
@@ -134,6 +134,16 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
     return await live((sampling, peaks, *saving, *asking), Server(served, door), listener, ending)
+
+
+async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:
+    """Write down what the tick saw, where that is wanted."""
+    if sampler.snapshot is None or sampler.published is None:
+        return
+    if recorder is not None:
+        await recorder.record(sampler.snapshot)
+    if flight is not None:
+        await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
 
 
 async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:

@@ -13,8 +13,9 @@ import structlog
 
 from vllm_headroom.daemon.known import known
 from vllm_headroom.derive.life.follow import LIFE
+from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
-from vllm_headroom.trace.flight import INCIDENTS, keep, name_of, set_aside
+from vllm_headroom.trace.flight import INCIDENTS, keep, name_of, newest_in, set_aside
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
@@ -58,12 +59,12 @@ class Incident:
 class Flight:
     """Owns the record in `folder`; `lines` returns the last lines of the daemon's own log.
 
-    `last` is the newest incident of this process that is on disk, with its file. What goes wrong on the volume is
+    `last` is the newest incident that is on disk. What goes wrong on the volume is
     logged when it begins and when it ends, and costs the record only.
     """
 
     def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
-        self.last: Mapping[str, Any] | None = None
+        self.last: Last | None = None
         self._folder = folder
         self._call = call
         self._lines = lines
@@ -86,6 +87,8 @@ class Flight:
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> None:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
+        if self._written is None:
+            await self._try(self._look_back)
         self._note_xids(snapshot)
         event = None if snapshot.life is None else self._event(snapshot.life)
         if event is not None:
@@ -127,7 +130,7 @@ class Flight:
         done = await self._try(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
         if done:
             file = self._folder / INCIDENTS / name_of(incident.seconds)
-            self.last = {"t": incident.events[0]["t"], "file": str(file), "events": list(incident.events)}
+            self.last = _last(file, self._header(incident))
             if incident.due < incident.closes:
                 log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
         if now >= incident.closes and (done or now >= incident.closes + AFTER_SECONDS):
@@ -144,6 +147,11 @@ class Flight:
             "xids": [each for each in self._xids if each["t"] >= earliest],
             "log": list(self._lines()),
         }
+
+    def _look_back(self) -> None:
+        """Find the last incident of an earlier process."""
+        found = newest_in(self._folder)
+        self.last = None if found is None else _last(*found)
 
     def _note_xids(self, snapshot: Snapshot) -> None:
         gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
@@ -178,3 +186,8 @@ class Flight:
             log.warning("flight record not written", folder=str(self._folder), problem=problem)
         elif problem is None and before is not None:
             log.info("flight record written again", folder=str(self._folder))
+
+
+def _last(file: Path, known: Mapping[str, Any]) -> Last:
+    reason = None if known.get("reason") is None else str(known["reason"])
+    return Last(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))

@@ -12,12 +12,12 @@ from vllm_headroom.daemon.state.history import HISTORY
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.history import History
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Failure, Values, Verdict
 
 
 class Views:
-    """Follows the samples; `unhealthy` says why the sampling loop does not turn."""
+    """Follows the samples; `unhealthy` says why the sampling loop does not turn, `incident` which was the last."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Views:
         unhealthy: Callable[[], str | None],
         notice: str = "",
         runbooks: str | None = None,
+        incident: Callable[[], Incident | None] = lambda: None,
     ) -> None:
         self.history = History()
         self._clock = clock
@@ -34,6 +35,7 @@ class Views:
         self._unhealthy = unhealthy
         self._notice = notice
         self._runbooks = runbooks
+        self._incident = incident
         self.verdicts: tuple[Verdict, ...] = ()
 
     def take_up(self, states: Mapping[str, Any]) -> None:
@@ -68,4 +70,5 @@ class Views:
             unwell=self._unhealthy(),
             notice=self._notice,
             runbooks=self._runbooks,
+            last_incident=self._incident(),
         )

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.recorder import append
+from vllm_headroom.trace.fields import YEAR_10000
+from vllm_headroom.trace.recorder import LONGEST_LINE, append
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.units import MIB
 
@@ -28,6 +29,9 @@ INCIDENT_BYTES: Final = 2 * MIB
 MOST_INCIDENTS: Final = 8
 """With the record itself 60 MiB, so that a volume of 64 holds it, and one incident that is just being written."""
 
+ROOMY_BYTES: Final = 128 * MIB
+"""A volume on which all of it takes half. The components' own has 16 MiB: hours of one GPU at 5 s all the same."""
+
 BEFORE_SECONDS: Final = 6 * 3600.0
 """The leak detector takes an hour or two to be sure; a leak that it found earlier is in the header."""
 
@@ -42,7 +46,7 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 def keep(folder: Path, written: bytes) -> None:
     """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
     folder.mkdir(parents=True, exist_ok=True)
-    append(folder / FLIGHT, written, FLIGHT_BYTES)
+    append(folder / FLIGHT, written, int(share_of(folder) * FLIGHT_BYTES))
 
 
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
@@ -51,7 +55,7 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     The file is there as a whole or not at all. The oldest samples are left out where there are too many.
     """
     header, incidents = line({**HEADER, INCIDENT: known}), folder / INCIDENTS
-    samples = _stretch(_lines(folder), seconds, INCIDENT_BYTES - len(header))
+    samples = _stretch(_lines(folder), seconds, int(share_of(folder) * INCIDENT_BYTES) - len(header))
     incidents.mkdir(parents=True, exist_ok=True)
     file = incidents / name_of(seconds)
     unfinished = incidents / "unfinished"
@@ -68,6 +72,12 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     _make_room(incidents, file)
 
 
+def share_of(folder: Path) -> float:
+    """Return how much of the usual sizes to take, so that on a small volume the other half stays for the state."""
+    volume = os.statvfs(folder)
+    return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
+
+
 def name_of(seconds: float) -> str:
     """Return the name of the file of an incident, by which they can be sorted."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
@@ -76,6 +86,16 @@ def name_of(seconds: float) -> str:
 def incidents_in(folder: Path) -> list[Path]:
     """Return the incidents of a folder, the newest last; raises OSError."""
     return sorted(file for file in folder.glob("*.jsonl") if _began(file) is not None)
+
+
+def newest_in(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest incident that lies beside a record, and what is known of it; raises OSError."""
+    for file in reversed(incidents_in(folder / INCIDENTS)):
+        with file.open("rb") as stream:
+            known = known_of(stream.readline(LONGEST_LINE))
+        if known is not None and isinstance(known.get("t"), int | float) and 0 <= known["t"] < YEAR_10000:
+            return file, known
+    return None
 
 
 def _began(file: Path) -> float | None:

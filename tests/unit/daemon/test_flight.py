@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -100,6 +101,19 @@ def test_the_record_is_bounded_and_its_newest_lines_stay(tmp_path: Path, monkeyp
     assert times(tmp_path / "flight.jsonl")[-1] == 99.0
 
 
+def test_on_a_small_volume_half_is_left_for_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "ROOMY_BYTES", 8 * _size(tmp_path))
+    monkeypatch.setattr(record, "FLIGHT_BYTES", 8 * 2000)
+    step(flight(tmp_path), *(snapshot(at=at) for at in range(100)))
+
+    assert 2000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 4000
+
+
+def _size(folder: Path) -> int:
+    volume = os.statvfs(folder)
+    return volume.f_blocks * volume.f_frsize
+
+
 def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> None:
     subject = flight(tmp_path)
     died(subject)
@@ -111,8 +125,12 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert known["before"]["t"] < known["t"]
     assert times(file) == [10.0, 15.0]
     assert file.name == name_of(BEGAN + 15)
-    assert subject.last is not None
-    assert subject.last["file"] == str(file)
+    last = subject.last
+    assert last is not None
+    assert (last.seconds, last.what, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
+    later = flight(tmp_path)
+    step(later, snapshot(at=900))
+    assert later.last == last
 
 
 def test_what_follows_within_five_minutes_belongs_to_it(tmp_path: Path) -> None:
