@@ -37,8 +37,13 @@ NOTHING: Final = Finding(
 
 
 def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
-    """Return what fits, the surest first; there is always one. `told` is whether a header tells of an end."""
+    """Return what fits, the surest first; there is always one. `told` is whether a header tells of an end.
+
+    Beside one that is sure none is possible.
+    """
     if facts is None:
         return (UNKNOWN if told else NOTHING,)
     found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    if any(finding.sureness is Sureness.SURE for finding in found):
+        found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
     return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (UNKNOWN,)

@@ -57,5 +57,5 @@ def _gpu(gpu: GpuFacts) -> Iterator[str]:
         ("more than it began with", gpu.grown_bytes),
         ("held by others", gpu.last_other_bytes),
     )
-    yield from (f"{size(n_bytes)} {word}" for word, n_bytes in known if n_bytes is not None)
+    yield from (f"{size(max(0, n_bytes))} {word}" for word, n_bytes in known if n_bytes is not None)
     yield f"leak detector: {gpu.leak}"

@@ -44,7 +44,7 @@ def text(report: Report) -> Iterator[str]:
             _answer(report),
             _also(report),
             _said(report),
-            ("Timeline", *(f"  {instant(seconds)}  {what}" for seconds, what in report.timeline)),
+            _timeline(report),
             _numbers(report),
             _todo(report),
             _log(report),
@@ -66,7 +66,13 @@ def _also(report: Report) -> Iterator[str]:
 
 def _said(report: Report) -> Iterator[str]:
     for sentence in sentences(report.known):
-        yield from _headed("then", f"the sidecar said: {sentence}")
+        yield from _headed("said", f"{sentence} (the sidecar, before)")
+
+
+def _timeline(report: Report) -> Iterator[str]:
+    if report.timeline:
+        yield "Timeline"
+    yield from (f"  {instant(seconds)}  {what}" for seconds, what in report.timeline)
 
 
 def _numbers(report: Report) -> Iterator[str]:

@@ -57,7 +57,7 @@ class Engine:
         if moves and self.running:
             self.running = max(1.0, self.running + self.rng.choice((-2, -1, 0, 0, 1, 2)))
         self.finished += step * self.running / 8 if moves else 0.0
-        self.held += self.rng.choice((2, 20)) * MIB if moves and self.rng.random() < 0.05 else 0
+        self.held += self.rng.choice((2, 20)) * MIB if moves and self.room > GIB and self.rng.random() < 0.05 else 0
         self.look(step)
 
     def look(self, step: float = 5.0) -> None:

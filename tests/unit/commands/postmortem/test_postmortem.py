@@ -67,7 +67,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
     for part in (
         "the leak detector said leaking",
-        "the sidecar said: GPU 0 leaks.",
+        "said  GPU 0 leaks. (the sidecar, before)",
         "Timeline",
         "the driver reported XID 79 on GPU-a",
         "Numbers for a bug report",
@@ -88,7 +88,7 @@ def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
     assert status == 0
     assert (found["cause"], found["sure"], found["what"]) == ("out_of_memory_leak", "sure", "ended")
     assert found["known"]["version"] == "1.2.3"
-    assert found["also"][0]["cause"]
+    assert found["also"] == []
     assert [each["t"] for each in found["timeline"]] == sorted(each["t"] for each in found["timeline"])
     assert found["numbers"]["GPU 0"].endswith("leak detector: leaking")
 
