@@ -15,7 +15,8 @@ from vllm_headroom.daemon.known import known
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
-from vllm_headroom.trace.flight import INCIDENTS, keep, name_of, newest_in, set_aside
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.incidents import INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import EngineState, ExitReason
 

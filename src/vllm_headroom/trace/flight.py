@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.fields import YEAR_10000
-from vllm_headroom.trace.recorder import LONGEST_LINE, append
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
+from vllm_headroom.trace.recorder import append
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.units import MIB
-
-FLIGHT: Final = "flight.jsonl"
-INCIDENTS: Final = "incidents"
-INCIDENT: Final = "incident"
-"""The key of what is known of an incident, in the header of its trace."""
 
 FLIGHT_BYTES: Final = 22 * MIB
 """Of each of two files, the older of which makes room for a new one: a day of one GPU at 5 s, hours of eight at 1 s."""
@@ -78,36 +71,9 @@ def share_of(folder: Path) -> float:
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
 
 
-def name_of(seconds: float) -> str:
-    """Return the name of the file of an incident, by which they can be sorted."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H-%M-%SZ}.jsonl"
-
-
-def incidents_in(folder: Path) -> list[Path]:
-    """Return the incidents of a folder, the newest last; raises OSError."""
-    return sorted(file for file in folder.glob("*.jsonl") if _began(file) is not None)
-
-
-def newest_in(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest incident that lies beside a record, and what is known of it; raises OSError."""
-    for file in reversed(incidents_in(folder / INCIDENTS)):
-        with file.open("rb") as stream:
-            known = known_of(stream.readline(LONGEST_LINE))
-        if known is not None and isinstance(known.get("t"), int | float) and 0 <= known["t"] < YEAR_10000:
-            return file, known
-    return None
-
-
-def _began(file: Path) -> float | None:
-    try:
-        return datetime.strptime(file.name, "%Y-%m-%dT%H-%M-%SZ.jsonl").replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return None
-
-
 def _make_room(incidents: Path, newest: Path) -> None:
     """Give up what came soonest after another: of an engine that dies again and again, the first deaths stay."""
-    found = [(began, file) for file in incidents_in(incidents) if (began := _began(file)) is not None]
+    found = [(at, file) for file in incidents_in(incidents) if (at := began(file)) is not None]
     while len(found) > MOST_INCIDENTS:
         gaps = [(at - before, file) for (before, _), (at, file) in pairwise(found)]
         _, given_up = min((gap, file) for gap, file in gaps if file != newest)
@@ -147,14 +113,3 @@ def _time(sample: bytes) -> float | None:
     """Return the time of a sample; None of what is no whole one."""
     found = _TIME.match(sample)
     return float(found[1]) if found is not None and sample.endswith(b"\n") else None
-
-
-def known_of(first_line: bytes) -> dict[str, Any] | None:
-    """Return what the header of an incident says is known of it; None where the line is another's, or no JSON."""
-    try:
-        header = json.loads(first_line)
-        known = header.get(INCIDENT) if isinstance(header, dict) else None
-        line({INCIDENT: known})  # Python also reads numbers that JSON has not
-    except (ValueError, RecursionError):
-        return None
-    return known if isinstance(known, dict) else None

@@ -25,7 +25,8 @@ from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Verdict
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
-from vllm_headroom.trace.flight import incidents_in, keep, known_of, name_of, set_aside
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
 from vllm_headroom.trace.read import recorded
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import Level
@@ -311,7 +312,7 @@ print("begins", flush=True)
 number = 0
 while True:
     number += 1
-    set_aside(Path(sys.argv[1]), 1_760_000_000.0 + 600 * (number % 12), {"t": 1.0, "number": number})
+    set_aside(Path(sys.argv[1]), 1_760_000_400.0 + number % 12, {"t": 1.0, "number": number})
 """
 
 

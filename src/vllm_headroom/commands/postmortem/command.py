@@ -11,7 +11,6 @@ from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.commands.postmortem.judge import judge
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
-from vllm_headroom.commands.postmortem.page import page
 from vllm_headroom.commands.postmortem.report import Report, document, text
 from vllm_headroom.commands.postmortem.timeline import Timeline
 from vllm_headroom.config.kinds import FILE, Value
@@ -73,6 +72,8 @@ def _run(given: Namespace) -> Report:
         raise BadOptions(NO_PLACE)
     report = report_of(trace_of(Path(place)))
     if given.html is not None:
+        from vllm_headroom.commands.postmortem.page import page  # noqa: PLC0415 - only here is a page's style needed
+
         try:
             given.html.write_text(page(report), encoding="utf-8")
         except OSError as error:
