@@ -7,7 +7,8 @@ from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading
-from vllm_headroom.trace.fields import WrongFieldError, known, number, size, text, truth
+from vllm_headroom.parse.fields import WrongFieldError, number, size, text, truth
+from vllm_headroom.trace.fields import known
 from vllm_headroom.vocabulary import Attribution, Role
 
 NO_PID: Final = 0

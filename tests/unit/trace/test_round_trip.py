@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
-from vllm_headroom.trace.fields import LARGEST
+from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
 from vllm_headroom.vocabulary import Attribution, Role
