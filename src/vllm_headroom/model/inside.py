@@ -79,7 +79,10 @@ class HostBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomRecord:
-    """The newest OutOfMemoryError of a process: when torch raised it, in seconds since the epoch, and how it stood."""
+    """The newest OutOfMemoryError of a process: when torch raised it, in seconds since the epoch, and how it stood.
+
+    `seen` is how many there were.
+    """
 
     at_seconds: float
     uuid: str | None = None
@@ -89,6 +92,7 @@ class OomRecord:
     reserved_bytes: int | None = None
     running: int | None = None
     waiting: int | None = None
+    seen: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

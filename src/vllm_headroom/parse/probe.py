@@ -155,6 +155,7 @@ def _host(entry: dict[str, Any]) -> HostBlock:
 def _oom(entry: dict[str, Any]) -> OomRecord:
     return OomRecord(
         at_seconds=_needed(entry, "t"),
+        seen=size(entry, "seen"),
         uuid=_text(entry, "uuid"),
         asked_bytes=size(entry, "asked"),
         free_bytes=size(entry, "free"),
