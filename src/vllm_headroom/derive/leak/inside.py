@@ -128,31 +128,35 @@ def sharpened(track: Track, inside: InsideTrack | None) -> Track:
 
 
 def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return where it grows: where the run is that was found, else where most was added in every third of its time.
+    """Return where it grows: where most was added in every third of the leak's time.
 
     A leak of tensors first uses up what the allocator has cached: then what is allocated grows and the rest shrinks.
     What demand at its highest leaves cached comes in a few steps, and a third without one does not count for it. Where
-    nothing grew in every third, as when it has just begun, the whole counts.
+    nothing grew in every third, as when it has just begun, the whole counts. A run that was found is where it is,
+    unless as much grew elsewhere in each third as in all of the run: a small tensor can keep a large segment.
     """
-    if found is None or inside is None:
-        return None
-    if found == estimated(inside.surest, inside.room_bytes):
-        return LeakLocation.TENSORS if inside.surest is inside.tensors else LeakLocation.OUTSIDE_TORCH
-    if found.bytes_per_second <= 0:
+    if found is None or inside is None or found.bytes_per_second <= 0:
         return None
     began = inside.clock - found.leaked_bytes / found.bytes_per_second
-    since = [mark for mark in inside.marks if mark.seconds >= began]
-    since = since if len(since) > THIRDS else list(inside.marks[-THIRDS - 1 :])
-    series = {
+    series = _series(inside.marks, began)
+    lasting = {place: _lasting(values) for place, values in series.items()}
+    most = max(lasting, key=lambda place: lasting[place])
+    if found == estimated(inside.surest, inside.room_bytes) and lasting[most] <= found.leaked_bytes:
+        return LeakLocation.TENSORS if inside.surest is inside.tensors else LeakLocation.OUTSIDE_TORCH
+    if lasting[most] <= 0:
+        most = max(series, key=lambda place: _whole(series[place]))
+    return most if max(lasting[most], _whole(series[most])) > 0 else None
+
+
+def _series(marks: tuple[Mark, ...], began: float) -> dict[LeakLocation, list[float]]:
+    """Return what each place held since the leak began, in four marks at least where there are as many."""
+    since = [mark for mark in marks if mark.seconds >= began]
+    since = since if len(since) > THIRDS else list(marks[-THIRDS - 1 :])
+    return {
         LeakLocation.TENSORS: [mark.allocated_bytes for mark in since],
         LeakLocation.FRAGMENTATION: [mark.reserved_bytes - mark.allocated_bytes for mark in since],
         LeakLocation.OUTSIDE_TORCH: [mark.outside_bytes for mark in since],
     }
-    for grown in (_lasting, _whole):
-        most = max(series, key=lambda place: grown(series[place]))
-        if grown(series[most]) > 0:
-            return most
-    return None
 
 
 def _whole(values: list[float]) -> float:

@@ -13,6 +13,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Estimate, Track, Verdict
 from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, location, moved, sharpened
+from vllm_headroom.derive.leak.steady import estimated
 from vllm_headroom.model import Inside, Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakLocation, Source
 
@@ -94,6 +95,31 @@ def test_what_demand_leaves_cached_is_not_where_it_leaks() -> None:
     tracks = followed(200, lambda at: (0, 900e6 * (at > 150), at * 100_000.0))
 
     assert location(found, tracks["GPU-a"]) is LeakLocation.OUTSIDE_TORCH
+
+
+def test_small_tensors_that_keep_large_segments_are_fragmentation() -> None:
+    track = followed(200, lambda at: (at * 130_000.0, at * 2_400_000.0, 0))["GPU-a"]
+    found = estimated(track.surest, None)
+
+    assert found is not None
+    assert track.surest is track.tensors
+    assert location(found, track) is LeakLocation.FRAGMENTATION
+
+
+def test_what_has_just_begun_is_located_by_the_whole_of_it() -> None:
+    track = followed(60, lambda at: (max(0, at - 50) * 50e6, 0, 0))["GPU-a"]
+    found = Estimate(
+        bytes_per_second=1e7,
+        lower=0,
+        upper=0,
+        bytes_per_request=None,
+        by_requests=False,
+        leaked_bytes=1e8,
+        oom_seconds=None,
+        oom_seconds_lower=None,
+    )
+
+    assert location(found, track) is LeakLocation.TENSORS
 
 
 def test_where_nothing_is_known_nothing_is_located() -> None:
