@@ -155,9 +155,9 @@ def _ledger() -> Json:
 def _parts() -> Json:
     return timeseries(
         "What the engine uses it for",
-        "The engine's own ledger of the GPUs chosen, by the probe inside it: its parts sum to what it holds. Fragmented "
-        "and cached is what torch has reserved and nobody uses; outside torch are CUDA, NCCL and libraries. Empty "
-        "without a probe.",
+        "The engine's own ledger of the GPUs chosen, by the probe inside it: its parts sum to what it holds. "
+        "Fragmented and cached is what torch has reserved and nobody uses; outside torch are CUDA, NCCL and libraries. "
+        "Empty without a probe.",
         [query(f"sum by (part) (headroom_engine_memory_bytes{{{GPU}}})", "{{part}}")],
         unit="bytes",
         width=24,

@@ -19,7 +19,8 @@ def worker(pid: int = 7, uuid: str = "GPU-a", oom: OomRecord | None = None, **co
 
 
 def followed(*ticks: ProbeReadings | Failure | None) -> tuple[Counts, tuple[Sample, ...]]:
-    state, samples = Counts(), ()
+    state = Counts()
+    samples: tuple[Sample, ...] = ()
     for probe in ticks:
         state, samples = counters(state, snapshot(probe=probe))
     return state, samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_what_is_unknown_is_absent() -> None:
     assert inside(snapshot(gpus=failure(Source.NVML))) == ()
 
 
-BUDGET: Final = {"gpu_memory_utilization_ratio": 0.9}
+BUDGET: Final[dict[str, Any]] = {"gpu_memory_utilization_ratio": 0.9}
 
 
 @pytest.mark.parametrize(

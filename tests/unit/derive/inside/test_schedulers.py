@@ -62,7 +62,7 @@ def test_no_more_fit_than_the_batch_admits(most: int | None, expected: float) ->
     assert more(None) == 90
 
 
-KV = {"running": 10.0, "kv_used_ratio": 0.5, "kv_cache_dtype": "auto"}
+KV: dict[str, Any] = {"running": 10.0, "kv_used_ratio": 0.5, "kv_cache_dtype": "auto"}
 
 
 def held(kv_cache_bytes: int | None, uuid: str = "GPU-a") -> Gpu:
