@@ -14,6 +14,7 @@ from vllm_headroom.model import (
     Gpu,
     GpuMemory,
     GpuReading,
+    HostMemory,
     Metric,
     ReadingTime,
     Sample,
@@ -75,6 +76,7 @@ def snapshot(
     gpus: tuple[Gpu, ...] | Failure | None = None,
     processes: tuple[EngineProcess, ...] | Failure = (),
     reading_times: tuple[ReadingTime, ...] = (),
+    host: HostMemory | None = None,
 ) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0 + at,
@@ -83,6 +85,7 @@ def snapshot(
         gpus=(gpu(),) if gpus is None else gpus,
         processes=processes,
         reading_times=reading_times,
+        host=host,
     )
 
 

@@ -86,6 +86,12 @@ class Settings(EngineConnection, BaseSettings):
         example="9500kB",
         shown="learned",
     )
+    host_memory_limit_bytes: Size | None = size(
+        None,
+        "What vLLM's container may take of the host's memory, where the kernel's own limit cannot be seen from here.",
+        example="64GiB",
+        shown="the kernel's",
+    )
     listen_host: str = setting(
         "",
         "The address to serve /metrics on.",

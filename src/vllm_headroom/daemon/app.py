@@ -107,6 +107,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, interval),
         recall=None if keeper is None else keeper.recall,
         engine_is_here=parts.engine_is_here,
+        host_limit_bytes=settings.host_memory_limit_bytes,
     )
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
@@ -131,10 +132,9 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
     )
-    sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, sampler, clock),)
-    return await live((sampling, peaks, *saving), Server(served, door), listener, ending)
+    return await live((every(interval, tick, clock), peaks, *saving), Server(served, door), listener, ending)
 
 
 def _door(file: Path) -> Door:

@@ -13,6 +13,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
 from vllm_headroom.model import (
@@ -20,6 +21,7 @@ from vllm_headroom.model import (
     Failure,
     Gpu,
     GpuReadings,
+    HostMemory,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -50,6 +52,7 @@ class Sampler:
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
     `engine_is_here` is whether the engine's page is served on this machine: then its processes must show in /proc.
+    `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Sampler:
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
         engine_is_here: bool = False,
+        host_limit_bytes: int | None = None,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
@@ -71,6 +75,8 @@ class Sampler:
         self._parser = Worker[EnginePage | Failure]("parse")
         self._selection = selection
         self._attribution = AttributionState()
+        self._container = ContainerState()
+        self._host_limit_bytes = host_limit_bytes
         self._derivations = derivations
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
         self._states[LIFE] = LifeState()
@@ -123,6 +129,7 @@ class Sampler:
             gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
             processes=processes if isinstance(processes, Failure) else processes.engine,
             reading_times=(engine_time, gpu_time, process_time),
+            host=self._host(processes),
         )
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
@@ -143,6 +150,10 @@ class Sampler:
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
+
+    def _host(self, processes: ProcessReadings | Failure) -> HostMemory | None:
+        self._container, host = container(self._container, processes, limit_bytes=self._host_limit_bytes)
+        return host
 
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:

@@ -2,11 +2,13 @@
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
 from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings
+from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
 from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
 
 __all__ = [
+    "Cgroup",
     "EnginePage",
     "EngineProcess",
     "EngineReading",
@@ -16,11 +18,15 @@ __all__ = [
     "GpuProcess",
     "GpuReading",
     "GpuReadings",
+    "HostMemory",
+    "HostReading",
     "Life",
+    "Machine",
     "Metric",
     "ProcessReadings",
     "Published",
     "ReadingTime",
     "Sample",
+    "Shm",
     "Snapshot",
 ]

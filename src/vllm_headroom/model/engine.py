@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_headroom.model.host import HostReading
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
 
@@ -50,12 +51,18 @@ class EnginePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProcess:
-    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch."""
+    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch.
+
+    Of `rss_bytes`, `anonymous_bytes` is the process's own and `file_bytes` maps files, which the kernel can take back;
+    the rest is shared memory. None where the kernel does not tell.
+    """
 
     pid: int
     role: Role
     rss_bytes: int
     started_at_seconds: float
+    anonymous_bytes: int | None = None
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +72,8 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes.
+    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes. `host` is the memory of the
+    machine and of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -74,6 +82,7 @@ class ProcessReadings:
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
     sees_others: bool = True
+    host: HostReading = field(default_factory=HostReading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

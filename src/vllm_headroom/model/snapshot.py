@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
 from vllm_headroom.model.gpu import Gpu
+from vllm_headroom.model.host import HostMemory
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
@@ -14,7 +15,7 @@ class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
     `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
-    nobody follows the engine's life.
+    nobody follows the engine's life, `host` where nothing is known of the host's memory.
     """
 
     time_seconds: float
@@ -24,3 +25,4 @@ class Snapshot:
     processes: tuple[EngineProcess, ...] | Failure
     reading_times: tuple[ReadingTime, ...] = ()
     life: Life | None = None
+    host: HostMemory | None = None

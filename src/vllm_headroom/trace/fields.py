@@ -45,6 +45,19 @@ def each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], i
     return tuple(found)
 
 
+def one(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+    """Return what `read` makes of a side that is one entry; a wrong field is named with both."""
+    entry = record.get(side)
+    if entry is None:
+        return None
+    if type(entry) is not dict:
+        raise WrongFieldError(side, entry, "an object or null")
+    try:
+        return read(entry)
+    except WrongFieldError as wrong:
+        raise WrongFieldError(f"{side}.{wrong.field}", wrong.value, wrong.accepts) from None
+
+
 def time_of(record: Mapping[str, Any]) -> float:
     """Return `t`, which every record has."""
     value = record.get("t")

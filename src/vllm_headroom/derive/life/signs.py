@@ -41,6 +41,7 @@ class Signs:
 
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
+    `oom_kills` is what the kernel has killed in its container.
     """
 
     answer: Answer
@@ -51,6 +52,7 @@ class Signs:
     finished_total: float | None
     processes: tuple[EngineProcess, ...] | None
     held_bytes: int | None
+    oom_kills: int | None = None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -88,6 +90,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         finished_total=None if page is None else finished(page),
         processes=processes,
         held_bytes=held_bytes,
+        oom_kills=None if snapshot.host is None else snapshot.host.oom_kills,
     )
 
 

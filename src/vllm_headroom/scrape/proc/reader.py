@@ -12,6 +12,7 @@ from typing import Final
 from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.host import host_of
 from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Choice, ancestors, engine_roots
@@ -85,6 +86,7 @@ class Processes:
             ambiguous_roots=self._choice.ambiguous,
             orphans=self._orphaned,
             sees_others=self._sees_others,
+            host=host_of(self._proc, engine),
         )
 
     def _forget(self) -> None:
@@ -124,8 +126,15 @@ class Processes:
         rss_bytes = proc_files.resident_bytes(self._proc, entry)
         if rss_bytes is None:
             return None
-        started_at_seconds = self._boot_time_seconds + entry.started_seconds
-        return EngineProcess(pid=entry.pid, role=role, rss_bytes=rss_bytes, started_at_seconds=started_at_seconds)
+        anonymous_bytes, file_bytes = proc_files.resident_parts(self._proc, entry.pid)
+        return EngineProcess(
+            pid=entry.pid,
+            role=role,
+            rss_bytes=rss_bytes,
+            started_at_seconds=self._boot_time_seconds + entry.started_seconds,
+            anonymous_bytes=anonymous_bytes,
+            file_bytes=file_bytes,
+        )
 
     @cached_property
     def _boot_time_seconds(self) -> float:
