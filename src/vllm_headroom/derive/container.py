@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from vllm_headroom.model import Cgroup, EngineProcess, Failure, HostMemory, HostReading, ProcessReadings
+from vllm_headroom.model import (
+    Cgroup,
+    EngineProcess,
+    Failure,
+    HostMemory,
+    HostReading,
+    ProbeReadings,
+    ProcessReadings,
+    Shm,
+)
 from vllm_headroom.vocabulary import HostBasis
 
 FULL_SHARE: Final = 0.5
@@ -26,25 +35,47 @@ class ContainerState:
 def container(
     state: ContainerState,
     processes: ProcessReadings | Failure,
+    probe: ProbeReadings | Failure | None = None,
     *,
     limit_bytes: int | None,
-    inside: Cgroup | None = None,
 ) -> tuple[ContainerState, HostMemory | None]:
     """Return the state and what is known of the host memory, from the surest source there is.
 
-    The cgroup of the engine's processes; what the probe reads of its own, `inside`; where the cgroup has no limit, the
-    machine; else the processes' own memory and their /dev/shm, against the `limit_bytes` that the operator tells. That
+    The cgroup of the engine's processes; what the probe reads of its own; where the cgroup has no limit, the machine;
+    else the processes' own memory and their /dev/shm, against the `limit_bytes` that the operator tells. That
     stands in wherever the kernel tells no limit. None where nothing at all is known.
     """
+    inside, shm = _inside(probe)
+    if isinstance(processes, Failure) and inside is None:
+        return state, None
     reading = HostReading() if isinstance(processes, Failure) else processes.host
     engine = () if isinstance(processes, Failure) else processes.engine
+    reading = replace(reading, shm=reading.shm or shm)
     memory = _memory(reading.cgroup, inside, engine, reading, limit_bytes)
     if reading.shm is not None:
         memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
-    if isinstance(processes, Failure) and inside is None:
-        return state, None
     state = _counted(state, reading.cgroup or inside, reading, memory)
     return state, state.memory if state.memory != HostMemory() else None
+
+
+def _inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
+    """Return the container and the shared memory as the engine's own processes read them; they have the same."""
+    present = probe.present if isinstance(probe, ProbeReadings) else ()
+    told = next((each.host for each in present if each.host is not None), None)
+    if told is None:
+        return None, None
+    cgroup = shm = None
+    if told.used_bytes is not None:
+        cgroup = Cgroup(
+            identity=f"probe:{min(each.started_at_seconds for each in present):.0f}",
+            used_bytes=told.used_bytes,
+            cache_bytes=told.file_bytes or 0,
+            limit_bytes=told.limit_bytes,
+            oom_kills=told.oom_kills,
+        )
+    if told.shm_used_bytes is not None and told.shm_limit_bytes is not None:
+        shm = Shm(total_bytes=told.shm_limit_bytes, free_bytes=told.shm_limit_bytes - told.shm_used_bytes)
+    return cgroup, shm
 
 
 def _memory(

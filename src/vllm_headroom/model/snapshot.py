@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
 from vllm_headroom.model.gpu import Gpu
 from vllm_headroom.model.host import HostMemory
+from vllm_headroom.model.inside import ProbeReadings
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
@@ -14,8 +15,9 @@ from vllm_headroom.model.reading import Failure, ReadingTime
 class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
-    nobody follows the engine's life, `host` where nothing is known of the host's memory.
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None
+    where no folder is configured, `life` where nobody follows the engine's life, `host` where nothing is known of the
+    host's memory.
     """
 
     time_seconds: float
@@ -23,6 +25,7 @@ class Snapshot:
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
+    probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     life: Life | None = None
     host: HostMemory | None = None

@@ -14,9 +14,12 @@ from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
     Failure,
+    HostBlock,
     HostMemory,
     HostReading,
     Machine,
+    ProbedProcess,
+    ProbeReadings,
     ProcessReadings,
     Shm,
 )
@@ -39,6 +42,12 @@ def readings(*engine: EngineProcess, **seen: Any) -> ProcessReadings:
 
 def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None:
     return container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
+
+
+def probed(block: HostBlock | None) -> ProbeReadings:
+    """Return what the probe of one process says, beside one that says nothing of the host."""
+    other = ProbedProcess(pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER)
+    return ProbeReadings(present=(other, replace(other, pid=8, host=block)))
 
 
 def followed(looks: Iterable[ProcessReadings | Failure], limit_bytes: int | None = None) -> list[int | None]:
@@ -84,12 +93,24 @@ def test_the_kernels_limit_comes_before_what_was_told() -> None:
 
 
 def test_without_the_tree_the_probe_tells() -> None:
-    inside = replace(CGROUP, used_bytes=40 * GIB, cache_bytes=30 * GIB, limit_bytes=None)
+    told = HostBlock(used_bytes=40 * GIB, file_bytes=30 * GIB, shm_used_bytes=GIB, shm_limit_bytes=2 * GIB)
 
-    seen = host(readings(SERVER), inside=inside, limit_bytes=48 * GIB)
+    seen = host(readings(SERVER), probe=probed(told), limit_bytes=48 * GIB)
 
     assert seen is not None
     assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.PROBE, 10 * GIB, 48 * GIB)
+    assert (seen.shm_used_bytes, seen.shm_limit_bytes) == (GIB, 2 * GIB)
+
+
+def test_the_probe_is_enough_where_no_process_can_be_seen() -> None:
+    seen = host(failure(Source.PROCESS), probe=probed(HostBlock(used_bytes=5, limit_bytes=9, oom_kills=2)))
+
+    assert seen == HostMemory(basis=HostBasis.PROBE, used_bytes=5, limit_bytes=9, oom_kills=2)
+
+
+def test_a_probe_that_says_nothing_of_the_host_is_none() -> None:
+    assert host(failure(Source.PROCESS), probe=probed(None)) is None
+    assert host(failure(Source.PROCESS), probe=probed(HostBlock(shm_used_bytes=1))) is None
 
 
 def test_without_both_the_processes_own_memory_and_their_shared_memory_are_summed() -> None:
