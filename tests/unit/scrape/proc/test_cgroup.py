@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.cgroups import V2Tree, limited
 from tests.fakes.proc_tree import ProcTree
+from tests.fakes.taker import Taker, taking
 from vllm_headroom.model import Cgroup
 from vllm_headroom.scrape.proc.cgroup import cgroup_of
 from vllm_headroom.scrape.proc.host import machine_of
@@ -23,59 +20,25 @@ GIB = 2**30
 LIMIT = 96 * MIB
 MACHINE = 512 * GIB
 
-TAKES = """
-import os, sys
-open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-held, file = [], open(sys.argv[2], "wb", 0)
-for line in sys.stdin:
-    what, number = line.split()
-    if what == "hold":
-        held.append(b"x" * (int(number) * 2**20))
-    else:
-        for _ in range(int(number)):
-            file.write(b"w" * 2**20)
-            os.fsync(file.fileno())
-    print("done", flush=True)
-"""
-"""Enters a cgroup, then takes memory of its own or fills a file as it is told."""
+
+def cgroup(taker: Taker) -> Cgroup:
+    machine = machine_of(PROC)
+    assert machine is not None
+    seen = cgroup_of(PROC, taker.pid, machine_bytes=machine.total_bytes)
+    assert seen is not None
+    return seen
 
 
-class Taker:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.pid = process, process.pid
-
-    def asked(self, what: str, mib: int) -> str:
-        """Let it take so many MiB; return what it answers, nothing once it was killed."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{what} {mib}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-    def cgroup(self) -> Cgroup:
-        machine = machine_of(PROC)
-        assert machine is not None
-        seen = cgroup_of(PROC, self.pid, machine_bytes=machine.total_bytes)
-        assert seen is not None
-        return seen
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    return tmp_path / "vllm"
 
 
-@contextmanager
-def taking(folder: Path, file: Path | str) -> Iterator[Taker]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-S", "-c", TAKES, str(folder), str(file)]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        taker = Taker(process)
-        assert taker.asked("hold", 1) == "done"
-        yield taker
-        process.kill()
-
-
-def test_a_process_in_a_real_cgroup_is_seen_against_its_limit() -> None:
-    with limited(LIMIT) as folder, taking(folder, os.devnull) as taker:
-        before = taker.cgroup()
+def test_a_process_in_a_real_cgroup_is_seen_against_its_limit(vllm: Path) -> None:
+    with limited(LIMIT) as folder, taking(folder, vllm) as taker:
+        before = cgroup(taker)
         taker.asked("hold", 40)
-        after = taker.cgroup()
+        after = cgroup(taker)
 
     assert before.limit_bytes == after.limit_bytes == LIMIT
     assert 40 * MIB <= after.used_bytes - before.used_bytes < 44 * MIB
@@ -83,28 +46,28 @@ def test_a_process_in_a_real_cgroup_is_seen_against_its_limit() -> None:
     assert after.oom_kills == 0
 
 
-def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: Path) -> None:
+def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: Path, vllm: Path) -> None:
     file = tmp_path / "weights"
     file.touch()
     if subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip() == "tmpfs":
         pytest.skip("files here lie in memory, which no kernel can take back")
-    with limited(LIMIT) as folder, taking(folder, file) as taker:
-        before = taker.cgroup()
+    with limited(LIMIT) as folder, taking(folder, vllm, file=file) as taker:
+        before = cgroup(taker)
         taker.asked("fill", 160)
-        after = taker.cgroup()
+        after = cgroup(taker)
 
     assert after.used_bytes > 0.8 * LIMIT
     assert after.used_bytes - after.cache_bytes < before.used_bytes - before.cache_bytes + 8 * MIB
 
 
-def test_the_kernel_really_kills_and_its_count_is_read() -> None:
-    with limited(LIMIT) as folder, taking(folder, os.devnull) as other, taking(folder, os.devnull) as taker:
+def test_the_kernel_really_kills_and_its_count_is_read(vllm: Path) -> None:
+    with limited(LIMIT) as folder, taking(folder, vllm) as other, taking(folder, vllm) as taker:
         answers = list(iter(lambda: taker.asked("hold", 20), ""))
         taker.process.wait(30)
 
         assert 1 <= len(answers) <= 4
         assert taker.process.returncode == -9
-        assert other.cgroup().oom_kills == 1
+        assert cgroup(other).oom_kills == 1
 
 
 @pytest.fixture
@@ -140,10 +103,10 @@ def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) ->
 def test_shared_memory_counts_and_what_the_kernel_keeps_of_files_does_not(proc: ProcTree, cgroups: V2Tree) -> None:
     cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=60 * GIB, file=20 * GIB, shmem=30 * GIB, slab=4 * GIB)
 
-    cgroup = seen(proc)
+    found = seen(proc)
 
-    assert cgroup is not None
-    assert cgroup.cache_bytes == 24 * GIB
+    assert found is not None
+    assert found.cache_bytes == 24 * GIB
 
 
 def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree, cgroups: V2Tree) -> None:
@@ -151,20 +114,20 @@ def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree,
     cgroups.add("pods/pod7", limit=60 * GIB, used=41 * GIB)
     cgroups.add("pods/pod7/vllm", pids=(20,), used=40 * GIB, kills=1)
 
-    cgroup = seen(proc)
+    found = seen(proc)
 
-    assert cgroup is not None
-    assert (cgroup.limit_bytes, cgroup.used_bytes, cgroup.oom_kills) == (60 * GIB, 41 * GIB, 1)
+    assert found is not None
+    assert (found.limit_bytes, found.used_bytes, found.oom_kills) == (60 * GIB, 41 * GIB, 1)
 
 
 @pytest.mark.parametrize("limit", [None, MACHINE, 2 * MACHINE])
 def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: V2Tree, limit: int | None) -> None:
     cgroups.add("vllm", pids=(20,), limit=limit, used=40 * GIB)
 
-    cgroup = seen(proc)
+    found = seen(proc)
 
-    assert cgroup is not None
-    assert (cgroup.limit_bytes, cgroup.used_bytes) == (None, 40 * GIB)
+    assert found is not None
+    assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
 
 
 def test_a_new_container_under_an_old_name_is_another(proc: ProcTree, cgroups: V2Tree, tmp_path: Path) -> None:
