@@ -219,6 +219,10 @@ HOST_OOM_KILLS: Final = _counter("host_oom_kills", (), "Processes of the engine'
 HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "In use in the engine's /dev/shm.")
 HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
 
+SLEEP_RESIDUE: Final = _gauge(
+    "sleep_residue_bytes", GPU, "What the engine holds while it sleeps; the last sleep's figure until the next."
+)
+
 HOST_LEAK_STATE: Final = _gauge(
     "host_leak_state", ("process", "state"), "1 for the one state the host memory of these processes is in."
 )
