@@ -220,7 +220,10 @@ HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "In use in the engine's
 HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
 
 SLEEP_RESIDUE: Final = _gauge(
-    "sleep_residue_bytes", GPU, "What the engine holds while it sleeps; the last sleep's figure until the next."
+    "sleep_residue_bytes",
+    GPU,
+    "What the engine holds while it sleeps; the last sleep's figure until the next.",
+    needs=("awake",),
 )
 
 HOST_LEAK_STATE: Final = _gauge(

@@ -19,7 +19,8 @@ SETTLED_SECONDS: Final = 30.0
 class SleepState:
     """Since when this life sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
 
-    `settled` is whether that is of the sleep that goes on. The least, because it has not let go of everything at the beginning, and takes up again before it says so.
+    `settled` is whether that is of the sleep that goes on. The least, because it has not let go of everything at the
+    beginning, and takes up again before it says so.
     """
 
     life: str | None = None

@@ -15,10 +15,12 @@ _KIB: Final = 1024
 
 def host_of(proc: Path, engine: tuple[EngineProcess, ...]) -> HostReading:
     """Return what is seen of the host's memory; the container is that of the engine's first process, its server."""
+    return reading_of(proc, engine[0].pid) if engine else HostReading(machine=machine_of(proc))
+
+
+def reading_of(proc: Path, pid: int) -> HostReading:
+    """Return what is seen of the host's memory around one process."""
     machine = machine_of(proc)
-    if not engine:
-        return HostReading(machine=machine)
-    pid = engine[0].pid
     most_bytes = 2**63 if machine is None else machine.total_bytes
     return HostReading(
         cgroup=cgroup_of(proc, pid, machine_bytes=most_bytes), machine=machine, shm=_shm_of_process(proc, pid)
