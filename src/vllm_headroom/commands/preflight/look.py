@@ -18,6 +18,9 @@ from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
+ENDED: Final = "a process that has ended"
+"""NVML lists it, and the machine's own /proc does not: the driver has not taken its memory back yet."""
+
 UNNAMED: Final = frozenset({"-c", "-"})
 """What follows these is a program's text, which is no name and may hold a secret."""
 
@@ -78,6 +81,8 @@ async def _holders(
     if not isinstance(listed, Failure) and pids_are_true(readings, listed):
         pids = {process.pid for device in readings.devices for process in device.processes or ()}
         names = await _names(proc, pids & listed.visible_pids)
+        if listed.sees_host_pids:
+            names |= dict.fromkeys(pids - listed.visible_pids, ENDED)
     memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
