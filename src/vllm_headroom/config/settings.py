@@ -40,6 +40,9 @@ class Settings(EngineConnection, BaseSettings):
     no_options: ClassVar[frozenset[str]] = frozenset()
     """Settings that the command line does not take."""
 
+    canary_interval_seconds: float | None = seconds(
+        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
+    )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
     )
@@ -117,6 +120,14 @@ class Settings(EngineConnection, BaseSettings):
     )
     web_config_file: Path | None = file(
         "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."
+    )
+    runbooks_url: str | None = setting(
+        None,
+        "Where alerts/runbooks is served, for the page to link to; {alert} in it stands for the alert's name, which"
+        " else goes to its end. Without it there are no links.",
+        accepts="an http or https URL",
+        word="URL",
+        pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$",
     )
     state_dir: Path | None = setting(
         None,

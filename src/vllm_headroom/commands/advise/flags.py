@@ -40,8 +40,8 @@ FIRST: Final[dict[Flag, Version]] = {
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
     Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
 }
-"""The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older. Before
-0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none
+"""The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older.
+Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none
 (vllm-project/vllm#55834).
 """
 

@@ -29,6 +29,11 @@ def cgroup(taker: Taker) -> Cgroup:
     return seen
 
 
+def own(seen: Cgroup) -> int:
+    """Return what cannot be taken back."""
+    return seen.used_bytes - seen.cache_bytes
+
+
 @pytest.fixture
 def vllm(tmp_path: Path) -> Path:
     return tmp_path / "vllm"
@@ -41,7 +46,7 @@ def test_a_process_in_a_real_cgroup_is_seen_against_its_limit(vllm: Path) -> Non
         after = cgroup(taker)
 
     assert before.limit_bytes == after.limit_bytes == LIMIT
-    assert 40 * MIB <= after.used_bytes - before.used_bytes < 44 * MIB
+    assert 40 * MIB <= own(after) - own(before) < 48 * MIB
     assert before.identity == after.identity
     assert after.oom_kills == 0
 
@@ -53,11 +58,11 @@ def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: P
         pytest.skip("files here lie in memory, which no kernel can take back")
     with limited(LIMIT) as folder, taking(folder, vllm, file=file) as taker:
         before = cgroup(taker)
-        taker.asked("fill", 160)
+        taker.asked("fill", 64)  # less than the limit: beyond it the kernel takes back as it likes
         after = cgroup(taker)
 
-    assert after.used_bytes > 0.8 * LIMIT
-    assert after.used_bytes - after.cache_bytes < before.used_bytes - before.cache_bytes + 8 * MIB
+    assert after.used_bytes - before.used_bytes > 32 * MIB
+    assert own(after) < own(before) + 8 * MIB
 
 
 def test_the_kernel_really_kills_and_its_count_is_read(vllm: Path) -> None:
