@@ -27,7 +27,7 @@ def host_memory() -> Row:
             ),
             timeseries(
                 "Host memory against its limit",
-                "What cannot be taken back of the container's memory, /dev/shm in it, and where the kernel begins to kill.",
+                "What cannot be taken back of the container's memory, /dev/shm in it, and where the kernel kills.",
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
