@@ -239,6 +239,10 @@ HOST_TIME_TO_OOM_LOWER: Final = _gauge(
     "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
 )
 
+GATE_OPEN: Final = _gauge(
+    "gate_open", ("gate",), "1 while this gate is open, 0 while it is closed; absent where it is not configured."
+)
+
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
 """All of them, in the order in which they stand above and on the page."""
 
