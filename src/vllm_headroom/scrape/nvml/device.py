@@ -27,8 +27,8 @@ T = TypeVar("T")
 class Surroundings:
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
-    `proc` tells the machine's memory. `peaks` and `xids` outlive the init, `peaks` by the UUID of a GPU or MIG
-    instance.
+    `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and
+    `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
     """
 
     monotonic: Callable[[], float]
@@ -38,6 +38,7 @@ class Surroundings:
     peaks: defaultdict[str, Peak]
     xids: Xids
     proc: Path
+    alone: bool
 
 
 class Device:
@@ -116,7 +117,8 @@ class Device:
         version = self._around.memory_version
         info = self._ask(part, "memory", lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version), essential=True)
         if info is None:
-            return self._unified(part) if self._around.calls.is_unsupported(part.uuid, "memory") else None
+            unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
+            return self._unified(part) if unified else None
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
         reserved_bytes = None if version is None else info.reserved
         return GpuMemory(

@@ -42,7 +42,7 @@ class Session:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            surroundings = self._surroundings()
+            surroundings = self._surroundings(alone=count == 1)
             self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return source_failure_of(error.value)
@@ -59,7 +59,7 @@ class Session:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _surroundings(self) -> Surroundings:
+    def _surroundings(self, *, alone: bool) -> Surroundings:
         return Surroundings(
             monotonic=self._monotonic,
             process_interval_seconds=self._process_interval_seconds,
@@ -68,6 +68,7 @@ class Session:
             peaks=self._peaks,
             xids=self.xids,
             proc=self._proc,
+            alone=alone,
         )
 
     def _memory_version(self) -> int | None:

@@ -37,6 +37,7 @@ ELSEWHERE = (
     "headroom_allocator_",
     "headroom_engine_memory_bytes",
     "headroom_leak_location",
+    "headroom_gate_open",
 )
 """What begins so is not in this world: it is of a GPU's other facts, of a leak on the host, or of the probe."""
 

@@ -188,6 +188,16 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
     run(steps, proc=proc)
 
 
+def test_of_several_cards_none_is_taken_for_unified(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.gpus = [FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", total_bytes=None)]
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        assert [gpu.memory is not None for gpu in await devices(nvml)] == [True, False]
+
+    run(steps, proc=meminfo(tmp_path, total=120 * GIB, available=70 * GIB))
+
+
 def test_a_card_that_fails_for_a_moment_is_not_taken_for_unified(fake: FakeNvml, tmp_path: Path) -> None:
     proc = meminfo(tmp_path, total=120 * GIB, available=70 * GIB)
 
