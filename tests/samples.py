@@ -14,6 +14,7 @@ from vllm_headroom.model import (
     Gpu,
     GpuMemory,
     GpuReading,
+    HostMemory,
     Inside,
     Metric,
     ProbedProcess,
@@ -93,6 +94,7 @@ def snapshot(
     gpus: tuple[Gpu, ...] | Failure | None = None,
     processes: tuple[EngineProcess, ...] | Failure = (),
     reading_times: tuple[ReadingTime, ...] = (),
+    host: HostMemory | None = None,
     probe: ProbeReadings | Failure | None = None,
 ) -> Snapshot:
     return Snapshot(
@@ -103,6 +105,7 @@ def snapshot(
         processes=processes,
         probe=probe,
         reading_times=reading_times,
+        host=host,
     )
 
 

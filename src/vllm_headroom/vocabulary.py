@@ -102,6 +102,15 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+class HostBasis(StrEnum):
+    """How it is known what the engine takes of the host's memory, the surest first."""
+
+    CGROUP = "cgroup"
+    PROBE = "probe"
+    MACHINE = "machine"
+    PROCESSES = "processes"
+
+
 class EngineState(StrEnum):
     """What the server as a whole does; the values of the label `state`."""
 

@@ -51,6 +51,7 @@ def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: 
         recall=recall,
         judge=partial(gates, _gate_rules(settings)),
         canary=canary,
+        host_limit_bytes=settings.host_memory_limit_bytes,
     )
 
 

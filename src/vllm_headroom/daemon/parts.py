@@ -35,8 +35,8 @@ class Parts:
     processes: ProcessSource
     clock: Clock
     notice: str = ""
-    asked: Asked | None = None
     probe: ProbeSource | None = None
+    asked: Asked | None = None
 
 
 def real_parts(settings: Settings) -> Parts:
@@ -49,8 +49,8 @@ def real_parts(settings: Settings) -> Parts:
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
-        asked=None if settings.canary_interval_seconds is None else canary(settings),
         probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),
+        asked=None if settings.canary_interval_seconds is None else canary(settings),
     )
 
 

@@ -14,6 +14,7 @@ from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.inside.ledger import with_inside
 from vllm_headroom.derive.inside.present import told
@@ -24,7 +25,9 @@ from vllm_headroom.model import (
     Failure,
     Gpu,
     GpuReadings,
+    HostMemory,
     ProbedProcess,
+    ProbeReadings,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -45,6 +48,7 @@ class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
     `judge` returns the question that is asked last, of the answers of all others.
     """
 
@@ -58,6 +62,7 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+        host_limit_bytes: int | None = None,
         judge: Callable[[tuple[Sample, ...]], Derivation[Any]] | None = None,
         canary: Canary | None = None,
     ) -> None:
@@ -68,6 +73,8 @@ class Sampler:
         self._parser = Worker[EnginePage | Failure]("parse")
         self._selection = selection
         self._attribution = AttributionState()
+        self._container = ContainerState()
+        self._host_limit_bytes = host_limit_bytes
         self._derivations = derivations
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
         self._states[LIFE] = LifeState()
@@ -127,6 +134,7 @@ class Sampler:
             processes=seen,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
+            host=self._host(processes, probe),
             unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
         )
 
@@ -156,6 +164,10 @@ class Sampler:
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
+
+    def _host(self, processes: ProcessReadings | Failure, probe: ProbeReadings | Failure | None) -> HostMemory | None:
+        self._container, host = container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
+        return host
 
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:

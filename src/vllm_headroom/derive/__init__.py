@@ -20,6 +20,7 @@ from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
+from vllm_headroom.derive.sleep import SleepState, sleep
 
 
 def derivations(
@@ -50,6 +51,7 @@ def derivations(
         ),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
+        Derivation(name="sleep", initial=SleepState(), step=sleep),
         Derivation(name="leak", initial=LeakMemory(), step=leaks_in_service(leaks)),
         Derivation(
             name="baseline",

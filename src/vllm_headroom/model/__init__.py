@@ -2,6 +2,7 @@
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
 from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings
+from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
 from vllm_headroom.model.inside import (
     AllocatorReading,
     EngineParts,
@@ -20,6 +21,7 @@ from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
     "AllocatorReading",
+    "Cgroup",
     "EnginePage",
     "EngineParts",
     "EngineProcess",
@@ -31,8 +33,11 @@ __all__ = [
     "GpuReading",
     "GpuReadings",
     "HostBlock",
+    "HostMemory",
+    "HostReading",
     "Inside",
     "Life",
+    "Machine",
     "Metric",
     "OomRecord",
     "PoolReading",
@@ -43,6 +48,7 @@ __all__ = [
     "ReadingTime",
     "Sample",
     "SchedulerReading",
+    "Shm",
     "Snapshot",
     "Values",
     "Verdict",

@@ -11,12 +11,16 @@ from vllm_headroom.vocabulary import Attribution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory."""
+    """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
+
+    `unified` memory is the machine's own, by its kernel: what is used of it is used by all that runs there.
+    """
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     reserved_bytes: int | None
+    unified: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a line of a trace says of one GPU, one engine and one process, both ways."""
+"""What a line of a trace says of one GPU, one engine, one process and the host, both ways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
-from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, Inside
+from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, HostMemory, Inside
 from vllm_headroom.parse.fields import WrongFieldError, number, size, text, truth, within
 from vllm_headroom.trace.fields import known
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
@@ -23,6 +23,16 @@ _FACTS: Final = tuple(
     (each.name, _NAMES.get(each.name, each.name), _READS[_TYPES[each.name]]) for each in fields(EngineReading)
 )
 """Each field of EngineReading, its name in a trace and what reads it there."""
+
+
+_HOST: Final = (
+    ("used_bytes", "used"),
+    ("limit_bytes", "limit"),
+    ("shm_used_bytes", "shm_used"),
+    ("shm_limit_bytes", "shm_limit"),
+    ("oom_kills", "oom_kills"),
+)
+"""Each field of HostMemory that a trace has, and its name there."""
 
 
 def engine_entry(engine: EngineReading) -> dict[str, Any]:
@@ -108,7 +118,8 @@ def unnamed(index: int) -> str:
 
 def process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
-    return {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
+    entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
+    return known({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
 
 
 def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -120,4 +131,22 @@ def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     rss, started = size(entry, "rss"), number(entry, "started_at")
     if rss is None:
         return None
-    return EngineProcess(pid=NO_PID, role=role, rss_bytes=rss, started_at_seconds=started or 0.0)
+    return EngineProcess(
+        pid=NO_PID,
+        role=role,
+        rss_bytes=rss,
+        started_at_seconds=started or 0.0,
+        anonymous_bytes=size(entry, "anonymous"),
+        file_bytes=size(entry, "file"),
+    )
+
+
+def host_entry(host: HostMemory) -> dict[str, Any]:
+    """Return the host memory that the engine runs in."""
+    return known({name: getattr(host, fact) for fact, name in _HOST})
+
+
+def host_of(entry: Mapping[str, Any]) -> HostMemory:
+    """Return the host memory; how it was known is not in a trace."""
+    facts = {fact: size(entry, name) for fact, name in _HOST}
+    return HostMemory(basis=None, **facts)

@@ -14,7 +14,7 @@ from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
@@ -25,7 +25,10 @@ _SeriesName = str
 
 
 class Watch:
-    """What the detector said of every GPU and every host role, from the first sample to the newest."""
+    """What the detector said of every GPU and every host role, from the first sample to the newest.
+
+    `memory` is the host memory when last known, with the most that was in use.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
@@ -37,6 +40,7 @@ class Watch:
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
+        self.memory: HostMemory | None = None
 
     @property
     def span(self) -> tuple[float, float]:
@@ -69,6 +73,7 @@ class Watch:
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
         self._life, snapshot = lived(self._life, snapshot)
+        self.memory = _fuller(self.memory, snapshot.host)
         before = self._memory
         self._memory, samples = answer(self._detector, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
@@ -98,6 +103,18 @@ def tracks(series: Iterable[Observation]) -> Iterator[Track]:
     for each in series:
         track = observe(track or Track(clock=each.seconds), each)
         yield track
+
+
+def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+    """Return what is known now, with the most that ever was in use of it, and of its shared memory."""
+    if now is None or before is None:
+        return now or before
+    most = {
+        name: max((known for each in (before, now) if (known := getattr(each, name)) is not None), default=None)
+        for name in ("used_bytes", "shm_used_bytes", "oom_kills")
+    }
+    kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
+    return HostMemory(**most, **kept)
 
 
 def _detector() -> Derivation[LeakMemory]:

@@ -19,6 +19,7 @@ from vllm_headroom.model import (
     Gpu,
     GpuMemory,
     GpuReading,
+    HostMemory,
     Inside,
     Snapshot,
 )
@@ -78,7 +79,18 @@ def _inside(draw: st.DrawFn) -> Inside | None:
 
 
 PROCESSES: Final = st.builds(
-    EngineProcess, pid=st.just(0), role=st.sampled_from(Role), rss_bytes=SIZES, started_at_seconds=NUMBERS
+    EngineProcess,
+    pid=st.just(0),
+    role=st.sampled_from(Role),
+    rss_bytes=SIZES,
+    started_at_seconds=NUMBERS,
+    anonymous_bytes=st.none() | SIZES,
+    file_bytes=st.none() | SIZES,
+)
+HOST: Final = st.builds(
+    HostMemory,
+    basis=st.none(),
+    **{each.name: st.none() | SIZES for each in fields(HostMemory) if each.name != "basis"},
 )
 TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: milliseconds / 1000)
 
@@ -88,9 +100,14 @@ TIMES: Final = st.integers(0, 2_000_000_000_000).map(lambda milliseconds: millis
     engines=st.lists(st.builds(EngineReading, **FACTS), max_size=3),
     gpus=gpus(),
     processes=st.lists(PROCESSES, max_size=3),
+    host=st.none() | HOST,
 )
 def test_what_was_seen_comes_back(
-    time: float, engines: list[EngineReading], gpus: tuple[Gpu, ...], processes: list[EngineProcess]
+    time: float,
+    engines: list[EngineReading],
+    gpus: tuple[Gpu, ...],
+    processes: list[EngineProcess],
+    host: HostMemory | None,
 ) -> None:
     seen = Snapshot(
         time_seconds=time,
@@ -98,6 +115,7 @@ def test_what_was_seen_comes_back(
         engines=EnginePage(profile="vllm", engines=tuple(engines), inputs=()),
         gpus=gpus,
         processes=tuple(processes),
+        host=host,
     )
 
     assert back(seen) == seen
@@ -142,6 +160,19 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
     }
 
 
+def test_the_host_has_the_names_of_the_contract() -> None:
+    host = HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0)
+
+    assert record_of(snapshot(host=host))["host"] == {
+        "used": 1,
+        "limit": 2,
+        "shm_used": 3,
+        "shm_limit": 4,
+        "oom_kills": 0,
+    }
+    assert "host" not in record_of(snapshot())
+
+
 def test_what_is_inside_has_the_names_of_the_contract() -> None:
     known = Inside(allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
 
@@ -155,7 +186,6 @@ def test_fields_that_have_no_home_yet_are_passed_over() -> None:
     (entry,) = record["gpus"]
     assert entry["used_peak"] == 950
     entry |= {"parts": {"ballast": 4}}
-    record["host"] = {"used": 1, "limit": 2, "shm_used": 3, "shm_limit": 4, "oom_kills": 0}
 
     (found,) = snapshots((line(HEADER), json.dumps(record).encode()))
 

@@ -26,9 +26,6 @@ its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
 
-EXITS: Final = (ExitReason.REPLACED, ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
-"""The reasons that can be known; a kill by the kernel cannot be told from here."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifeState:
@@ -129,7 +126,7 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         in_service=goes_on and state.state is not EngineState.DOWN,
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
-        exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in EXITS),
+        exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in ExitReason),
         progress_age_seconds=None
         if state.state is EngineState.ASLEEP
         else progress_age(movements, now, seen.owed_since),

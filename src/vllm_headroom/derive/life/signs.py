@@ -45,8 +45,8 @@ class Signs:
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
     `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
-    a process last ran out of GPU memory that did not outlive it.
-    `owed_since` is since when a request of the daemon's own has waited.
+    a process last ran out of GPU memory that did not outlive it. `oom_kills` is what the kernel has killed in its
+    container, `owed_since` since when a request of the daemon's own has waited.
     """
 
     answer: Answer
@@ -60,6 +60,7 @@ class Signs:
     owed_since: float | None
     silent: bool
     oom_seconds: float | None
+    oom_kills: int | None = None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -102,6 +103,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         owed_since=snapshot.unanswered_since_seconds,
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
+        oom_kills=None if snapshot.host is None else snapshot.host.oom_kills,
     )
 
 

@@ -110,9 +110,16 @@ def host_leak(facts: Facts) -> Advice | None:
         cause=Cause.HOST_LEAK,
         summary=f"The engine's processes leak host memory: {', '.join(name for name, _ in leaks)}{_until(leak)}.",
         evidence=tuple(evidence),
-        changes=_mended(leak, "before the container's memory limit is reached", *(known or ["Upgrade vLLM"])),
+        changes=_mended(leak, _before_the_kill(leak), *(known or ["Upgrade vLLM"])),
         remark="No option that sizes GPU memory has a part in it.",
     )
+
+
+def _before_the_kill(leak: Leak) -> str:
+    soon = leak.time_to_oom_seconds if leak.time_to_oom_seconds_lower is None else leak.time_to_oom_seconds_lower
+    if soon is None:
+        return "before the container's memory limit is reached"
+    return f"within {duration(soon)}, the least that is left before the kernel kills it"
 
 
 def _mended(leak: Leak, when: str, *texts: str) -> tuple[Change, ...]:
