@@ -43,7 +43,7 @@ class Gpu:
 
     def device(self, worker: object) -> dict[str, Any] | None:
         """Return what torch knows of the device; None where there is no GPU, or nobody knows whose it is yet."""
-        index = getattr(own(worker, "device"), "index", None)
+        index = whole(getattr(own(worker, "device"), "index", None))
         torch_cuda = cuda()
         if torch_cuda is None or index is None:
             return None
