@@ -94,7 +94,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
         parse=parse_engines,
         selection=settings.selection,
         derivations=derivations(

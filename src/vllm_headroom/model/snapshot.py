@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
 from vllm_headroom.model.gpu import Gpu
+from vllm_headroom.model.inside import ProbeReadings
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
@@ -13,8 +14,8 @@ from vllm_headroom.model.reading import Failure, ReadingTime
 class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
-    nobody follows the engine's life.
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None
+    where no folder is configured, `life` where nobody follows the engine's life.
     """
 
     time_seconds: float
@@ -22,5 +23,6 @@ class Snapshot:
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
+    probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     life: Life | None = None
