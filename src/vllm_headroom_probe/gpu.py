@@ -50,6 +50,8 @@ class Gpu:
         if not self._fixed:
             properties = torch_cuda.get_device_properties(index)
             self._fixed = {"uuid": _uuid(properties), "total": whole(properties.total_memory)}
+        if self._fixed["uuid"] is None:  # nobody could tell whose the figures are
+            return None
         return self._fixed | (self._allocator(torch_cuda, index, worker) if may_ask_torch(worker) else {})
 
     def _allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401

@@ -164,8 +164,8 @@ class Probe:
     def _stop(self, why: str) -> None:
         """Stop for good, and say why: in the log, and in the file if that can still be written."""
         with contextlib.suppress(Exception):
-            self._stopped = why
+            self._stopped = why = " ".join(why.split())[:200]
             self.record.forget()
             logging.getLogger("vllm.headroom_probe").warning("headroom probe: stopped for good: %s", why)
             if self._last:
-                replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": why[:200]})
+                replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": why})

@@ -14,6 +14,8 @@ from vllm_headroom_probe.gpu import cuda, may_ask_torch
 
 REQUEST = "record.json"
 LONGEST_SECONDS = 3600
+UNATTENDED_SECONDS = 60
+"""Whoever asks touches the request every few seconds: with them gone, nothing is recorded for nobody."""
 FRAMES = 8
 STACKS = 20
 LARGEST_BYTES = 256 * 1024
@@ -50,12 +52,15 @@ class Record:
 
     def forget(self) -> None:
         """Stop recording without an answer."""
+        self._asked = {}
+        self._off()
+
+    def _off(self) -> None:
         if self._host:
             tracemalloc.stop()
         if self._gpu:
             cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
         self._host = self._gpu = False
-        self._asked = {}
 
     def _begin(self, asked: dict[str, Any], worker: object) -> None:
         self._asked, self._began, self._notes = asked, time.time(), []
@@ -83,7 +88,7 @@ class Record:
         traced = tracemalloc.take_snapshot() if self._host else None
         blocks = cuda().memory._snapshot() if self._gpu else None  # noqa: SLF001
         pause_seconds = time.perf_counter() - began
-        self.forget()
+        self._off()
         host, gpu = _host_stacks(traced) if traced else [], _gpu_stacks(blocks) if blocks else []
         return {
             "headroom_record": 1,
@@ -104,8 +109,9 @@ def _request(folder: str) -> dict[str, Any]:
     """Return the request in the folder, empty where there is none that can be understood."""
     try:
         with open(os.path.join(folder, REQUEST), "rb") as file:  # noqa: PTH118, PTH123 - see folder
+            attended = time.time() - os.fstat(file.fileno()).st_mtime < UNATTENDED_SECONDS
             asked = json.loads(file.read(4096))
-        usable = asked["headroom_record"] == 1 and isinstance(asked["id"], str) and asked["until"] + 0 > 0
+        usable = asked["headroom_record"] == 1 and isinstance(asked["id"], str) and asked["until"] + 0 > 0 and attended
     except (OSError, ValueError, TypeError, KeyError):
         return {}
     return {**asked, "id": asked["id"][:64]} if usable else {}

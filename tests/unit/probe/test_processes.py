@@ -15,7 +15,9 @@ import pytest
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, vllm
 from vllm_headroom.commands.probe.install import install
+from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.proc import files as proc
+from vllm_headroom.vocabulary import Role
 
 STARTS: Final = pytest.mark.parametrize("start", ["spawn", "fork"])
 
@@ -76,6 +78,20 @@ def test_a_report_names_its_process_as_the_sidecar_finds_it(site: Path, folder: 
         assert (folder / f"{core['pid']}-{int(core['started_at'])}.json").exists()
         assert abs(core["t"] - time.time()) < 60
         assert (core["headroom_probe"], core["vllm"], core["torch"]) == (1, "0.32.0", None)
+
+
+def test_the_daemon_understands_every_file(site: Path, folder: Path) -> None:
+    with vllm(site, folder) as running:
+        running.reports_of("EngineCore", "VllmWorker-0")
+        parsed = [parse_probe(path.read_bytes()) for path in folder.glob("*-*.json")]
+
+        assert [each for each in parsed if isinstance(each, str)] == []
+        understood = {each[0].role: each[0] for each in parsed if not isinstance(each, str)}
+        worker, core = understood[Role.WORKER].parts, understood[Role.ENGINE_CORE].scheduler
+        assert worker is not None
+        assert worker.kv_cache_bytes == 1 << 30
+        assert core is not None
+        assert core.max_num_seqs == 16
 
 
 def test_steps_go_on_and_a_stopped_core_says_so_by_its_age(site: Path, folder: Path) -> None:

@@ -12,7 +12,11 @@ UUID = "f6a2c9d4-0d8e-4a0b-9c53-2f8c1f7a6b10"
 asked: list[int] = []
 _initialized = False
 _queued: list[Any] = []
-memory = SimpleNamespace()
+histories: list[Any] = []
+"""The arguments of each call that begins or ends torch's memory history."""
+memory = SimpleNamespace(
+    _record_memory_history=lambda *arguments, **named: histories.append((*arguments, named)), _snapshot=dict
+)
 
 
 def _pools(current: int) -> dict[str, dict[str, int]]:

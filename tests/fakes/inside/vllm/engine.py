@@ -57,9 +57,11 @@ class EngineCore:
         engine_core.run_busy_loop()
 
     def run_busy_loop(self) -> None:
-        parent = os.getppid()
+        parent, kept = os.getppid(), []
         while os.getppid() == parent:
             self.scheduler.current_step += 1
+            if os.environ.get("FAKE_LEAK"):
+                kept.append(bytearray(12_800))
             time.sleep(0.01)
 
 

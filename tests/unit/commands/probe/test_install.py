@@ -93,8 +93,8 @@ def test_the_command_says_what_to_set(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (("install", "/proc/here"), "vllm-headroom probe: /proc/here: No such file or directory"),
-        (("install",), "vllm-headroom probe: FOLDER: needed to install, accepts the path of a folder"),
-        ((), "vllm-headroom probe: needs what to do: install FOLDER"),
+        (("install",), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
+        ((), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
         (("remove", "x"), "vllm-headroom probe: ACTION: got 'remove', accepts install or record"),
     ],
 )
