@@ -163,9 +163,11 @@ class Probe:
 
     def _stop(self, why: str) -> None:
         """Stop for good, and say why: in the log, and in the file if that can still be written."""
+        self._stopped = why = " ".join(why.split())[:200]
         with contextlib.suppress(Exception):
-            self._stopped = why = " ".join(why.split())[:200]
-            self.record.forget()
             logging.getLogger("vllm.headroom_probe").warning("headroom probe: stopped for good: %s", why)
+        with contextlib.suppress(Exception):
+            self.record.forget()
+        with contextlib.suppress(Exception):
             if self._last:
                 replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": why})

@@ -16,6 +16,7 @@ from typing import Any, Final
 from tests.process import eventually
 
 INSIDE: Final = Path(__file__).parents[2] / "fakes" / "inside"
+SPOILING: Final = INSIDE.parent / "spoiling"
 EACH_SECONDS: Final = "0.02"
 Document = dict[str, Any]
 

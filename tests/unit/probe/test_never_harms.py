@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.process import eventually
-from tests.unit.probe.running import Vllm, environment, vllm
+from tests.unit.probe.running import INSIDE, SPOILING, Vllm, environment, vllm
 
 MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
 needs_mounts = pytest.mark.skipif(not MOUNTS, reason="unshare cannot make a mount namespace here")
@@ -28,11 +28,25 @@ def tells(running: Vllm, what: str, processes: int) -> list[str]:
     )
 
 
+BEGINS = "begin __init__ start search _watch_for_ooms"
+"""What it takes for the thread to begin; each further name lets the thread come a step further before it raises."""
+
+
 @pytest.mark.parametrize("start", ["spawn", "fork"])
-def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: str) -> None:
-    with vllm(site, folder, "--start", start, FAKE_RAISING="spoiled") as running:
-        assert running.serves()
-        tells(running, "it did not start, vLLM does", 1)
+@pytest.mark.parametrize(
+    ("spared", "said"),
+    [
+        ("", "it did not start, vLLM does"),
+        (BEGINS, "SpoiledError"),
+        (f"{BEGINS} _run _stop", "stopped for good: SpoiledError"),
+        (f"{BEGINS} _run _stop _tick _look _identity", "stopped for good: SpoiledError"),
+    ],
+)
+def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: str, spared: str, said: str) -> None:
+    path = f"{SPOILING}:{site}:{INSIDE}"
+    with vllm(site, folder, "--start", start, PYTHONPATH=path, SPOILING_SPARES=spared) as running:
+        eventually(lambda: said in running.log.read_text(), f"{said} in the log: {running.log.read_text()}")
+
         assert running.serves()
         assert list(folder.iterdir()) == []
 

@@ -15,7 +15,5 @@ def load_general_plugins() -> None:
     found = [plugin.load() for plugin in entry_points(group="vllm.general_plugins")]
     if seconds := os.environ.get("FAKE_INTERVAL_SECONDS"):
         vars(importlib.import_module("vllm_headroom_probe.probe"))["INTERVAL_SECONDS"] = float(seconds)
-    if raising := os.environ.get("FAKE_RAISING"):
-        importlib.import_module(raising).spoil()
     for function in found:
         function()
