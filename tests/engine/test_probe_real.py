@@ -97,7 +97,7 @@ def test_a_recording_names_the_line_that_leaks(engine: Probed) -> None:
     sys.stdout.write(json.dumps({role: [each["cost"], each["host"][:2]] for role, each in processes.items()}) + "\n")
     worst = processes["engine_core"]["host"][0]
     assert worst["stack"][0] == f"{LEAKING / 'vllm_leaking.py'}:{LINE}"
-    assert worst["bytes"] >= 150 * 12_800
+    assert worst["bytes"] >= worst["count"] // 2 * 12_800 > 0, "each an object and its memory"
 
 
 def test_a_stopped_worker_falls_silent_and_the_others_go_on(engine: Probed) -> None:

@@ -10,23 +10,28 @@ from vllm_headroom.commands.probe.record import Recorded
 from vllm_headroom.model import ProbedProcess
 from vllm_headroom.units import duration, size
 
-SHOWN: Final = 5
-"""Stacks of each kind, of the twenty that --json has."""
+SHOWN: Final = 3
+"""Stacks of each kind and callers of each, of the many that --json has."""
 
 
 def text(recorded: Recorded) -> Iterator[str]:
-    """Yield for each process what it took and kept, by the stacks that took most."""
+    """Yield for each process what it took and kept, by the stacks that took most; the process with most is first."""
     yield f"In {duration(recorded.seconds)}, what each process allocated and still holds:"
-    for process, answer in recorded.answers:
+    for process, answer in sorted(recorded.answers, key=_most, reverse=True):
         yield ""
         yield from _process(f"{process.role} (pid {process.pid})", answer)
+
+
+def _most(told: tuple[ProbedProcess, Answer | str | None]) -> int:
+    stacks = (*told[1].host, *told[1].gpu) if isinstance(told[1], Answer) else ()
+    return max((stack.n_bytes for stack in stacks), default=0)
 
 
 def _process(name: str, answer: Answer | str | None) -> Iterator[str]:
     if not isinstance(answer, Answer):
         yield f"{name}: {'no answer' if answer is None else f'an answer that cannot be used: {answer}'}"
         return
-    yield f"{name}, {_cost(answer.cost)}"
+    yield f"{name}, which cost {_cost(answer.cost)}:"
     if answer.note is not None:
         yield f"  {answer.note}"
     for kind, stacks in (("host", answer.host), ("GPU", answer.gpu)):
@@ -39,16 +44,16 @@ def _process(name: str, answer: Answer | str | None) -> Iterator[str]:
 def _stack(kind: str, stack: Stack) -> Iterator[str]:
     line, *callers = stack.frames or ("nobody knows where",)
     yield f"  {size(stack.n_bytes):>10} {kind} memory, {stack.count} allocations  {line}"
-    yield from (f"{'':>13}called from {caller}" for caller in callers)
+    yield from (f"{'':>13}called from {caller}" for caller in callers[:SHOWN])
 
 
 def _cost(cost: Cost) -> str:
     parts = (
-        None if cost.pause_seconds is None else f"stood still for {cost.pause_seconds:.3f} s",
+        None if cost.pause_seconds is None else f"{cost.pause_seconds:.3f} s of standing still",
         None if cost.cpu_seconds is None else f"{cost.cpu_seconds:.3f} s of CPU",
         None if cost.memory_bytes is None else f"{size(cost.memory_bytes)} of host memory",
     )
-    return f"recorded for: {', '.join(part for part in parts if part) or 'a cost it does not tell'}"
+    return ", ".join(part for part in parts if part) or "what it does not tell"
 
 
 def document(recorded: Recorded) -> dict[str, Any]:
