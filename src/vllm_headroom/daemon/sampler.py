@@ -16,6 +16,7 @@ from vllm_headroom.derive.attribution import AttributionState, Selection, attrib
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.inside.ledger import with_inside
 from vllm_headroom.derive.inside.present import told
+from vllm_headroom.derive.inside.schedulers import with_steps
 from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
 from vllm_headroom.model import (
     EnginePage,
@@ -128,7 +129,7 @@ class Sampler:
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=page if isinstance(page, Failure) else await self._understood(page),
+            engines=with_steps(page if isinstance(page, Failure) else await self._understood(page), probe),
             gpus=with_inside(gpus, probe),
             processes=seen,
             probe=probe,

@@ -26,9 +26,9 @@ def generated(name: str, seed: int, hours: float, interval: float, *, attributed
     return Labelled(lines[1:], generate.truth(trace))
 
 
-def simulated(name: str, seed: int, *_: float, attributed: bool = True) -> Labelled:
+def simulated(name: str, seed: int, *_: float, attributed: bool = True, probe: bool = False) -> Labelled:
     """Return a trace of the simulator of mechanisms, whose scenarios know their own hours and interval."""
-    course = simulate(name, seed)
+    course = simulate(name, seed, probe=probe)
     return Labelled(course.samples, course.truth())
 
 

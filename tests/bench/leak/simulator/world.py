@@ -61,9 +61,9 @@ class Course:
 class World:
     """Everything that goes on during one trace."""
 
-    def __init__(self, name: str, seed: int, recipe: Recipe) -> None:
+    def __init__(self, name: str, seed: int, recipe: Recipe, *, probe: bool = False) -> None:
         self.rng = rng = Random(zlib.crc32(name.encode()) * 1_000 + seed)
-        self.recipe, self.course = recipe, Course(name, seed, recipe)
+        self.recipe, self.course, self.probe = recipe, Course(name, seed, recipe), probe
         self.card = Card(rounded(recipe.card_gib * GIB))
         self.full = rng.uniform(*recipe.activations) * MIB
         self.fixed = rounded(self.card.total - rng.uniform(*recipe.room_gib) * GIB - self.full)
@@ -165,6 +165,10 @@ class World:
         gpu["processes"] = self.neighbour.processes + 1
         if self.recipe.attributed:
             gpu |= {"engine": held, "other": self.neighbour.held}
+        if self.probe and self.engine is not None:
+            inside = self.engine.inside
+            gpu |= {"allocated": inside["allocated"], "reserved_by_torch": inside["reserved"]}
+            gpu["parts"] = {"fragmented": inside["inactive_split"]}
         return gpu
 
     def _page(self, tick: Tick, engine: Engine) -> dict[str, Any]:
