@@ -56,7 +56,7 @@ class Probe:
     def start(self) -> None:
         """Start the thread, or start it again after a rest; one that could not rest was hanging, and is the last."""
         if self._thread is not None and self._thread.is_alive():
-            self._stopped = "a write hung while vLLM forked"
+            self._give_up("a write hung while vLLM forked")
         if self._stopped is None:
             self._rests = False
             self._wake.clear()
@@ -162,12 +162,15 @@ class Probe:
         }
 
     def _stop(self, why: str) -> None:
-        """Stop for good, and say why: in the log, and in the file if that can still be written."""
-        self._stopped = why = " ".join(why.split())[:200]
-        with contextlib.suppress(Exception):
-            logging.getLogger("vllm.headroom_probe").warning("headroom probe: stopped for good: %s", why)
-        with contextlib.suppress(Exception):
-            self.record.forget()
+        """Stop for good, and say why in the file too, if that can still be written."""
+        self._give_up(why)
         with contextlib.suppress(Exception):
             if self._last:
-                replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": why})
+                replace(self.folder, f"{self._name}.json", self._last | {"t": time.time(), "stopped": self._stopped})
+
+    def _give_up(self, why: str) -> None:
+        self._stopped = " ".join(why.split())[:200]
+        with contextlib.suppress(Exception):
+            logging.getLogger("vllm.headroom_probe").warning("headroom probe: stopped for good: %s", self._stopped)
+        with contextlib.suppress(Exception):
+            self.record.forget()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,3 +187,55 @@ def test_files_of_many_lives_do_not_fill_the_folder(folder: Path) -> None:
     prune(str(folder), kept=4)
 
     assert len(list(folder.glob("*.json"))) == 4
+
+
+def test_its_thread_is_gone_while_vllm_forks(running: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "_probe", running)
+    thread = running._thread
+    assert thread is not None
+    life._before_fork()
+    assert not thread.is_alive()
+
+    life._after_in_parent()
+    assert running._thread is not None
+    assert running._thread.is_alive()
+    look(running)
+
+
+def test_a_write_that_hangs_holds_no_fork_back_and_is_the_last(
+    running: Probe, monkeypatch: pytest.MonkeyPatch, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        ends.wait(60)
+
+    monkeypatch.setattr(probe, "replace", hang)
+    monkeypatch.setattr(probe, "FORK_SECONDS", 0.01)
+    monkeypatch.setattr(life, "_probe", running)
+    running._wake.set()
+    assert begun.wait(60)
+    life._before_fork()
+    life._after_in_parent()
+    ends.set()
+
+    assert running._stopped == "a write hung while vLLM forked"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"headroom probe: stopped for good: {running._stopped}"
+    ]
+    assert running._thread is not None
+    running._thread.join(60)
+    assert not running._thread.is_alive()
+    assert written(folder) is None
+
+
+def test_the_sidecars_user_may_read_it_whatever_vllms_umask_is(running: Probe, folder: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        look(running)
+    finally:
+        os.umask(before)
+
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o644
