@@ -16,6 +16,7 @@ from vllm_headroom.model.inside import (
 from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
+from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
     "AllocatorReading",
@@ -43,4 +44,7 @@ __all__ = [
     "Sample",
     "SchedulerReading",
     "Snapshot",
+    "Values",
+    "Verdict",
+    "worst",
 ]

@@ -128,26 +128,35 @@ def sharpened(track: Track, inside: InsideTrack | None) -> Track:
 
 
 def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return where it grows: where a run of rises is, else where most was added in every third of the leak's time.
+    """Return where it grows: where the run is that was found, else where most was added in every third of its time.
 
     A leak of tensors first uses up what the allocator has cached: then what is allocated grows and the rest shrinks.
-    What demand at its highest leaves cached comes in a few steps, and a third without one does not count for it.
+    What demand at its highest leaves cached comes in a few steps, and a third without one does not count for it. Where
+    nothing grew in every third, as when it has just begun, the whole counts.
     """
     if found is None or inside is None:
         return None
-    if inside.surest.verdict:
+    if found == estimated(inside.surest, inside.room_bytes):
         return LeakLocation.TENSORS if inside.surest is inside.tensors else LeakLocation.OUTSIDE_TORCH
     if found.bytes_per_second <= 0:
         return None
     began = inside.clock - found.leaked_bytes / found.bytes_per_second
-    since = [mark for mark in inside.marks if mark.seconds >= began] or list(inside.marks[-THIRDS - 1 :])
-    growth = {
-        LeakLocation.TENSORS: _lasting([mark.allocated_bytes for mark in since]),
-        LeakLocation.FRAGMENTATION: _lasting([mark.reserved_bytes - mark.allocated_bytes for mark in since]),
-        LeakLocation.OUTSIDE_TORCH: _lasting([mark.outside_bytes for mark in since]),
+    since = [mark for mark in inside.marks if mark.seconds >= began]
+    since = since if len(since) > THIRDS else list(inside.marks[-THIRDS - 1 :])
+    series = {
+        LeakLocation.TENSORS: [mark.allocated_bytes for mark in since],
+        LeakLocation.FRAGMENTATION: [mark.reserved_bytes - mark.allocated_bytes for mark in since],
+        LeakLocation.OUTSIDE_TORCH: [mark.outside_bytes for mark in since],
     }
-    most = max(growth, key=lambda place: growth[place])
-    return most if growth[most] > 0 else None
+    for grown in (_lasting, _whole):
+        most = max(series, key=lambda place: grown(series[place]))
+        if grown(series[most]) > 0:
+            return most
+    return None
+
+
+def _whole(values: list[float]) -> float:
+    return values[-1] - values[0] if values else 0.0
 
 
 def _lasting(values: list[float]) -> float:

@@ -21,6 +21,10 @@ class Leak:
         self.outside = 0
         self._owed = 0.0
 
+    @property
+    def place(self) -> str:
+        return "outside_torch" if self._outside else "tensors"
+
     def lose(self, size: float, piece: float = PIECE) -> None:
         """Lose so many bytes, in pieces of at most this size."""
         self.lost += size
@@ -73,6 +77,10 @@ class Fragments(Leak):
     def __init__(self, allocator: Allocator, card: Card, each: float) -> None:
         super().__init__(allocator, card)
         self._each = each
+
+    @property
+    def place(self) -> str:
+        return "fragmentation"
 
     def step(self, tick: Tick) -> None:
         self._owed += tick.done * self._each

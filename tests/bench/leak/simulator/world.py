@@ -34,10 +34,18 @@ class Course:
     lost: list[float] = field(default_factory=list)
     oom_at: float | None = None
     onset: float = 0.0
+    place: str = "tensors"
 
     @property
     def leaks(self) -> bool:
         return self.name.startswith("leak_")
+
+    @property
+    def location(self) -> str | None:
+        """Where it leaks, as a probe inside the engine could know."""
+        if not self.leaks or self.recipe.host is not None or self.recipe.group == "sibling":
+            return None
+        return self.place
 
     def truth(self) -> dict[str, Any]:
         """Return the labels, as the other generator writes them."""
@@ -49,6 +57,7 @@ class Course:
             "ambiguous": self.recipe.ambiguous,
             "series": "gpu" if self.recipe.host is None else Heap.role,
             "steady": self.recipe.load == "level" and self.recipe.group not in JUMPY and not self.recipe.restarts,
+            "location": self.location,
             "onset": STARTED + self.onset,
             "started": STARTED,
             "ends": self.samples[-1]["t"],
@@ -109,6 +118,8 @@ class World:
         self.counted_from = 0
         if now:
             self.process, self.heap = self.process + 1, type(self.heap)(self.rng)
+        if self.engine.leak is not None:
+            self.course.place = self.engine.leak.place
         self.course.onset = self.heap.onset if self.recipe.host is not None else self._onset()
 
     def _onset(self) -> float:
