@@ -21,9 +21,9 @@ install puts the probe into a folder where any vLLM from 0.9 on finds it, its
 image unchanged. It tells the sidecar what only vLLM's processes know of their
 memory, by files in HEADROOM_PROBE_DIR, which both can use.
 
-record asks the probes of a running vLLM, for a time, who allocates what is kept:
-host memory by tracemalloc, GPU memory by torch's memory history. It slows vLLM
-meanwhile, and is never done unasked. See docs/probe.md.
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
 """
 
 EPILOG: Final = """\
