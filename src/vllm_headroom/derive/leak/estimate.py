@@ -28,8 +28,8 @@ DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
 """Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
 
-STALE_SECONDS: Final = 120.0
-"""An estimate is up to this old when the next one is made."""
+MARGIN_SECONDS: Final = 300.0
+"""An estimate is up to two minutes old, and what comes and goes within minutes is in the floor of no block."""
 
 
 def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None) -> Estimate:
@@ -78,7 +78,7 @@ def timed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
     return replace(
         found,
         oom_seconds=room / found.pace if found.pace else None,
-        oom_seconds_lower=max(0.0, least / found.fastest - STALE_SECONDS) if found.fastest else None,
+        oom_seconds_lower=max(0.0, least / found.fastest - MARGIN_SECONDS) if found.fastest else None,
     )
 
 
