@@ -125,6 +125,15 @@ class LeakState(StrEnum):
     ASLEEP = "asleep"
 
 
+class Level(StrEnum):
+    """How bad a verdict is, the worst last."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    WARNING = "warning"
+    ALARM = "alarm"
+
+
 class Kind(StrEnum):
     """A Prometheus metric type."""
 

@@ -40,7 +40,12 @@ def text(status: int, line: str) -> Answer:
 
 
 def application(
-    *, metrics: Handler, page: Handler, unhealthy: Callable[[], str | None], ready: Callable[[], bool]
+    *,
+    metrics: Handler,
+    page: Handler,
+    snapshot: Handler,
+    unhealthy: Callable[[], str | None],
+    ready: Callable[[], bool],
 ) -> Handler:
     """Return what answers every request; `unhealthy` says why the sampling loop is not well, None when it is."""
 
@@ -51,7 +56,13 @@ def application(
     def readiness(_request: Request) -> Answer:
         return text(200, "ok") if ready() else text(503, "no sample published yet")
 
-    answers: dict[str, Handler] = {"/": page, "/metrics": metrics, "/healthz": health, "/readyz": readiness}
+    answers: dict[str, Handler] = {
+        "/": page,
+        "/metrics": metrics,
+        "/snapshot.json": snapshot,
+        "/healthz": health,
+        "/readyz": readiness,
+    }
 
     def answer(request: Request) -> Answer:
         if request.method not in {"GET", "HEAD"}:
@@ -62,4 +73,4 @@ def application(
 
 
 def _not_found(_request: Request) -> Answer:
-    return text(404, "not found: there are /, /metrics, /healthz and /readyz")
+    return text(404, "not found: there are /, /metrics, /snapshot.json, /healthz and /readyz")

@@ -58,8 +58,8 @@ def command(proc: Path, pid: int) -> tuple[str, ...]:
     return _arguments(arguments) if arguments else ()
 
 
-def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
-    """Return the process's resident memory, or None when it has gone or another has got its pid.
+def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
+    """Return the process's resident bytes and CPU seconds, or None when it has gone or another has got its pid.
 
     A process that is exiting has no memory left and counts as gone.
     """
@@ -69,7 +69,7 @@ def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     same = fields[0] != "Z" and _started(fields) == process.started_seconds
-    return pages * _PAGE_BYTES if same and pages else None
+    return (pages * _PAGE_BYTES, _computed(fields)) if same and pages else None
 
 
 def boot_time_seconds(proc: Path) -> float:
@@ -114,6 +114,11 @@ def _start_of(proc: Path, pid: int, name: str) -> bytes:
 
 def _arguments(arguments: bytes) -> tuple[str, ...]:
     return tuple(arguments.decode(errors="replace").split("\0"))
+
+
+def _computed(fields: list[str]) -> float:
+    """Return the CPU time of all threads, in user mode and in the kernel (fields 14 and 15)."""
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 def _started(fields: list[str]) -> float:
