@@ -111,10 +111,12 @@ def _is_held(track: Track) -> bool:
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:
+    """Return the track with a new estimate; with the one it has where the new one, in a valley, sees no growth."""
     began = min(
         (level.began for level in track.levels if level.verdict and level.began),
         key=lambda point: point.seconds,
         default=grown.points[0],
     )
     found = estimate(grown, began_bytes=began.floor_bytes, work=track.work, now=track.seconds, room_bytes=room_bytes)
-    return replace(track, estimate=found)
+    vanished = found.pace is None and track.estimate is not None
+    return track if vanished else replace(track, estimate=found)
