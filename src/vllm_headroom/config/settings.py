@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -20,12 +20,15 @@ from vllm_headroom.config.fields import (
     setting,
     size,
 )
+from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
+MAY_BE_EMPTY: Final = ("listen_host", "gate_name")
 
-class Settings(EngineConnection, BaseSettings):
+
+class Settings(GateSettings, EngineConnection, BaseSettings):
     """What the daemon is told, understood, checked and frozen."""
 
     model_config = SettingsConfigDict(
@@ -150,7 +153,7 @@ class Settings(EngineConnection, BaseSettings):
     def _text(cls, value: object, info: ValidationInfo) -> object:
         """Refuse what a type would bend: a truth value to 1, an empty text to the file `.`, NUL to another name."""
         text = value.strip() if isinstance(value, str) else value
-        if isinstance(text, bool) or (text == "" and info.field_name != "listen_host"):
+        if isinstance(text, bool) or (text == "" and info.field_name not in MAY_BE_EMPTY):
             raise ValueError
         if isinstance(text, str) and "\0" in text:
             raise ValueError

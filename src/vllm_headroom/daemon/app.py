@@ -13,7 +13,7 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.assembly import canary_of, door_of, keeper_of, recorder_of, sampler_of
+from vllm_headroom.daemon.assembly import canary_of, door_of, gate_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
@@ -123,6 +123,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
+        gate=gate_of(sampler, heartbeat),
     )
     sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)

@@ -41,6 +41,7 @@ class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    `judge` returns the question that is asked last, of the answers of all others.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+        judge: Callable[[tuple[Sample, ...]], Derivation[Any]] | None = None,
         canary: Canary | None = None,
     ) -> None:
         self.published: Published | None = None
@@ -69,6 +71,10 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
+        self._judge = judge
+        if judge is not None:
+            last = judge(())
+            self._states[last.name] = last.initial
         self._canary = canary
 
     @property
@@ -84,6 +90,8 @@ class Sampler:
         snapshot = self._lived(snapshot)
         self._transitions.report(snapshot)
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        if self._judge is not None:
+            samples += self._derive(self._judge(samples), snapshot)
         self._transitions.verdicts(samples)
         self.snapshot = snapshot
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)

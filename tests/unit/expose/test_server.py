@@ -110,7 +110,7 @@ def test_other_paths_say_which_there_are_and_other_methods_are_refused() -> None
 
     assert (missing.status_code, missing.text) == (
         404,
-        "not found: there are /, /metrics, /snapshot.json, /healthz and /readyz\n",
+        "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live\n",
     )
     assert fetched("/metrics", method="POST").status_code == 405
 

@@ -120,7 +120,7 @@ class Processes:
         self._looked_at_seconds = now
         due = frozenset(islice(self._entries, ceil(share * len(self._entries))))
         kept = {pid: entry for pid, entry in self._entries.items() if pid in pids and pid not in due}
-        looked = ((pid, proc_files.entry(self._proc, pid)) for pid in pids if pid not in kept)
+        looked = ((pid, proc_files.entry(self._proc, pid, self._entries.get(pid))) for pid in pids if pid not in kept)
         return kept | {pid: entry for pid, entry in looked if entry}
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
