@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -88,4 +89,6 @@ async def _ask(client: httpx.AsyncClient, model: str) -> None:
 
 
 async def _post(client: httpx.AsyncClient, path: str, body: dict[str, object]) -> None:
-    (await client.post(path, json=body)).raise_for_status()
+    """Ask, and do without an answer where the server closes an idle connection just then: hours shall not end by it."""
+    with suppress(httpx.TransportError):
+        (await client.post(path, json=body)).raise_for_status()
