@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from vllm_headroom.config.connection import EngineConnection
 from vllm_headroom.config.fields import (
     Gpus,
-    Headers,
     LogFormat,
     LogLevel,
     Model,
     Size,
-    Url,
     file,
     seconds,
     setting,
     size,
 )
+from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
+MAY_BE_EMPTY: Final = ("listen_host", "gate_name")
 
-class Settings(BaseSettings):
+
+class Settings(GateSettings, EngineConnection, BaseSettings):
     """What the daemon is told, understood, checked and frozen."""
 
     model_config = SettingsConfigDict(
@@ -41,27 +43,8 @@ class Settings(BaseSettings):
     no_options: ClassVar[frozenset[str]] = frozenset()
     """Settings that the command line does not take."""
 
-    engine_url: Url = setting(
-        "http://127.0.0.1:8000/metrics",
-        "Where the engine serves its metrics; a URL without a path gets /metrics.",
-        accepts="an http or https URL",
-        word="URL",
-        repr=False,
-    )
-    engine_timeout_seconds: float = seconds(
-        4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
-    )
-    engine_max_page_bytes: Size = size("4MiB", "The largest page to read from the engine; a larger one is a failure.")
-    engine_bearer_token_file: Path | None = file(
-        "A file with the token to send to the engine as 'Authorization: Bearer ...'; read for every page."
-    )
-    engine_ca_file: Path | None = file("The certificates, in PEM, to trust for an https engine.")
-    engine_headers: Headers = setting(
-        {},
-        "More headers to send to the engine; their values are never shown.",
-        accepts="a mapping of header names to values, in JSON or YAML",
-        word="JSON",
-        shown="none",
+    canary_interval_seconds: float | None = seconds(
+        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
     )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
@@ -128,6 +111,14 @@ class Settings(BaseSettings):
     web_config_file: Path | None = file(
         "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."
     )
+    runbooks_url: str | None = setting(
+        None,
+        "Where alerts/runbooks is served, for the page to link to; {alert} in it stands for the alert's name, which"
+        " else goes to its end. Without it there are no links.",
+        accepts="an http or https URL",
+        word="URL",
+        pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$",
+    )
     state_dir: Path | None = setting(
         None,
         "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
@@ -162,7 +153,7 @@ class Settings(BaseSettings):
     def _text(cls, value: object, info: ValidationInfo) -> object:
         """Refuse what a type would bend: a truth value to 1, an empty text to the file `.`, NUL to another name."""
         text = value.strip() if isinstance(value, str) else value
-        if isinstance(text, bool) or (text == "" and info.field_name != "listen_host"):
+        if isinstance(text, bool) or (text == "" and info.field_name not in MAY_BE_EMPTY):
             raise ValueError
         if isinstance(text, str) and "\0" in text:
             raise ValueError

@@ -15,6 +15,7 @@ from vllm_headroom.commands.demo.server import engine_application, serving
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import app
+from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.scrape.http.reader import PageReader
 
 
@@ -42,7 +43,7 @@ async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
     epoch_seconds = clock.time()
     now = present(World(scenario), clock)
     async with serving(engine_application(now, epoch_seconds)) as url:
-        parts = app.Parts(
+        parts = Parts(
             engine=PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS),
             gpus=SimulatedGpus(now),
             processes=SimulatedProcesses(now, epoch_seconds),

@@ -22,8 +22,8 @@ from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
 from vllm_headroom.commands.load.status import report_of
 from vllm_headroom.commands.load.target import Target, find, first_model, is_local
-from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.life import signals
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, port_of

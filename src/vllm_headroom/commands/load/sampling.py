@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.daemon.app import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.life import every
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations

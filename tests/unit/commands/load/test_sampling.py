@@ -26,7 +26,7 @@ from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
-from vllm_headroom.daemon.app import Parts
+from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage
 from vllm_headroom.scrape.http.reader import PageReader
