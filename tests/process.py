@@ -27,13 +27,18 @@ NO_TLS: Final = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For requests over plain HTTP: without it httpx reads the machine's certificates each time, 20 ms of CPU."""
 
 
-def eventually(condition: Callable[[], T | None], what: str, deadline_seconds: float = DEADLINE_SECONDS) -> T:
-    """Return the first true value of `condition`; fail when the deadline passes first."""
+def eventually(
+    condition: Callable[[], T | None],
+    what: str,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    every_seconds: float = 0.02,
+) -> T:
+    """Return the first true value of `condition`, looked at so often; fail when the deadline passes first."""
     ends = time.monotonic() + deadline_seconds
     while time.monotonic() < ends:
         if value := condition():
             return value
-        time.sleep(0.02)
+        time.sleep(every_seconds)
     message = f"waited {deadline_seconds:g} s in vain: {what}"
     raise AssertionError(message)
 
@@ -84,7 +89,13 @@ class Daemon:
     def page(self) -> Page:
         return Page(self.get("/metrics").text)
 
-    def sees(self, condition: Callable[[Page], object], what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Page:
+    def sees(
+        self,
+        condition: Callable[[Page], object],
+        what: str,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        every_seconds: float = 0.02,
+    ) -> Page:
         """Return the first page for which `condition` holds."""
 
         def look() -> Page | None:
@@ -94,7 +105,7 @@ class Daemon:
             except ValueError:  # the value is not on this page
                 return None
 
-        return eventually(look, what, deadline_seconds)
+        return eventually(look, what, deadline_seconds, every_seconds)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
         """Send a signal; return the exit status and the seconds it took."""

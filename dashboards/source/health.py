@@ -26,6 +26,27 @@ def host_memory() -> Row:
                 overrides=[*ROLE_LINES, on_the_right("running requests", RUNNING_COLOUR)],
             ),
             timeseries(
+                "Host memory against its limit",
+                "What cannot be taken back of the container's memory, /dev/shm in it, and where the kernel kills.",
+                [
+                    query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
+                    query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                ],
+                unit="bytes",
+                noValue="not known",
+            ),
+            timeseries(
+                "Time until the kernel kills",
+                "Drawn only while a role grows or leaks and the limit is known; the lower line is the least.",
+                [
+                    query(f"headroom_host_time_to_oom_seconds{{{TARGET}}}", "about"),
+                    query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the least"),
+                ],
+                unit="s",
+                noValue="no leak seen",
+            ),
+            timeseries(
                 "Host leak rate",
                 "Growth that load does not explain, drawn only while a role is growing or leaking.",
                 [query(f"headroom_host_leak_bytes_per_second{{{TARGET}}}", "{{process}}")],

@@ -170,7 +170,7 @@ def _room() -> Json:
         height=10,
         min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
-        custom={"thresholdsStyle": {"mode": "line+area"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
+        custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[
             *(
                 coloured(f"GPU {gpu}{which}", colour, custom__lineWidth=width)
@@ -211,7 +211,8 @@ def _more() -> Json:
 def who_holds_the_memory() -> Row:
     """Return the ledger, and the engine's story beside it."""
     return Row(
-        title="Who holds the memory, and does vLLM's story match?", panels=[_ledger(), _story(), _unreported(), _more()]
+        title="Who holds the memory, and does vLLM's story match?",
+        panels=[_ledger(), _story(), _parts(), _unreported(), _more()],
     )
 
 
@@ -228,6 +229,21 @@ def _ledger() -> Json:
         stacked=True,
         min=0,
         overrides=[*HOLDERS, on_the_right("running requests", RUNNING_COLOUR)],
+    )
+
+
+def _parts() -> Json:
+    return timeseries(
+        "What the engine uses it for",
+        "The engine's own ledger of the GPUs chosen, by the probe inside it: its parts sum to what it holds. "
+        "Fragmented and cached is what torch has reserved and nobody uses; outside torch are CUDA, NCCL and libraries. "
+        "Empty without a probe.",
+        [query(f"sum by (part) (headroom_engine_memory_bytes{{{GPU}}})", "{{part}}")],
+        unit="bytes",
+        width=24,
+        height=8,
+        stacked=True,
+        min=0,
     )
 
 

@@ -10,6 +10,7 @@ COMMANDS = {
     "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
     "demo": ("demo.command", "The daemon over a simulated engine and GPU, to look at."),
     "doctor": ("doctor.command", "What the daemon can see from here, and what to do about the rest."),
+    "probe": ("probe.command", "Puts the probe into vLLM; asks it who allocates."),
     "plan": ("plan.command", "Whether a model will fit, and what to change."),
     "preflight": ("preflight.command", "Whether vLLM would start on these GPUs now."),
     "smoke": ("smoke.command", "Whether a vLLM that was just started serves."),

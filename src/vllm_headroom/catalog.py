@@ -123,6 +123,22 @@ ENGINE_KV_STRANDED: Final = _gauge(
     needs=LIVE_SHARE,
 )
 
+ENGINE_MEMORY: Final = _gauge(
+    "engine_memory_bytes",
+    (*GPU, "part"),
+    "What the engine's memory is used for, by the probe in it; where all parts are known they sum to what it holds.",
+)
+ALLOCATOR_ALLOCATED: Final = _gauge(
+    "allocator_allocated_bytes", GPU, "Memory of tensors in torch's caching allocator, by the probe inside the engine."
+)
+ALLOCATOR_RESERVED: Final = _gauge(
+    "allocator_reserved_bytes", GPU, "Memory that torch's caching allocator took, in use or kept."
+)
+ALLOCATOR_RETRIES: Final = _counter(
+    "allocator_retries", GPU, "Allocations that found no memory and were tried again after the cache was flushed."
+)
+ALLOCATOR_OOMS: Final = _counter("allocator_ooms", GPU, "OutOfMemoryErrors that torch raised in the engine.")
+
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),
@@ -154,6 +170,11 @@ LEAK_PER_REQUEST: Final = _gauge(
     "leak_bytes_per_request", GPU, "The same growth per finished request.", needs=("finished_total",)
 )
 LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
+LEAK_LOCATION: Final = _gauge(
+    "leak_location",
+    (*GPU, "location"),
+    "1 for where it grows: tensors nobody frees, fragmentation, or outside torch; absent unless growing or leaking.",
+)
 TIME_TO_OOM: Final = _gauge(
     "time_to_oom_seconds", GPU, "Time until the device is full at the load to expect; absent unless growing or leaking."
 )
@@ -186,11 +207,36 @@ HOST_MEMORY: Final = _gauge(
     "host_memory_bytes", ("process",), "Resident memory of the engine's processes on the host, summed by what they do."
 )
 
+HOST_MEMORY_USED: Final = _gauge(
+    "host_memory_used_bytes",
+    (),
+    "Memory in use that counts against the limit of the engine's container, or of the machine; no cache of files.",
+)
+HOST_MEMORY_LIMIT: Final = _gauge(
+    "host_memory_limit_bytes", (), "Where the kernel begins to kill: the limit of the container, or of the machine."
+)
+HOST_OOM_KILLS: Final = _counter("host_oom_kills", (), "Processes of the engine's container that the kernel killed.")
+HOST_SHM_USED: Final = _gauge("host_shm_used_bytes", (), "In use in the engine's /dev/shm.")
+HOST_SHM_LIMIT: Final = _gauge("host_shm_limit_bytes", (), "Size of the engine's /dev/shm.")
+
+SLEEP_RESIDUE: Final = _gauge(
+    "sleep_residue_bytes",
+    GPU,
+    "What the engine holds while it sleeps; the last sleep's figure until the next.",
+    needs=("awake",),
+)
+
 HOST_LEAK_STATE: Final = _gauge(
     "host_leak_state", ("process", "state"), "1 for the one state the host memory of these processes is in."
 )
 HOST_LEAK_RATE: Final = _gauge(
     "host_leak_bytes_per_second", ("process",), "Growth that load does not explain; absent unless growing or leaking."
+)
+HOST_TIME_TO_OOM: Final = _gauge(
+    "host_time_to_oom_seconds", (), "Time until the kernel kills; absent unless growing or leaking and the limit known."
+)
+HOST_TIME_TO_OOM_LOWER: Final = _gauge(
+    "host_time_to_oom_seconds_lower", (), "Lower bound of the time until the kernel kills."
 )
 
 GATE_OPEN: Final = _gauge(

@@ -35,8 +35,12 @@ MATCHER: Final = re.compile(r'(\w+)(=~|=)"(.*)"')
 HELD_TOGETHER: Final = (
     ("HeadroomGpuMemoryGrowing", "HeadroomGpuMemoryLeak", "HeadroomOutOfMemorySoon"),
     ("HeadroomMemoryDiscrepancy", "HeadroomMemoryDiscrepancyHigh"),
+    ("HeadroomHostMemoryLeak", "HeadroomHostMemoryRunsOut", "HeadroomHostOutOfMemorySoon"),
 )
 """Each mutes those before it and holds only while they do."""
+
+GPU_RULES: Final = tuple(rule for rule in CONFIG["inhibit_rules"] if "gpu" in rule["equal"])
+HOST_RULES: Final = tuple(rule for rule in CONFIG["inhibit_rules"] if "gpu" not in rule["equal"])
 
 needs_amtool = pytest.mark.skipif(
     shutil.which("amtool") is None, reason="amtool is not installed: apt-get install prometheus-alertmanager"
@@ -122,7 +126,13 @@ def test_what_stops_an_engine_is_a_page_to_the_team_that_runs_it() -> None:
     paging = {rule["alert"]: team(**rule["labels"]) for rule in RULES if rule["labels"]["severity"] == "page"}
 
     assert paging == dict.fromkeys(
-        ("HeadroomOutOfMemorySoon", "HeadroomEngineDown", "HeadroomEngineCrashLoop", "HeadroomEngineStalled"),
+        (
+            "HeadroomOutOfMemorySoon",
+            "HeadroomHostOutOfMemorySoon",
+            "HeadroomEngineDown",
+            "HeadroomEngineCrashLoop",
+            "HeadroomEngineStalled",
+        ),
         "ml-platform",
     )
 
@@ -140,7 +150,7 @@ def test_each_team_has_its_key_in_a_file_and_none_is_in_this_one() -> None:
 
 
 def test_only_memory_alerts_mute_and_only_less_severe_ones_of_their_gpu() -> None:
-    for rule in CONFIG["inhibit_rules"]:
+    for rule in GPU_RULES:
         assert set(rule["equal"]) == {*ENGINE, "gpu"}
         for source, target in itertools.product(SEVERITIES, SEVERITIES):
             mutes = matches(rule["source_matchers"], of(source)) and matches(rule["target_matchers"], of(target))
@@ -148,6 +158,25 @@ def test_only_memory_alerts_mute_and_only_less_severe_ones_of_their_gpu() -> Non
         for side in ("source_matchers", "target_matchers"):
             assert not any(matches(rule[side], of(severity, gpu="")) for severity in SEVERITIES), "host memory"
             assert not any(matches(rule[side], of(severity, area="sidecar")) for severity in SEVERITIES)
+
+
+def test_of_the_alerts_on_a_host_leak_the_more_urgent_mutes_the_others_of_its_engine() -> None:
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
+    muted = {
+        (source, target)
+        for rule in HOST_RULES
+        for source, target in itertools.product(severities, severities)
+        if matches(rule["source_matchers"], {"alertname": source})
+        and matches(rule["target_matchers"], {"alertname": target})
+    }
+
+    assert all(set(rule["equal"]) == {*ENGINE} for rule in HOST_RULES)
+    assert muted == {
+        ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut"),
+        ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryLeak"),
+        ("HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak"),
+    }
+    assert all(SEVERITIES.index(severities[one]) < SEVERITIES.index(severities[other]) for one, other in muted)
 
 
 def of(severity: str, *, area: str = "memory", gpu: str = "0") -> dict[str, str]:
@@ -158,7 +187,7 @@ def test_every_less_severe_alert_is_muted_by_a_page_and_by_a_critical_one() -> N
     muted = {
         (source, target)
         for source, target in itertools.product(SEVERITIES, SEVERITIES)
-        for rule in CONFIG["inhibit_rules"]
+        for rule in GPU_RULES
         if matches(rule["source_matchers"], of(source)) and matches(rule["target_matchers"], of(target))
     }
 

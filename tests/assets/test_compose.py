@@ -16,7 +16,7 @@ from tests.assets.compose import FOLDER, PROFILES, SERVICES, by_default, lay_out
 from vllm_headroom.commands.demo.settings import SCENARIOS
 from vllm_headroom.config.settings import Settings
 
-OURS: Final = ("processes", "headroom", "demo")
+OURS: Final = ("processes", "probe", "headroom", "demo")
 PROMETHEUS: Final[dict[str, Any]] = yaml.safe_load((FOLDER / "prometheus.yml").read_text(encoding="utf-8"))
 
 each_profile = pytest.mark.parametrize("profile", PROFILES)
@@ -47,7 +47,7 @@ def test_compose_accepts_the_file(profile: str) -> None:
 def test_a_profile_starts_the_engine_or_the_demo_beside_the_same_monitoring() -> None:
     monitoring = {"prometheus", "alertmanager", "grafana"}
 
-    assert set(started("vllm")) == {"processes", "vllm", "headroom"} | monitoring
+    assert set(started("vllm")) == {"processes", "probe", "vllm", "headroom"} | monitoring
     assert set(started("demo")) == {"demo"} | monitoring
 
 
@@ -95,6 +95,22 @@ def test_the_sidecar_s_settings_exist_and_name_the_engine() -> None:
     assert {name.removeprefix("HEADROOM_").lower() for name in environment} <= set(Settings.model_fields)
     assert (url.hostname, url.port) == ("vllm", 8000)
     assert f"headroom-state:{environment['HEADROOM_STATE_DIR']}" in SERVICES["headroom"]["volumes"]
+
+
+def test_vllm_finds_the_probe_and_the_sidecar_its_files() -> None:
+    vllm, sidecar, installer = (SERVICES[name] for name in ("vllm", "headroom", "probe"))
+    folder = vllm["environment"]["HEADROOM_PROBE_DIR"]
+
+    assert sidecar["environment"]["HEADROOM_PROBE_DIR"] == folder
+    assert all(f"headroom-probe-files:{folder}" in service["volumes"] for service in (vllm, sidecar))
+    assert f"headroom-probe:{vllm['environment']['PYTHONPATH']}:ro" in vllm["volumes"]
+    (place,) = installer["volumes"]
+    assert f"probe install {place.removeprefix('headroom-probe:')} || true" in installer["entrypoint"][-1]
+    assert vllm["depends_on"] == {"probe": {"condition": "service_completed_successfully"}}
+    assert installer["restart"] == "no"
+    assert not any(volume.startswith("headroom-probe:") for volume in sidecar["volumes"])
+    dockerfile = (FOLDER.parents[1] / "Dockerfile").read_text(encoding="utf-8")
+    assert f"--chown=65532:65532 /source/state {place.partition(':')[2]}\n" in dockerfile
 
 
 def test_the_demo_plays_a_scenario_that_there_is() -> None:

@@ -78,6 +78,12 @@ def test_a_case_is_valid_in_every_version_that_it_is_for(case: Path) -> None:
             True,
         ),
         ("example", "Deployment", ("spec", "template", "spec", "initContainers", 0, "restartPolicies"), "Always"),
+        (
+            "example",
+            "Deployment",
+            ("spec", "template", "spec", "initContainers", 0, "env", 0, "valueFrom", "resourceFieldRef", "container"),
+            "vllm",
+        ),
         ("example", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "ports"), "headroom"),
         ("example", "PodMonitor", ("spec", "podMetricsEndpoints", 0, "interval"), "15 seconds"),
         ("example", "PrometheusRule", ("spec", "groups", 0, "rules", 0, "expression"), "up"),
@@ -104,6 +110,20 @@ def test_dra_is_of_1_34() -> None:
 
     assert schemas.faults(template, "1.33")
     assert not schemas.faults(template, "1.34")
+
+
+@needs_kustomize
+@pytest.mark.parametrize(("case", "containers"), [("example", "initContainers"), ("example-plain", "containers")])
+def test_the_sidecar_is_told_the_memory_limit_of_a_container_that_there_is(case: str, containers: str) -> None:
+    (path,) = (each for each in CASES if each.name == case)
+    pod = find(documents(rendered(path)), "Deployment")["spec"]["template"]["spec"]
+    (sidecar,) = (each for each in pod[containers] if each["name"] == "headroom")
+
+    (limit,) = (each["valueFrom"] for each in sidecar["env"] if each["name"] == "HEADROOM_HOST_MEMORY_LIMIT_BYTES")
+    (vllm,) = (each for each in pod["containers"] if each["name"] == limit["resourceFieldRef"]["containerName"])
+
+    assert limit["resourceFieldRef"]["resource"] == "limits.memory"
+    assert vllm["resources"]["limits"]["memory"] == "32Gi"
 
 
 @needs_kustomize

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from statistics import median
 from typing import Any, Final
 
+import generate
 import judge
 import pytest
 import traces
+
+from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import LeakState
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0
@@ -106,6 +113,28 @@ def test_what_an_allocator_does_by_itself_is_no_leak(name: str) -> None:
     assert judge.judge(traces.simulated(name, 0))["false"] == 0
 
 
+def test_files_that_were_split_and_joined_are_judged_as_one() -> None:
+    whole = recorded()
+    middle = len(whole) // 2
+    joined = [*whole[:middle], whole[0], *whole[middle:]]
+
+    (course,), (again,) = (watched(lines).gpus for lines in (whole, joined))
+
+    assert course[2].leaking
+    assert (again[2].leaking, again[2].growing) == (course[2].leaking, course[2].growing)
+
+
+def test_an_engine_that_never_answers_gets_no_verdict() -> None:
+    header, *samples = recorded()
+    silent = [json.dumps(json.loads(line) | {"engines": None}).encode() for line in samples]
+
+    ((_, _, course),) = watched([header, *silent]).gpus
+
+    assert course.state is LeakState.WARMING_UP
+    assert not course.leaking
+    assert not course.growing
+
+
 def test_the_simulator_is_the_same_for_the_same_seed_and_keeps_a_third_out_of_tuning() -> None:
     first, again = (traces.simulated("leak_each_minute", 3) for _ in range(2))
 
@@ -114,6 +143,19 @@ def test_the_simulator_is_the_same_for_the_same_seed_and_keeps_a_third_out_of_tu
     names = traces.NAMES["mechanisms"]
     assert len(names) >= 60
     assert sum(map(traces.is_held_out, names)) == len(names) // 3
+
+
+def recorded() -> list[bytes]:
+    trace = generate.make("leak_req_12.8", 0, STEADY_HOURS, INTERVAL_SECONDS)
+    return [line.encode() for line in generate.lines(trace)]
+
+
+def watched(lines: list[bytes]) -> Watch:
+    watch = Watch()
+    for each in snapshots(lines):
+        assert isinstance(each, Snapshot)
+        watch.step(each)
+    return watch
 
 
 @cache

@@ -59,3 +59,27 @@ def test_the_example_names_settings_that_there_are() -> None:
 
     assert len(named) > 3
     assert {name.lower() for name in named} <= set(Settings.model_fields)
+
+
+def test_vllm_and_the_sidecar_share_the_probes_folder() -> None:
+    drop_in = (FOLDER / "vllm-headroom-probe.conf").read_text()
+    tmpfiles = (FOLDER / "vllm-headroom-probe.tmpfiles").read_text()
+    (folder,) = re.findall(r"^Environment=HEADROOM_PROBE_DIR=(\S+)$", drop_in, re.MULTILINE)
+    (path,) = re.findall(r"^Environment=PYTHONPATH=(\S+)$", drop_in, re.MULTILINE)
+
+    assert f"#HEADROOM_PROBE_DIR={folder}\n" in (FOLDER / "vllm-headroom.env").read_text()
+    assert re.findall(r"^d (\S+) 1777 ", tmpfiles, re.MULTILINE) == [folder]
+    assert folder.startswith("/run/"), "which is in memory"
+    readme = (FOLDER / "README.md").read_text()
+    assert f"vllm-headroom probe install {path}\n" in readme
+    assert {file.name for file in FOLDER.iterdir()} <= set(re.findall(r"[\w.-]+", readme)) | {"README.md"}
+
+
+@needs_systemd
+def test_systemd_accepts_the_drop_in(unit: Path) -> None:
+    folder = unit.parent / f"{unit.name}.d"
+    folder.mkdir()
+    shutil.copy(FOLDER / "vllm-headroom-probe.conf", folder)
+    done = systemd_analyze("verify", str(unit))
+
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tests.process import NO_TLS, eventually
+
 HERE = Path(__file__).parent
 FOLDER = Path(os.environ.get("ENGINE_FOLDER", ".engine")).resolve()
+START_SECONDS = 900.0
 
 
 @dataclass
@@ -20,10 +27,35 @@ class Engine:
 
     def complete(self, prompt: str, tokens: int) -> dict[str, int]:
         body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300, verify=NO_TLS)
         answer.raise_for_status()
         usage: dict[str, int] = answer.json()["usage"]
         return usage
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(port: int, log: Path, *options: str, **environment: str) -> Iterator[Engine]:
+    """Run vLLM, which may still load its model; at the end all its processes are killed."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [HERE / "serve.sh", FOLDER, str(port), *options],
+            env={**os.environ, **environment},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield Engine(url=f"http://127.0.0.1:{port}", process=process)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 def words(first: int, count: int) -> str:
@@ -32,6 +64,12 @@ def words(first: int, count: int) -> str:
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=5, verify=NO_TLS).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def started(engine: Engine) -> Engine:
+    """Wait until vLLM answers: a minute, ten on a machine that has other work. To ask it often would make it longer."""
+    eventually(lambda: answers(f"{engine.url}/metrics"), "vLLM answers", START_SECONDS, every_seconds=2)
+    return engine

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.engine
 
 STATES = ("unknown", "down", "starting", "serving", "stalled", "asleep")
 PATIENCE_SECONDS = 300
+EVERY_SECONDS = 1.0
+"""Between looks at the daemon's page: looking without a pause takes half a core, which vLLM then lacks."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def state(page: Page) -> str:
 
 
 def becomes(running: Daemon, *wanted: str) -> Page:
-    return running.sees(lambda page: state(page) in wanted, f"the engine is {wanted}", PATIENCE_SECONDS)
+    return running.sees(lambda page: state(page) in wanted, f"the engine is {wanted}", PATIENCE_SECONDS, EVERY_SECONDS)
 
 
 def core(engine: Engine) -> int:
@@ -90,7 +92,8 @@ def test_a_stopped_core_is_stalled_until_it_goes_on(engine: Engine, beside: Daem
 
     client = threading.Thread(target=ask)
     client.start()
-    beside.sees(lambda page: page.value("engine_requests_running") > 0, "requests run", PATIENCE_SECONDS)
+    running = (lambda page: page.value("engine_requests_running") > 0, "requests run", PATIENCE_SECONDS, EVERY_SECONDS)
+    beside.sees(*running)
     stopped = core(engine)
     os.kill(stopped, signal.SIGSTOP)
     try:

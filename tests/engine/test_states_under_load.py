@@ -16,7 +16,8 @@ from tests.process import Daemon, Page, daemon
 pytestmark = pytest.mark.engine
 
 BASE = 72 * GIB
-BYTES_PER_REQUEST = 4 * MIB
+BYTES_PER_REQUEST = MIB
+"""So little that the card is far from full at the end: near that another rule alarms, which has no rate per request."""
 MINUTES = 20
 
 

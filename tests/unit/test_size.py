@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import vllm_headroom
+import vllm_headroom_probe
 
 SOURCE: Final = Path(vllm_headroom.__file__).parent
-FILES: Final = sorted(SOURCE.rglob("*.py"))
+PROBE: Final = Path(vllm_headroom_probe.__file__).parent
+FILES: Final = sorted((*SOURCE.rglob("*.py"), *PROBE.rglob("*.py")))
 ONE_PAGE: Final = SOURCE / "catalog.py"
 """The table of all metrics, whose worth is that it is one page: it grows by a metric, and has no code."""
 

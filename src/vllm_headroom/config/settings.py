@@ -92,6 +92,19 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
         example="9500kB",
         shown="learned",
     )
+    host_memory_limit_bytes: Size | None = size(
+        None,
+        "What vLLM's container may take of the host's memory, where the kernel's own limit cannot be seen from here.",
+        example="64GiB",
+        shown="the kernel's",
+    )
+    probe_dir: Path | None = setting(
+        None,
+        "The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without it, what only the"
+        " engine's processes know is absent.",
+        accepts="the path of a directory",
+        word="DIRECTORY",
+    )
     listen_host: str = setting(
         "",
         "The address to serve /metrics on.",

@@ -129,11 +129,10 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    sampling = every(interval, tick, clock)
     peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
-    return await live((sampling, peaks, *saving, *asking), Server(served, door), listener, ending)
+    return await live((every(interval, tick, clock), peaks, *saving, *asking), Server(served, door), listener, ending)
 
 
 async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:

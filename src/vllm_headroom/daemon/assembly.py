@@ -39,7 +39,7 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
         parse=parse_engines,
         selection=settings.selection,
         derivations=derivations(
@@ -53,6 +53,7 @@ def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: 
         recall=recall,
         judge=partial(gates, _gate_rules(settings)),
         canary=canary,
+        host_limit_bytes=settings.host_memory_limit_bytes,
     )
 
 

@@ -52,7 +52,7 @@ async def closed(*readers: PageReader | Nvml) -> None:
 
 async def machine(settings: Settings, proc: Path = PROC) -> Machine:
     """Read NVML and `proc` once, side by side, and tell whose the GPUs are, as the daemon does with these settings."""
-    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
+    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc)
     url = httpx.URL(settings.engine_url)
     found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
     try:

@@ -14,13 +14,20 @@ from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
+from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.derive.inside.ledger import with_inside
+from vllm_headroom.derive.inside.present import told
+from vllm_headroom.derive.inside.schedulers import with_steps
 from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
     Gpu,
     GpuReadings,
+    HostMemory,
+    ProbedProcess,
+    ProbeReadings,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -41,6 +48,7 @@ class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
+    `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
     `judge` returns the question that is asked last, of the answers of all others.
     """
 
@@ -54,6 +62,7 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+        host_limit_bytes: int | None = None,
         judge: Callable[[tuple[Sample, ...]], Derivation[Any]] | None = None,
         canary: Canary | None = None,
     ) -> None:
@@ -64,6 +73,8 @@ class Sampler:
         self._parser = Worker[EnginePage | Failure]("parse")
         self._selection = selection
         self._attribution = AttributionState()
+        self._container = ContainerState()
+        self._host_limit_bytes = host_limit_bytes
         self._derivations = derivations
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
         self._states[LIFE] = LifeState()
@@ -102,6 +113,7 @@ class Sampler:
             engine = group.create_task(self._timed(Source.ENGINE, self._sources.engine.fetch()))
             gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(timeout)))
             process = group.create_task(self._timed(Source.PROCESS, self._sources.processes.read(timeout)))
+            inside = group.create_task(self._inside(timeout))
         (page, engine_time), (readings, gpu_time), (processes, process_time) = (
             engine.result(),
             gpu.result(),
@@ -109,15 +121,30 @@ class Sampler:
         )
         if not isinstance(processes, Failure):
             self._transitions.engines_found(processes.ambiguous_roots)
+        files, probe_time = inside.result()
+        seen = processes if isinstance(processes, Failure) else processes.engine
+        now = self._clock.time()
+        probe = told(files, seen, now)
+        gpus = readings if isinstance(readings, Failure) else self._attribute(readings, processes)
         return Snapshot(
-            time_seconds=self._clock.time(),
+            time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=page if isinstance(page, Failure) else await self._understood(page),
-            gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
-            processes=processes if isinstance(processes, Failure) else processes.engine,
-            reading_times=(engine_time, gpu_time, process_time),
+            engines=with_steps(page if isinstance(page, Failure) else await self._understood(page), probe),
+            gpus=with_inside(gpus, probe),
+            processes=seen,
+            probe=probe,
+            reading_times=(engine_time, gpu_time, process_time, *probe_time),
+            host=self._host(processes, probe),
             unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
         )
+
+    async def _inside(
+        self, timeout_seconds: float
+    ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
+        if self._sources.probe is None:
+            return None, ()
+        files, time = await self._timed(Source.PROBE, self._sources.probe.read(timeout_seconds))
+        return files, (time,)
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
         machine = asyncio.get_running_loop().time
@@ -137,6 +164,10 @@ class Sampler:
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
+
+    def _host(self, processes: ProcessReadings | Failure, probe: ProbeReadings | Failure | None) -> HostMemory | None:
+        self._container, host = container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
+        return host
 
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:

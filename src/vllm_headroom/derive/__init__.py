@@ -10,6 +10,8 @@ from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
+from vllm_headroom.derive.inside.counters import Counts, counters
+from vllm_headroom.derive.inside.readings import inside
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
@@ -18,6 +20,7 @@ from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import readings
+from vllm_headroom.derive.sleep import SleepState, sleep
 
 
 def derivations(
@@ -37,6 +40,8 @@ def derivations(
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
         stateless("life", life),
+        stateless("inside", inside),
+        Derivation(name="allocator", initial=Counts(), step=counters),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
         Derivation(
@@ -46,6 +51,7 @@ def derivations(
         ),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
+        Derivation(name="sleep", initial=SleepState(), step=sleep),
         Derivation(name="leak", initial=LeakMemory(), step=leaks_in_service(leaks)),
         Derivation(
             name="baseline",

@@ -158,6 +158,8 @@ def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[i
 def _held(device: GpuReading, engine_bytes: int | None, other_bytes: int | None, *, knowable: bool) -> int | None:
     if engine_bytes is not None or knowable or device.memory is None:
         return engine_bytes
+    if device.memory.unified:
+        return None
     return device.memory.used_bytes - (other_bytes or 0)
 
 

@@ -52,7 +52,8 @@ def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
 
 def _of_gpu(gpu: Gpu) -> Iterator[Sample]:
     labels, reading = gpu_labels(gpu), gpu.reading
-    yield Sample(catalog.GPU_INFO, (*labels, reading.name, gpu.attribution or ""), 1.0)
+    unified = " (unified memory)" if reading.memory is not None and reading.memory.unified else ""
+    yield Sample(catalog.GPU_INFO, (*labels, reading.name + unified, gpu.attribution or ""), 1.0)
     yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
     if reading.memory is not None:
         yield from _facts(_MEMORY_FACTS, labels, reading.memory)

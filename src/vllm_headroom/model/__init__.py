@@ -2,13 +2,28 @@
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
 from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings
+from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
+from vllm_headroom.model.inside import (
+    AllocatorReading,
+    EngineParts,
+    HostBlock,
+    Inside,
+    OomRecord,
+    PoolReading,
+    ProbedProcess,
+    ProbeReadings,
+    SchedulerReading,
+)
 from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
 from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
+    "AllocatorReading",
+    "Cgroup",
     "EnginePage",
+    "EngineParts",
     "EngineProcess",
     "EngineReading",
     "Failure",
@@ -17,12 +32,23 @@ __all__ = [
     "GpuProcess",
     "GpuReading",
     "GpuReadings",
+    "HostBlock",
+    "HostMemory",
+    "HostReading",
+    "Inside",
     "Life",
+    "Machine",
     "Metric",
+    "OomRecord",
+    "PoolReading",
+    "ProbeReadings",
+    "ProbedProcess",
     "ProcessReadings",
     "Published",
     "ReadingTime",
     "Sample",
+    "SchedulerReading",
+    "Shm",
     "Snapshot",
     "Values",
     "Verdict",

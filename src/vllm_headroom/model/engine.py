@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_headroom.model.host import HostReading
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
 
@@ -52,8 +53,9 @@ class EnginePage:
 class EngineProcess:
     """A process of the engine found in /proc.
 
-    `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads;
-    None where it is not told, as in a trace.
+    `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads.
+    Of `rss_bytes`, `anonymous_bytes` is the process's own and `file_bytes` maps files, which the kernel can take back;
+    the rest is shared memory. None where it is not told, as of the time computed in a trace.
     """
 
     pid: int
@@ -61,6 +63,8 @@ class EngineProcess:
     rss_bytes: int
     started_at_seconds: float
     cpu_seconds: float | None = None
+    anonymous_bytes: int | None = None
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended.
+    ended. `host` is the memory of the machine and of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -78,6 +82,7 @@ class ProcessReadings:
     sees_host_pids: bool
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
+    host: HostReading = field(default_factory=HostReading)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
 from vllm_headroom.model.gpu import Gpu
+from vllm_headroom.model.host import HostMemory
+from vllm_headroom.model.inside import ProbeReadings
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
@@ -13,7 +15,8 @@ from vllm_headroom.model.reading import Failure, ReadingTime
 class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic.
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None where
+    no folder is configured, `host` where nothing is known of the host's memory.
     `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
     `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
     """
@@ -23,6 +26,8 @@ class Snapshot:
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
+    probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     life: Life | None = None
+    host: HostMemory | None = None

@@ -1,4 +1,4 @@
-"""What a line of a trace says of one GPU, one engine and one process, both ways."""
+"""What a line of a trace says of one GPU, one engine, one process and the host, both ways."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
-from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading
-from vllm_headroom.trace.fields import WrongFieldError, known, number, size, text, truth
-from vllm_headroom.vocabulary import Attribution, Role
+from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, HostMemory, Inside
+from vllm_headroom.parse.fields import WrongFieldError, number, size, text, truth, within
+from vllm_headroom.trace.fields import known
+from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 NO_PID: Final = 0
 """A trace tells processes apart by their start alone."""
@@ -22,6 +23,16 @@ _FACTS: Final = tuple(
     (each.name, _NAMES.get(each.name, each.name), _READS[_TYPES[each.name]]) for each in fields(EngineReading)
 )
 """Each field of EngineReading, its name in a trace and what reads it there."""
+
+
+_HOST: Final = (
+    ("used_bytes", "used"),
+    ("limit_bytes", "limit"),
+    ("shm_used_bytes", "shm_used"),
+    ("shm_limit_bytes", "shm_limit"),
+    ("oom_kills", "oom_kills"),
+)
+"""Each field of HostMemory that a trace has, and its name there."""
 
 
 def engine_entry(engine: EngineReading) -> dict[str, Any]:
@@ -41,7 +52,7 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
     One whose holders are unknown for now is without `used`, since a reader takes all that is used for the engine's.
     """
-    memory = gpu.reading.memory
+    memory, inside = gpu.reading.memory, gpu.inside or Inside()
     return known(
         {
             "gpu": gpu.reading.index,
@@ -53,6 +64,9 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
+            "allocated": inside.allocated_bytes,
+            "reserved_by_torch": inside.reserved_bytes,
+            "parts": dict(inside.parts) or None,
         }
     )
 
@@ -75,7 +89,19 @@ def gpu_of(entry: Mapping[str, Any], place: int) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
         process_count=size(entry, "processes"),
+        inside=_inside(entry),
     )
+
+
+def _inside(entry: Mapping[str, Any]) -> Inside | None:
+    """Return what the engine's processes said; parts that are not known here are passed over."""
+    parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
+    found = Inside(
+        allocated_bytes=size(entry, "allocated"),
+        reserved_bytes=size(entry, "reserved_by_torch"),
+        parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),
+    )
+    return None if found == Inside() else found
 
 
 def _memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:
@@ -92,7 +118,8 @@ def unnamed(index: int) -> str:
 
 def process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
-    return {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
+    entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
+    return known({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
 
 
 def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -104,4 +131,22 @@ def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
     rss, started = size(entry, "rss"), number(entry, "started_at")
     if rss is None:
         return None
-    return EngineProcess(pid=NO_PID, role=role, rss_bytes=rss, started_at_seconds=started or 0.0)
+    return EngineProcess(
+        pid=NO_PID,
+        role=role,
+        rss_bytes=rss,
+        started_at_seconds=started or 0.0,
+        anonymous_bytes=size(entry, "anonymous"),
+        file_bytes=size(entry, "file"),
+    )
+
+
+def host_entry(host: HostMemory) -> dict[str, Any]:
+    """Return the host memory that the engine runs in."""
+    return known({name: getattr(host, fact) for fact, name in _HOST})
+
+
+def host_of(entry: Mapping[str, Any]) -> HostMemory:
+    """Return the host memory; how it was known is not in a trace."""
+    facts = {fact: size(entry, name) for fact, name in _HOST}
+    return HostMemory(basis=None, **facts)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.trace.entries import engine_of, gpu_of, process_of
-from vllm_headroom.trace.fields import WrongFieldError, each, time_of
+from vllm_headroom.parse.fields import WrongFieldError, each, within
+from vllm_headroom.trace.entries import engine_of, gpu_of, host_of, process_of
+from vllm_headroom.trace.fields import time_of
 from vllm_headroom.trace.write import HEADER
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -103,6 +104,7 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
         gpus = each(record, "gpus", gpu_of)
         engines = each(record, "engines", engine_of)
         processes = each(record, "processes", process_of)
+        host = within(record, "host", host_of)
     except WrongFieldError as wrong:
         return str(wrong)
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
@@ -113,6 +115,7 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
         engines=_ENGINES_FAILED if engines is None else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,
         processes=_known(processes),
+        host=host,
     )
 
 

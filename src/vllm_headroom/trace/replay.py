@@ -10,12 +10,13 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
+from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.vocabulary import LeakState, Role
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
@@ -24,7 +25,10 @@ _SeriesName = str
 
 
 class Watch:
-    """What the detector said of every GPU and every host role, from the first sample to the newest."""
+    """What the detector said of every GPU and every host role, from the first sample to the newest.
+
+    `memory` is the host memory when last known, with the most that was in use.
+    """
 
     def __init__(self) -> None:
         self.samples = 0
@@ -36,6 +40,7 @@ class Watch:
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
+        self.memory: HostMemory | None = None
 
     @property
     def span(self) -> tuple[float, float]:
@@ -68,6 +73,7 @@ class Watch:
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
         self._life, snapshot = lived(self._life, snapshot)
+        self.memory = _fuller(self.memory, snapshot.host)
         before = self._memory
         self._memory, samples = answer(self._detector, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
@@ -86,7 +92,9 @@ class Watch:
         old = _tracks(before, on_gpu=bool(place)).get(name)
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
-        course.step(LeakState(state), _moment(self._last_seconds, None if track is None else track.estimate), anew=anew)
+        inside = self._memory.inside.get(name) if place else None
+        estimate = None if track is None else sharpened(track, inside).estimate
+        course.step(LeakState(state), _moment(self._last_seconds, estimate, location(estimate, inside)), anew=anew)
 
 
 def tracks(series: Iterable[Observation]) -> Iterator[Track]:
@@ -97,6 +105,18 @@ def tracks(series: Iterable[Observation]) -> Iterator[Track]:
         yield track
 
 
+def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+    """Return what is known now, with the most that ever was in use of it, and of its shared memory."""
+    if now is None or before is None:
+        return now or before
+    most = {
+        name: max((known for each in (before, now) if (known := getattr(each, name)) is not None), default=None)
+        for name in ("used_bytes", "shm_used_bytes", "oom_kills")
+    }
+    kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
+    return HostMemory(**most, **kept)
+
+
 def _detector() -> Derivation[LeakMemory]:
     return next(each for each in derivations() if each.name == "leak")
 
@@ -105,7 +125,7 @@ def _tracks(memory: LeakMemory, *, on_gpu: bool) -> dict[str, Track]:
     return (memory.gpus if on_gpu else memory.host).tracks
 
 
-def _moment(seconds: float, estimate: Estimate | None) -> Moment:
+def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
     """Return what the detector says of a series; as on the page, without what is no number."""
     if estimate is None:
         return Moment(seconds=seconds)
@@ -119,4 +139,4 @@ def _moment(seconds: float, estimate: Estimate | None) -> Moment:
         "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
     }
     known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
-    return Moment(seconds=seconds, by_requests=estimate.by_requests, **known)
+    return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)

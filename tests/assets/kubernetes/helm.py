@@ -35,8 +35,10 @@ spec:
   template:
 %s
       containers:
-      - {name: vllm, image: "vllm/vllm-openai:v0.32.0"}
+%s
+        image: "vllm/vllm-openai:v0.32.0"
 """
+VLLM: Final = "      - name: vllm"
 
 
 def embedding() -> str:
@@ -46,19 +48,26 @@ def embedding() -> str:
     return re.sub(r"^ {3}", "", lines, flags=re.MULTILINE).rstrip("\n")
 
 
+def probing() -> str:
+    """Return the README's lines for vLLM's container, in the same way."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```yaml\n( +- name: vllm\n.*?\n) +```", text, re.DOTALL)
+    return re.sub(r"^ {3}", "", lines, flags=re.MULTILINE).rstrip("\n")
+
+
 def digest() -> str:
     """Return what changes when the chart does, or how it is embedded; what it links to is not part of it."""
     files = [path for path in sorted(CHART.rglob("*")) if path.is_file() and not path.is_symlink()]
     texts = [f"{path.relative_to(CHART)}\0{path.read_text(encoding='utf-8')}" for path in files]
-    return hashlib.sha256("\0".join([*texts, embedding()]).encode()).hexdigest()
+    return hashlib.sha256("\0".join([*texts, embedding(), probing()]).encode()).hexdigest()
 
 
-def parent(folder: Path) -> Path:
-    """Write the chart of somebody's vLLM that depends on ours, and return its folder."""
+def parent(folder: Path, *, probe: bool = False) -> Path:
+    """Write the chart of somebody's vLLM that depends on ours, and return its folder; with what the probe needs."""
     shutil.copytree(CHART, folder / "charts" / CHART.name)
     (folder / "templates").mkdir()
     (folder / "Chart.yaml").write_text(yaml.safe_dump(PARENT))
-    (folder / "templates" / "deployment.yaml").write_text(DEPLOYMENT % embedding())
+    (folder / "templates" / "deployment.yaml").write_text(DEPLOYMENT % (embedding(), probing() if probe else VLLM))
     return folder
 
 

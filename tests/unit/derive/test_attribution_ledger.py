@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ from tests.unit.derive.attribution_ticks import (
     ledger,
 )
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReadings, ProcessReadings
 
 Tick = tuple[GpuReadings, ProcessReadings | Failure]
 UP: Tick = (gpus(device(0, (7, 3), (99, 5))), engine(7, visible=(99,)))
@@ -112,6 +114,18 @@ def test_an_excess_is_unknown_from_the_first_reading_on() -> None:
 )
 def test_all_that_is_used_counts_where_the_ledger_cannot_be_known(tick: Tick) -> None:
     assert held(tick, tick) == [80 * GIB]
+
+
+def test_of_memory_that_is_the_machines_what_nobody_is_known_to_hold_is_not_the_engines() -> None:
+    shared = replace(
+        device(0),
+        memory=GpuMemory(
+            total_bytes=100 * GIB, used_bytes=40 * GIB, free_bytes=60 * GIB, reserved_bytes=None, unified=True
+        ),
+    )
+
+    assert held((gpus(shared), NO_PROC)) == [None]
+    assert held((gpus(replace(shared, processes=(GpuProcess(pid=7, used_bytes=3 * GIB),))), engine(7))) == [3 * GIB]
 
 
 def test_what_others_are_known_to_hold_does_not_count() -> None:

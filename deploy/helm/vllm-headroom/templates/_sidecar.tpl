@@ -1,15 +1,29 @@
 {{/*
-One entry for your pod's initContainers: the same container as deploy/kubernetes/components/sidecar.
+Entries for your pod's initContainers: the same containers as deploy/kubernetes/components/sidecar and, with sidecar.probe,
+deploy/kubernetes/components/probe.
 Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart that depends on it.
 */}}
 {{- define "vllm-headroom.sidecar" -}}
 {{- with .Values.sidecar -}}
+{{- if .probe -}}
+- name: headroom-probe
+  {{- include "vllm-headroom.image" $ | nindent 2 }}
+  command: [sh, -c, "vllm-headroom probe install /opt/headroom-probe || true"]
+  resources:
+    {{- toYaml .resources | nindent 4 }}
+  {{- include "vllm-headroom.security" $ | nindent 2 }}
+  volumeMounts:
+  - {name: headroom-probe, mountPath: /opt/headroom-probe}
+  - {name: headroom-no-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+{{ end -}}
 - name: headroom
-  image: {{ .image.repository }}{{ if .image.digest }}@{{ .image.digest }}{{ else }}:{{ .image.tag | default $.Chart.AppVersion }}{{ end }}
-  imagePullPolicy: {{ .image.pullPolicy }}
+  {{- include "vllm-headroom.image" $ | nindent 2 }}
   restartPolicy: Always
   env:
   - {name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}
+  {{- if .probe }}
+  - {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}
+  {{- end }}
   {{- if eq .gpu "runtime-class" }}
   - {name: NVIDIA_VISIBLE_DEVICES, value: all}
   - {name: NVIDIA_DRIVER_CAPABILITIES, value: utility}
@@ -31,23 +45,57 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
     {{- if eq .gpu "dra" }}
     claims: [{name: gpu}]
     {{- end }}
-  securityContext:
-    runAsNonRoot: true
-    runAsUser: 65532
-    runAsGroup: 65532
-    allowPrivilegeEscalation: false
-    readOnlyRootFilesystem: true
-    capabilities: {drop: [ALL]}
-    seccompProfile: {type: RuntimeDefault}
+  {{- include "vllm-headroom.security" $ | nindent 2 }}
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
   - {name: headroom-no-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+  {{- if .probe }}
+  - {name: headroom-probe-files, mountPath: /run/headroom-probe}
+  {{- end }}
 {{- end -}}
 {{- end -}}
 
-{{/* Two entries for your pod's volumes. */}}
+{{/* Entries for your pod's volumes. */}}
 {{- define "vllm-headroom.volumes" -}}
 - {name: headroom-state, emptyDir: {medium: Memory, sizeLimit: 16Mi}}
 - {name: headroom-no-token, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+{{- if .Values.sidecar.probe }}
+- {name: headroom-probe, emptyDir: {medium: Memory, sizeLimit: 4Mi}}
+- {name: headroom-probe-files, emptyDir: {medium: Memory, sizeLimit: 32Mi}}
+{{- end }}
+{{- end -}}
+
+{{/* With sidecar.probe, two entries for the env of vLLM's container; one that has a PYTHONPATH has to name both. */}}
+{{- define "vllm-headroom.probe-env" -}}
+{{- if .Values.sidecar.probe -}}
+- {name: PYTHONPATH, value: /opt/headroom-probe}
+- {name: HEADROOM_PROBE_DIR, value: /run/headroom-probe}
+{{- end -}}
+{{- end -}}
+
+{{/* With sidecar.probe, two entries for the volumeMounts of vLLM's container. */}}
+{{- define "vllm-headroom.probe-mounts" -}}
+{{- if .Values.sidecar.probe -}}
+- {name: headroom-probe, mountPath: /opt/headroom-probe, readOnly: true}
+- {name: headroom-probe-files, mountPath: /run/headroom-probe}
+{{- end -}}
+{{- end -}}
+
+{{- define "vllm-headroom.image" -}}
+{{- with .Values.sidecar.image -}}
+image: {{ .repository }}{{ if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+imagePullPolicy: {{ .pullPolicy }}
+{{- end -}}
+{{- end -}}
+
+{{- define "vllm-headroom.security" -}}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 65532
+  runAsGroup: 65532
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities: {drop: [ALL]}
+  seccompProfile: {type: RuntimeDefault}
 {{- end -}}

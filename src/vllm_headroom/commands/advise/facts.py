@@ -7,7 +7,8 @@ from enum import StrEnum
 
 from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import HostMemory
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
 class Origin(StrEnum):
@@ -30,7 +31,8 @@ class Leak:
     """What the leak detector says of one series, a GPU or a role of processes.
 
     `leaked` is whether there was an alarm at any time; the figures are those of its last moment, None where it does not
-    say. `ended_seconds` is when it ended, None where it did not.
+    say. `ended_seconds` is when it ended, None where it did not; `location` is what the probe inside the
+    engine tells.
     """
 
     state: LeakState
@@ -41,6 +43,7 @@ class Leak:
     leaked_bytes: float | None = None
     time_to_oom_seconds: float | None = None
     time_to_oom_seconds_lower: float | None = None
+    location: LeakLocation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,15 @@ class PrefixFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StrandedFacts:
+    """What an idle engine's KV cache still held: lastly, at the first of the times in which it only rose, how often."""
+
+    ratio: float
+    first_ratio: float
+    rises: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """One engine (one data-parallel rank).
 
@@ -142,6 +154,7 @@ class EngineFacts:
     full: FullFacts | None = None
     capped: CappedFacts | None = None
     prefix: PrefixFacts | None = None
+    stranded: StrandedFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +171,7 @@ class Facts:
     """Everything the rules may know; times in seconds since the epoch, None for a page.
 
     `since_seconds` is when other settings came into force, so that only what came after counts; None where none did.
-    `age_seconds` is the age of a page's sample.
+    `age_seconds` is the age of a page's sample. `host` is the host memory, with the most that was in use of it.
     """
 
     origin: Origin
@@ -171,6 +184,7 @@ class Facts:
     gpus: tuple[GpuFacts, ...] = ()
     engines: tuple[EngineFacts, ...] = ()
     hosts: tuple[HostFacts, ...] = ()
+    host: HostMemory | None = None
     failed_starts: tuple[Start, ...] = ()
     endings: tuple[Ending, ...] = ()
 

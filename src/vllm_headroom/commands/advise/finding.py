@@ -25,6 +25,8 @@ class Cause(StrEnum):
     KV_CACHE_BLOW_OUT = "kv_cache_blow_out"
     CONCURRENCY_MISJUDGED = "concurrency_misjudged"
     PREFIX_CACHE = "prefix_cache"
+    KV_BLOCK_LEAK = "kv_block_leak"
+    HOST_MEMORY = "host_memory"
 
 
 @dataclass(frozen=True, slots=True)

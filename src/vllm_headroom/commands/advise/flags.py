@@ -20,6 +20,7 @@ class Flag(StrEnum):
     TENSOR_PARALLEL_SIZE = "--tensor-parallel-size"
     NO_ENABLE_PREFIX_CACHING = "--no-enable-prefix-caching"
     KV_CACHE_MEMORY_BYTES = "--kv-cache-memory-bytes"
+    MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
 
 
 OLDEST: Final[Version] = (0, 4, 0)
@@ -37,9 +38,11 @@ FIRST: Final[dict[Flag, Version]] = {
     Flag.TENSOR_PARALLEL_SIZE: OLDEST,
     Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
     Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
+    Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
 }
-"""The first version that has each (vllm/engine/arg_utils.py of its wheel). Before 0.6.5 prefix caching could only be
-asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none (vllm-project/vllm#55834).
+"""The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older.
+Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none
+(vllm-project/vllm#55834).
 """
 
 COUNTS_PREFIXES: Final[Version] = (0, 7, 3)

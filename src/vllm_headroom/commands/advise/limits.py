@@ -15,6 +15,17 @@ PEAK_BYTES: Final = 256 * MIB
 AIM_BYTES: Final = GIB
 """What should be left at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
+STRANDED_RATIO: Final = 0.05
+LOST_RATIO: Final = 0.01
+LOST_RISES: Final = 3
+"""What no request holds of the KV cache (alerts HeadroomKvCacheStranded and HeadroomKvBlocksLeak)."""
+
+HOST_LOW_RATIO: Final = 0.05
+"""Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
+
+LESS_CACHE_GB: Final = 1.0
+"""Ours: a quarter of the default."""
+
 LASTING_SECONDS: Final = 600.0
 """What lasts for so long is no burst (`for: 10m` of HeadroomGpuMemoryLow and HeadroomKvCacheThrashing)."""
 

@@ -10,8 +10,10 @@ from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice
 from vllm_headroom.commands.advise.flags import FIRST, Flag, spelt
 from vllm_headroom.commands.advise.missing import missing, notes
+from vllm_headroom.commands.advise.rules.blocks import kv_block_leak
 from vllm_headroom.commands.advise.rules.cache import kv_cache_blow_out, too_many_requests, too_small_a_cache
 from vllm_headroom.commands.advise.rules.crash import crash
+from vllm_headroom.commands.advise.rules.host import host_memory_short
 from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
 from vllm_headroom.commands.advise.rules.prefix import prefix_cache
 from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
@@ -24,11 +26,12 @@ from vllm_headroom.vocabulary import LeakState
 Rule = Callable[[Facts], Advice | None]
 
 LEAKS: Final[tuple[Rule, ...]] = (gpu_leak, host_leak)
-EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start)
+EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start, kv_block_leak)
 """What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     crash,
+    host_memory_short,
     configuration_overshoot,
     chronic,
     burst,

@@ -16,6 +16,7 @@ from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
 from vllm_headroom.commands.doctor.ownership import gpu_attribution
 from vllm_headroom.commands.doctor.port import listen_port
+from vllm_headroom.commands.doctor.probe import probe, probe_files
 from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.config.options import Parser
@@ -48,11 +49,12 @@ async def _run(given: Namespace) -> tuple[Finding, ...]:
 
 async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
     """Look at everything at the same time, and return one finding for each name."""
-    sight, port, state, trace = await asyncio.gather(
+    sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc),
         listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         state_dir(settings.state_dir),
         trace_file(settings.trace_file),
+        probe_files(settings.probe_dir),
     )
     return (
         engine(sight),
@@ -64,6 +66,7 @@ async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
         gpu_attribution(sight, settings.selection),
         processes(sight),
         process_memory(sight),
+        probe(files, sight),
         port,
         state,
         trace,

@@ -18,6 +18,7 @@ class Name(StrEnum):
     GPU_ATTRIBUTION = "gpu_attribution"
     PROCESSES = "processes"
     PROCESS_MEMORY = "process_memory"
+    PROBE = "probe"
     LISTEN_PORT = "listen_port"
     STATE_DIR = "state_dir"
     TRACE_FILE = "trace_file"

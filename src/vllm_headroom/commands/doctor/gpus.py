@@ -8,6 +8,7 @@ from vllm_headroom.commands.doctor.finding import Finding, Name, State
 from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.units import gib
 
 OF_OWNED_GPUS: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
 """What there is of the engine's GPUs only."""
@@ -36,7 +37,7 @@ def gpus(sight: Sight) -> Finding:
     if isinstance(sight.readings, Failure):
         return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
     devices = sight.readings.devices
-    details = tuple(f"{called(device)} {device.name}{_trouble(device)}" for device in devices)
+    details = tuple(f"{called(device)} {device.name}{_unified(device)}{_trouble(device)}" for device in devices)
     unread = [device for device in devices if _trouble(device)]
     if not unread:
         return Finding(name=Name.GPUS, state=State.OK, text=f"{len(devices)} visible", details=details)
@@ -59,4 +60,12 @@ def called(device: GpuReading) -> str:
 def _trouble(device: GpuReading) -> str:
     if device.failure is not None:
         return f": {device.failure.message}"
-    return ": NVML tells no memory of it, as of all unified memory" if device.memory is None else ""
+    return ": NVML tells no memory of it" if device.memory is None else ""
+
+
+def _unified(device: GpuReading) -> str:
+    """Say where a GPU has no memory of its own, so that nothing but the machine's swap stands between it and a hang."""
+    if device.memory is None or not device.memory.unified:
+        return ""
+    total, available = gib(device.memory.total_bytes), gib(device.memory.free_bytes)
+    return f", unified memory: {available} available of the machine's {total}, by /proc/meminfo"

@@ -30,7 +30,8 @@ class Sight(Machine):
 
     `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
     None where it does not. `served_port` is the port in the command line of the engine that runs here, None where it is
-    not known. `daemon_waits_seconds` is how long the daemon waits for the page, which may be longer than the doctor.
+    not known. `host_limit_bytes` is what the operator says of vLLM's host memory. `daemon_waits_seconds` is how long
+    the daemon waits for the page, which may be longer than the doctor.
     """
 
     url: httpx.URL
@@ -38,6 +39,7 @@ class Sight(Machine):
     version: str | None
     served_port: int | None
     daemon_waits_seconds: float
+    host_limit_bytes: int | None = None
 
 
 async def look(settings: Settings, proc: Path) -> Sight:
@@ -58,6 +60,7 @@ async def look(settings: Settings, proc: Path) -> Sight:
         processes=here.processes,
         served_port=await _served_port(here.processes, proc),
         daemon_waits_seconds=daemon_waits,
+        host_limit_bytes=settings.host_memory_limit_bytes,
     )
 
 

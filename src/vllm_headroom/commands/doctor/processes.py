@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
@@ -11,12 +12,20 @@ from vllm_headroom.commands.doctor.gpus import NO_NVML, called
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
+from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.proc.reader import HIDDEN
-from vllm_headroom.vocabulary import Reason
+from vllm_headroom.units import gib
+from vllm_headroom.vocabulary import HostBasis, Reason
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)
+NO_LIMIT: Final = ", of a limit that is not known (HEADROOM_HOST_MEMORY_LIMIT_BYTES tells it),"
+BASES: Final[Mapping[HostBasis | None, str]] = {
+    HostBasis.CGROUP: "by the cgroup of vLLM's processes",
+    HostBasis.MACHINE: "by the machine, since their cgroup has no limit",
+    HostBasis.PROCESSES: "by what its processes hold themselves and their /dev/shm, since their cgroup is not seen",
+}
 NO_PROC: Final = "needs the processes, see processes"
 SHOW_PROC: Final = Fix(where="in the systemd unit", lines=("ProtectProc=default", "ProcSubset=all"))
 STUCK: Final = Fix(where=f"{NODE}, to find them", lines=("ps -eo pid,stat,wchan:32,args | awk '$2 ~ /^D/'",))
@@ -35,7 +44,7 @@ def processes(sight: Sight) -> Finding:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
         text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
-        return Finding(name=Name.PROCESSES, state=State.OK, text=text)
+        return Finding(name=Name.PROCESSES, state=State.OK, text=text, details=tuple(_host(sight, found)))
     if found.ambiguous_roots:
         return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
@@ -47,6 +56,18 @@ def processes(sight: Sight) -> Finding:
         other = "it runs on another machine, or other users' processes are hidden from this one"
         return _without(State.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
     return _without(State.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+
+
+def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
+    """Yield what is known of the host memory and how, and whether there is swap, which puts off the end."""
+    memory = container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
+    if memory is not None and memory.used_bytes is not None:
+        limit = NO_LIMIT if memory.limit_bytes is None else f" of {gib(memory.limit_bytes)}"
+        yield f"host memory: {gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
+    machine = found.host.machine
+    if machine is not None and machine.swap_bytes:
+        used = gib(machine.swap_bytes - machine.swap_free_bytes)
+        yield f"swap, zram included: {used} of {gib(machine.swap_bytes)} in use; no time to out-of-memory counts on it"
 
 
 def process_memory(sight: Sight) -> Finding:

@@ -6,15 +6,15 @@ from typing import Final
 
 from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
+    LEFT_TO_THE_MACHINE_BYTES,
     Ask,
     asked_bytes,
     highest_utilization,
     usable_bytes,
 )
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Shm
 from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.model import Failure, GpuMemory, GpuReading
+from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason
@@ -28,6 +28,9 @@ LEAST_SHM_BYTES: Final = 256 * MIB
 """vLLM's largest queue between its processes takes 240 MiB, and it does not start with less free
 (vllm/distributed/device_communicators/shm_broadcast.py: MessageQueue, check_shm_free_space).
 """
+
+HOST_BYTES_PER_PROCESS: Final = 6 * GIB // 10
+"""What server and core of vLLM 0.32 hold on the CPU, 0.6 GiB each (tests/contract); a worker with CUDA holds more."""
 
 ENOUGH_SHM_BYTES: Final = GIB
 """What NVIDIA asks for in containers (NCCL user guide, troubleshooting: --shm-size=1g)."""
@@ -50,12 +53,27 @@ def memory(device: GpuReading, ask: Ask, held_by: str) -> tuple[Finding, ...]:
     if device.failure is not None:
         return (failure_of(device.failure, device.index),)
     if device.memory is None:
-        text = "NVML tells no memory of this GPU, as of all unified memory"
+        text = "NVML tells no memory of this GPU"
         return (_of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available"),)
     spare_bytes = device.memory.free_bytes - asked_bytes(ask, device.memory)
     if spare_bytes < LEAST_OWN_BYTES:
         return (_too_little(device, device.memory, ask, held_by),)
-    return _close(device, ask, spare_bytes)
+    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask, spare_bytes))
+
+
+def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask, spare_bytes: int) -> tuple[Finding, ...]:
+    """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
+    left_bytes = spare_bytes - ask.most_own_bytes
+    if not memory.unified or left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
+        return ()
+    text = (
+        f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"
+        f" and to its own processes: {gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
+    )
+    highest = highest_utilization(ask, memory)
+    less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
+    fix = f"{less}; or --ignore host"
+    return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, gpu=device.index),)
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
@@ -122,6 +140,20 @@ def unanswered(device: GpuReading) -> Finding:
     """Tell that a GPU which was read did not answer about its faults."""
     text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
     return Finding(kind=Kind.ECC, verdict=Verdict.CANNOT_TELL, text=text, gpu=device.index, may_pass=True)
+
+
+def host_memory(host: HostMemory | None, ask: Ask) -> tuple[Finding, ...]:
+    """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
+    needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
+    room_bytes = None if host is None else host.room_bytes
+    if host is None or host.limit_bytes is None or room_bytes is None or room_bytes >= needed_bytes:
+        return ()
+    text = (
+        f"{gib(room_bytes)} of {gib(host.limit_bytes)} of host memory are left, and vLLM's server, core and workers"
+        f" hold {gib(needed_bytes)} or more: the kernel would kill it while it starts"
+    )
+    fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
+    return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, may_pass=True),)
 
 
 def shared_memory(shm: Shm | None) -> tuple[Finding, ...]:

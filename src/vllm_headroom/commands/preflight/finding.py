@@ -18,6 +18,7 @@ class Kind(StrEnum):
     ECC = "ecc"
     IDENTICAL = "identical"
     SHM = "shm"
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
-from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.derive.container import ContainerState, container
+from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.scrape.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
+ENDED: Final = "a process that has ended"
+"""NVML lists it, and the machine's own /proc does not: the driver has not taken its memory back yet."""
+
 UNNAMED: Final = frozenset({"-c", "-"})
 """What follows these is a program's text, which is no name and may hold a secret."""
 
@@ -31,24 +35,17 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shm:
-    """The size of /dev/shm and what is free in it."""
-
-    total_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
-    `shm` is None where there is no /dev/shm.
+    `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
     """
 
     readings: GpuReadings | Failure
     faults: tuple[GpuFaults, ...]
     holders: Mapping[str, tuple[Holder, ...]]
     shm: Shm | None
+    host: HostMemory | None = None
 
 
 async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
@@ -58,16 +55,23 @@ async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeo
         return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
     faults = await nvml.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
-    return Sight(readings=readings, faults=faults, holders=await _holders(readings, listed, proc), shm=shm_of(shm))
+    return Sight(
+        readings=readings,
+        faults=faults,
+        holders=await _holders(readings, listed, proc),
+        shm=shm_of(shm),
+        host=host_here(proc),
+    )
 
 
-def shm_of(path: Path) -> Shm | None:
-    """Return the size of the file system at `path`."""
+def host_here(proc: Path) -> HostMemory | None:
+    """Return the memory of the container that this runs in, or of the machine where that has no limit."""
     try:
-        told = os.statvfs(path)
-    except OSError:
+        reading = reading_of(proc, proc_files.own_pid(proc))
+    except (OSError, ValueError):
         return None
-    return Shm(total_bytes=told.f_blocks * told.f_frsize, free_bytes=told.f_bavail * told.f_frsize)
+    alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)
+    return container(ContainerState(), alone, limit_bytes=None)[1]
 
 
 async def _holders(
@@ -77,6 +81,8 @@ async def _holders(
     if not isinstance(listed, Failure) and pids_are_true(readings, listed):
         pids = {process.pid for device in readings.devices for process in device.processes or ()}
         names = await _names(proc, pids & listed.visible_pids)
+        if listed.sees_host_pids:
+            names |= dict.fromkeys(pids - listed.visible_pids, ENDED)
     memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)

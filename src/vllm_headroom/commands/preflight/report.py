@@ -10,9 +10,9 @@ from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind, overall
-from vllm_headroom.commands.preflight.look import Holder, Shm, Sight
+from vllm_headroom.commands.preflight.look import Holder, Sight
 from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.model import Failure, GpuMemory, GpuReading
+from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.units import GIB, gib
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
@@ -41,6 +41,7 @@ class Report:
     gpus: tuple[GpuReport, ...]
     shm: Shm | None
     findings: tuple[Finding, ...]
+    host: HostMemory | None = None
     waited_seconds: float = 0.0
 
     @property
@@ -72,12 +73,14 @@ def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> 
     devices, found = choose(sight.readings.devices, wanted)
     gpus = tuple(_gpu(device, sight, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
+    findings += checks.host_memory(sight.host, ask)
     if ask.tensor_parallel_size > 1:
         findings += (*identical(devices), *checks.shared_memory(sight.shm))
     return Report(
         driver_version=sight.readings.driver_version,
         gpus=gpus,
         shm=sight.shm,
+        host=sight.host,
         findings=tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings)),
     )
 

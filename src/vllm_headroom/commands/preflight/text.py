@@ -61,6 +61,7 @@ def document(report: Report) -> dict[str, Any]:
         "driver_version": report.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
         "shm": report.shm and asdict(report.shm),
+        "host": report.host and {"used_bytes": report.host.used_bytes, "limit_bytes": report.host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings

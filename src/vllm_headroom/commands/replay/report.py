@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
+from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Course, Interval, Moment
-from vllm_headroom.trace.entries import unnamed
+from vllm_headroom.trace.entries import host_entry, unnamed
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
 
@@ -28,8 +29,19 @@ def verdict(watch: Watch) -> Iterator[str]:
         yield from _series(name, course, begin, end)
     for role, course in watch.host:
         yield from _series(f"Host memory of {role}", course, begin, end)
+    if watch.memory is not None:
+        yield from _host(watch.memory)
     if not watch.gpus:
         yield "No GPU of the engine's was seen."
+
+
+def _host(memory: HostMemory) -> Iterator[str]:
+    """Yield how full the host memory was, and what the kernel did about it."""
+    if memory.used_bytes is not None:
+        of = "" if memory.limit_bytes is None else f" of {size(memory.limit_bytes)}"
+        yield f"Host memory: at most {size(memory.used_bytes)}{of} in use."
+    if memory.oom_kills:
+        yield f"The kernel killed for want of host memory, processes in all: {memory.oom_kills}."
 
 
 def _series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
@@ -104,6 +116,7 @@ def document(watch: Watch) -> dict[str, Any]:
             }
             for role, course in watch.host
         ],
+        "host_memory": None if watch.memory is None else host_entry(watch.memory),
     }
 
 

@@ -7,17 +7,18 @@ from statistics import median
 from typing import Final
 
 from vllm_headroom.derive.leak.evidence import PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
-from vllm_headroom.derive.leak.facts import MIB, Block, Level, Point, Track
+from vllm_headroom.derive.leak.facts import MIB, Block, Level, Point, Track, Verdict
 from vllm_headroom.derive.leak.shape import CLIP
 
-HISTORY_STEP: Final = 1.06
-HISTORY_POINTS: Final = 250
+HISTORY_STEP: Final = 1.08
+HISTORY_POINTS: Final = 200
 NEWEST_RISES: Final = 31
 FEW_RISES: Final = 3
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
 GIVEN_BACK_LEVEL: Final = 2
-"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew."""
+"""Memory that stays this far below its highest floor for this long was given back: the comparison begins anew, once
+there is no verdict that this would end."""
 
 
 def with_level(track: Track, index: int, level: Level) -> Track:
@@ -60,7 +61,8 @@ def close(track: Track, index: int) -> Track:
         level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
         if index == GIVEN_BACK_LEVEL:
             level = _given_back(level, block, track.seconds)
-            if level.below_since is not None and track.seconds - level.below_since >= GIVEN_BACK_SECONDS:
+            below = 0.0 if level.below_since is None else track.seconds - level.below_since
+            if below >= GIVEN_BACK_SECONDS and track.verdict is Verdict.NONE:
                 return replace(track, anchor_seconds=None)
     track = with_level(track, index, level)
     return _part(track, index + 1, block) if index + 1 < len(track.levels) else track

@@ -28,16 +28,12 @@ DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
 """Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
 
-STALE_SECONDS: Final = 120.0
-"""An estimate is up to this old when the next one is made."""
+MARGIN_SECONDS: Final = 300.0
+"""An estimate is up to two minutes old, and what comes and goes within minutes is in the floor of no block."""
 
 
-def estimate(
-    grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None, demand_bytes: float
-) -> Estimate:
-    """Return rates from the later half of the stretch, and the time left at the request rate to expect.
-
-    A demand as large as the largest of late may be the one that finds no room: the lower bound of the time is to that.
+def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_bytes: float | None) -> Estimate:
+    """Return rates from the later half of the stretch, and the paces at the request rate to expect.
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from the means of five
     batches, because rises are not independent, widened by one median rise over the window, because the true amount is
@@ -48,27 +44,22 @@ def estimate(
     per_second, second_half_width, second_spread = _rate(grown, seconds)
     per_request, request_half_width, request_spread = _rate(grown, requests)
     by_requests = per_request > 0 and work.rate > 0 and request_spread <= UNLIKE * second_spread
-    rate, half_width = per_second, second_half_width
-    oom, oom_lower = None, None
-    if room_bytes is not None:
-        room, least = _rooms(room_bytes, demand_bytes)
-        if by_requests:
-            oom, fastest = _left_by_requests(room, per_request, work, now)
-            if fastest:
-                oom_lower = _lower(least, (per_request + request_half_width) * fastest)
-        elif rate > 0:
-            oom, oom_lower = room / rate, _lower(least, rate + half_width)
-        if oom_lower is not None and (by_requests or work.finished_total is None) and _unseen(oom_lower, now):
-            oom_lower *= UNSEEN_SHARE
+    pace, fastest = (per_second, per_second + second_half_width) if per_second > 0 else (None, None)
+    if room_bytes is not None and by_requests:
+        usual, most = _request_rates(_usable(room_bytes), per_request, work, now)
+        pace = per_request * usual if usual > 0 else None
+        fastest = (per_request + request_half_width) * most if most > 0 else None
+    if room_bytes is not None and fastest is not None and (by_requests or work.finished_total is None):
+        fastest /= UNSEEN_SHARE if _unseen(room_bytes / fastest, now) else 1.0
     return Estimate(
-        bytes_per_second=rate,
-        lower=rate - half_width,
-        upper=rate + half_width,
+        bytes_per_second=per_second,
+        lower=per_second - second_half_width,
+        upper=per_second + second_half_width,
         bytes_per_request=per_request if requests[-1] > requests[0] else None,
         by_requests=by_requests,
         leaked_bytes=max(grown.total_bytes, grown.points[-1].floor_bytes - began_bytes),
-        oom_seconds=oom,
-        oom_seconds_lower=oom_lower,
+        pace=pace,
+        fastest=fastest,
     )
 
 
@@ -77,21 +68,22 @@ def _unseen(horizon: float, now: float) -> bool:
     return now < DAY_SECONDS and horizon > now / 2
 
 
-def refreshed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
-    """Return the estimate with the time that is left now, at the rate it has."""
-    if found.bytes_per_second <= 0:
-        return found
-    room, least = _rooms(room_bytes, demand_bytes)
-    return replace(found, oom_seconds=room / found.bytes_per_second, oom_seconds_lower=_lower(least, found.upper))
+def timed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
+    """Return the estimate with the time that is left now.
+
+    The next height, with a demand on it as large as the largest of late, may be what finds no room: the lower bound of
+    the time is to that.
+    """
+    room, least = _usable(room_bytes), max(0.0, room_bytes - max(demand_bytes, OUT_OF_MEMORY_BYTES))
+    return replace(
+        found,
+        oom_seconds=room / found.pace if found.pace else None,
+        oom_seconds_lower=max(0.0, least / found.fastest - MARGIN_SECONDS) if found.fastest else None,
+    )
 
 
-def _rooms(room_bytes: float, demand_bytes: float) -> tuple[float, float]:
-    room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
-    return room, max(0.0, min(room, room_bytes - demand_bytes))
-
-
-def _lower(room: float, pace: float) -> float:
-    return max(0.0, room / pace - STALE_SECONDS)
+def _usable(room_bytes: float) -> float:
+    return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
 
 
 def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
@@ -140,15 +132,15 @@ def _batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     ]
 
 
-def _left_by_requests(room: float, per_request: float, work: Work, now: float) -> tuple[float | None, float]:
-    """Return seconds left, and the fastest requests per second that are to be reckoned with until then.
+def _request_rates(room: float, per_request: float, work: Work, now: float) -> tuple[float, float]:
+    """Return the requests per second to expect until the room is full, and the most to reckon with.
 
     The horizon decides the rate to expect, and the rate the horizon.
     """
-    horizon = room / (per_request * work.rate)
-    for _ in range(2):
+    rate = work.rate
+    for _ in range(3):
+        horizon = room / (per_request * rate)
         rate = expected_rate(work, now, horizon)
         if rate <= 0:
-            return None, 0.0
-        horizon = room / (per_request * rate)
-    return horizon, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))
+            return 0.0, 0.0
+    return rate, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from vllm_headroom.model import Gpu
+
 MIB = 2**20
 
 
@@ -32,6 +34,12 @@ class Observation:
     neighbours: int | None = None
     awake: bool | None = None
     room_bytes: int | None = None
+
+
+def room(gpu: Gpu) -> int | None:
+    """Return what is left on a device."""
+    memory = gpu.reading.memory
+    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ class Work:
 class Estimate:
     """How fast it grows and how long that can last; times in seconds, None where it cannot be said.
 
-    The interval is of 95 %. `by_requests` tells whether requests or time drive the growth.
+    The interval is of 95 %. `by_requests` tells whether requests or time drive the growth. `pace` and `fastest` are the
+    bytes per second to reckon with until it is full, and at most, at the load to expect; None where that is none.
     """
 
     bytes_per_second: float
@@ -107,8 +116,10 @@ class Estimate:
     bytes_per_request: float | None
     by_requests: bool
     leaked_bytes: float
-    oom_seconds: float | None
-    oom_seconds_lower: float | None
+    pace: float | None
+    fastest: float | None
+    oom_seconds: float | None = None
+    oom_seconds_lower: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +135,25 @@ class Run:
     alarm_until: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The allocator gave back its cache: when, and what was held before and after."""
+
+    seconds: float
+    height_bytes: float
+    valley_bytes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """Everything remembered of one series: bounded, and explicit enough to be saved.
 
     `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and
     `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable readings
-    began. `history` holds (requests, busy seconds, grown bytes) at 6 % steps since the anchor, `rises` the newest rises
+    began. `history` holds (requests, busy seconds, grown bytes) at 8 % steps since the anchor, `rises` the newest rises
     of the shortest level, `grown_bytes` their clipped sum, `first_bytes` its first floor. `most_bytes` is what the
     engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds` when an
-    alarm was last sure with little time left, `flushed_seconds` when the allocator gave back its cache.
+    alarm was last sure with little time left.
     """
 
     clock: float
@@ -157,6 +177,6 @@ class Track:
     run: Run = field(default_factory=Run)
     projected: Verdict = Verdict.NONE
     sure_seconds: float | None = None
-    flushed_seconds: float | None = None
+    flush: Flush | None = None
     verdict: Verdict = Verdict.NONE
     estimate: Estimate | None = None

@@ -75,6 +75,8 @@ def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
         bytes_per_request=None,
         by_requests=False,
         leaked_bytes=grown,
+        pace=pace,
+        fastest=pace + half_width,
         oom_seconds=room / pace,
         oom_seconds_lower=room / (pace + half_width),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Observation, Track
+from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.page_facts import awake, finished
@@ -14,9 +14,10 @@ from vllm_headroom.vocabulary import LeakState, Role
 
 
 def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
-    """Return the leak state of each role's resident memory; a role without a process has no series.
+    """Return the leak state of each role's memory, and when all roles that grow will have filled what is left.
 
-    The same detector as on GPU memory. A process that comes, goes or is another begins a new life of its role.
+    The same detector as on GPU memory. A role without a process has no series; a process that comes, goes or is another
+    begins a new life of its role.
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
@@ -29,18 +30,24 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
                 tracks.get(role) or Track(clock=snapshot.monotonic_seconds), host_observation(processes, snapshot)
             )
             samples += _samples(role, tracks[role], settled=settled)
-    return Tracks(tracks=tracks), tuple(samples)
+    shown = {sample.labels[0] for sample in samples if sample.metric is catalog.HOST_LEAK_RATE}
+    left = _left([track.estimate for role, track in tracks.items() if role in shown and track.estimate is not None])
+    return Tracks(tracks=tracks), (*samples, *left)
 
 
 def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -> Observation:
-    """Return what the detector is told of the processes of one role."""
+    """Return what the detector is told of the processes of one role.
+
+    Files that are mapped, such as weights, do not count: the kernel takes them back before it kills.
+    """
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
     return Observation(
         seconds=snapshot.monotonic_seconds,
-        held_bytes=sum(process.rss_bytes for process in processes),
+        held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
         finished_total=None if page is None else finished(page),
         life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
         awake=None if page is None else awake(page),
+        room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,
     )
 
 
@@ -50,3 +57,14 @@ def _samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
         yield Sample(catalog.HOST_LEAK_STATE, (str(role), str(state)), float(state is is_in))
     if track.estimate is not None and is_in in SHOWN:
         yield Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
+
+
+def _left(growing: list[Estimate]) -> Iterator[Sample]:
+    """Yield the time that is left where several roles fill the same room: their paces add up."""
+    for metric, times in (
+        (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
+        (catalog.HOST_TIME_TO_OOM_LOWER, [found.oom_seconds_lower for found in growing]),
+    ):
+        known = [seconds for seconds in times if seconds is not None]
+        if known:
+            yield Sample(metric, (), 1 / sum(1 / seconds for seconds in known) if min(known) > 0 else 0.0)

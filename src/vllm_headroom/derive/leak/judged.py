@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Final
 
 from vllm_headroom.derive.leak.blocks import here
-from vllm_headroom.derive.leak.estimate import estimate, refreshed
+from vllm_headroom.derive.leak.estimate import estimate, timed
 from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, THRESHOLDS, settle, stretch
 from vllm_headroom.derive.leak.facts import Level, Track, Verdict
 from vllm_headroom.derive.leak.projection import Life, project
 from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
+from vllm_headroom.derive.leak.swings import swing
 
 PROJECTED_LEVEL: Final = 3
-BORNE_OUT_SCORE: Final = 1 / 3
-"""Its 62 blocks of 16 minutes are the last 16 hours; a third of its threshold bears them out."""
+"""Its 62 blocks of 16 minutes are the last 16 hours."""
 
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
@@ -34,13 +34,15 @@ def judged(track: Track, room_bytes: int | None) -> Track:
     track, grown = _weighed(track, own_room)
     verdict = max(track.projected, *(level.verdict for level in track.levels))
     if verdict is not Verdict.LEAKING and _is_held(track):
-        return replace(_refreshed(track, room_bytes), verdict=Verdict.LEAKING)
+        return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
     track = replace(track, verdict=verdict)
     if verdict is Verdict.NONE:
         return replace(track, estimate=None, sure_seconds=None)
-    refills = track.flushed_seconds is not None and track.seconds - track.flushed_seconds < REFILL_SECONDS
+    refills = track.flush is not None and track.seconds - track.flush.seconds < REFILL_SECONDS
     known = track.estimate is not None and (refills or grown is None)
-    track = _refreshed(track, room_bytes) if known or grown is None else _estimated(track, grown, room_bytes)
+    if grown is not None and not known:
+        track = _estimated(track, grown, room_bytes)
+    track = _timed(track, room_bytes)
     near = verdict is Verdict.LEAKING and _is_near(track, room_bytes)
     return replace(track, sure_seconds=track.seconds if near else None)
 
@@ -51,15 +53,18 @@ def _floor(track: Track) -> float:
 
 
 def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
-    """Return the track with each level's verdict and that of the last hours, and the growth that says most."""
+    """Return the track with each level's verdict and that of the last hours, and the growth that says most.
+
+    A level says something new only when one of its blocks has just ended; there is no growth where another is surest.
+    """
     levels: list[Level] = []
     best: tuple[Verdict, Growth | None] = (Verdict.NONE, None)
     steady = steadiness(track.history, here(track))
     for level, threshold, most in zip(track.levels, THRESHOLDS, MISSES_THAT_END_IT, strict=True):
-        grown = growth(stretch(level)) if level.score >= threshold else None
+        grown = growth(stretch(level)) if level.score >= threshold and _just_ended(track, level) else None
         said = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)
         levels.append(settle(level, said, threshold, most, _floor(track)))
-        if grown is not None and levels[-1].verdict and levels[-1].verdict >= best[0]:
+        if levels[-1].verdict and levels[-1].verdict >= best[0]:
             best = (levels[-1].verdict, grown)
     projected, grown = _projected(track, room_bytes)
     if grown is not None and projected > best[0]:
@@ -70,22 +75,28 @@ def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | No
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
     """Return what the last hours foretell; anew only when one of their blocks ends."""
     level = track.levels[PROJECTED_LEVEL]
-    if level.block is not None:
+    if not _just_ended(track, level):
         return track.projected, None
     life = Life(
         began=(track.anchor_seconds or 0.0, track.anchor_requests),
         first_bytes=track.first_bytes,
         room_bytes=room_bytes,
-        borne_out=level.score >= BORNE_OUT_SCORE * THRESHOLDS[PROJECTED_LEVEL],
         before=track.projected,
     )
     return project(level.points, life)
 
 
-def _refreshed(track: Track, room_bytes: int | None) -> Track:
-    if track.estimate is None or room_bytes is None:
+def _just_ended(track: Track, level: Level) -> bool:
+    return bool(level.points) and level.points[-1].seconds == track.seconds
+
+
+def _timed(track: Track, room_bytes: int | None) -> Track:
+    """Return the track with the time that is left now, at the paces of its estimate."""
+    found = track.estimate
+    if found is None or room_bytes is None:
         return track
-    return replace(track, estimate=refreshed(track.estimate, room_bytes, max(track.rises, default=0.0)))
+    back = swing(track, _floor(track), found.bytes_per_second)
+    return replace(track, estimate=timed(found, room_bytes, back + max(track.rises, default=0.0)))
 
 
 def _is_near(track: Track, room_bytes: int | None) -> bool:
@@ -99,27 +110,13 @@ def _is_held(track: Track) -> bool:
     return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
 
 
-def still_alarmed(track: Track, before: Track) -> Track:
-    """Return a track begun anew with the alarm of the one before, where that is held."""
-    if before.sure_seconds is None:
-        return track
-    return replace(track, verdict=before.verdict, estimate=before.estimate, sure_seconds=before.sure_seconds)
-
-
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:
+    """Return the track with a new estimate; with the one it has where the new one, in a valley, sees no growth."""
     began = min(
         (level.began for level in track.levels if level.verdict and level.began),
         key=lambda point: point.seconds,
         default=grown.points[0],
     )
-    return replace(
-        track,
-        estimate=estimate(
-            grown,
-            began_bytes=began.floor_bytes,
-            work=track.work,
-            now=track.seconds,
-            room_bytes=room_bytes,
-            demand_bytes=max(track.rises, default=0.0),
-        ),
-    )
+    found = estimate(grown, began_bytes=began.floor_bytes, work=track.work, now=track.seconds, room_bytes=room_bytes)
+    vanished = found.pace is None and track.estimate is not None
+    return track if vanished else replace(track, estimate=found)

@@ -65,7 +65,7 @@ def anchored(track: Track) -> Track:
         run=Run(quiet_until=track.seconds + QUIET_SECONDS),
         projected=Verdict.NONE,
         sure_seconds=None,
-        flushed_seconds=None,
+        flush=None,
         verdict=Verdict.NONE,
         estimate=None,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log
+from statistics import median
 from typing import Final
 
 from vllm_headroom.derive.leak.estimate import late_slope
@@ -17,7 +18,7 @@ LEAST_BYTES: Final = 512 * MIB
 
 LEAST_RISES: Final = 4
 RISE_SHARE: Final = 0.05
-LARGEST_SHARE: Final = 0.35
+LARGEST_SHARE: Final = 0.40
 """Rises of at least a twentieth of the growth count; one that is more than this share of it makes it no pace."""
 
 THIRD_SHARE: Final = 0.15
@@ -38,11 +39,18 @@ WARM_SECONDS: Final = 1800.0
 WARM_SHARE: Final = 0.15
 """The window begins this long after the life, at least, and so much of its own length."""
 
+YOUNG_SECONDS: Final = 3 * 3600.0
+"""No alarm so early in a life: its first hours have a few large steps of their own."""
+
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
-LEAKING_SHARE: Final = 1.0
-BORNE_OUT_SHARE: Final = 0.7
-"""How long it has lasted, as a share of what is left: for a ticket, an alarm, and one that evidence bears out."""
+LEAKING_SHARE: Final = 0.7
+HELD_SHARE: Final = 0.35
+"""How long it has lasted, as a share of what is left: for a ticket, for an alarm, and for that to go on."""
+
+PAUSE_SECONDS: Final = 2700.0
+PAUSE_GAPS: Final = 1.5
+"""Growth has ended when nothing has risen for this long, and for so many times the usual distance of the rises."""
 
 WINDOWS: Final = 8
 
@@ -51,22 +59,21 @@ WINDOWS: Final = 8
 class Life:
     """What the window is held against: when it began (seconds, requests), its first floor, the room that is left.
 
-    `borne_out` tells that the blocks' evidence points the same way, `before` what was said last.
+    `before` is what was said last.
     """
 
     began: tuple[float, float]
     first_bytes: float
     room_bytes: float | None
-    borne_out: bool
     before: Verdict
 
 
 def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
     """Return what the retained floors foretell, and the growth that does.
 
-    Growing: the device would be full within a day. Leaking: the growth has lasted for as long as what is left, so that
-    the alarm comes half-way, whatever the evidence by blocks says of a few large steps. Where nobody knows the room it
-    is taken for as much as was held at first.
+    Growing: the device would be full within a day. Leaking: the growth has lasted for seven tenths of what is left, so
+    that the alarm comes before half-way, whatever the evidence by blocks says of a few large steps. Where nobody knows
+    the room it is taken for as much as was held at first.
     """
     if len(points) < WINDOWS:
         return Verdict.NONE, None
@@ -84,7 +91,9 @@ def _said(grown: Growth, life: Life) -> Verdict:
     room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
-    if lasted >= left * (BORNE_OUT_SHARE if life.borne_out else LEAKING_SHARE) and _keeps_pace(grown, lasted):
+    share = HELD_SHARE if life.before is Verdict.LEAKING else LEAKING_SHARE
+    old = grown.points[-1].seconds - life.began[0] >= YOUNG_SECONDS
+    if old and lasted >= share * left and _keeps_pace(grown, lasted):
         said = Verdict.LEAKING
     else:
         said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
@@ -104,14 +113,27 @@ def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) ->
     if total < LEAST_BYTES or lasted < LEAST_SECONDS or age < max(WARM_SECONDS, WARM_SHARE * lasted):
         return None
     rises = tuple(after - before for before, after in pairwise(floors))
-    if sum(rise >= RISE_SHARE * total for rise in rises) < LEAST_RISES or max(rises) > LARGEST_SHARE * total:
+    when = [point.seconds for point, rise in zip(points[1:], rises, strict=True) if rise >= RISE_SHARE * total]
+    if len(when) < LEAST_RISES or _has_ended(when, points[-1].seconds):
         return None
-    even = _even(points, floors, lambda point: point.requests) or _even(points, floors, lambda point: point.seconds)
-    if not even or not _outpaces(points, floors, life):
+    if life.before is not Verdict.LEAKING and not _is_pace(points, floors, max(rises) / total, life):
         return None
     return Growth(
         points=points, retained_bytes=floors, rises=rises, total_bytes=total, largest_share=max(rises) / total
     )
+
+
+def _has_ended(rises: list[float], now: float) -> bool:
+    apart = median(later - sooner for sooner, later in pairwise(rises))
+    return now - rises[-1] > max(PAUSE_SECONDS, PAUSE_GAPS * apart)
+
+
+def _is_pace(points: tuple[Point, ...], floors: tuple[float, ...], largest_share: float, life: Life) -> bool:
+    """Return whether the growth is even and outpaces the life before; once there is an alarm, only its end counts."""
+    if largest_share > LARGEST_SHARE:
+        return False
+    even = _even(points, floors, lambda point: point.requests) or _even(points, floors, lambda point: point.seconds)
+    return even and _outpaces(points, floors, life)
 
 
 def _even(points: tuple[Point, ...], floors: tuple[float, ...], axis: Callable[[Point], float]) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, lowered, with_level
+from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, lowered
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, USELESS_CHANCE, chance
-from vllm_headroom.derive.leak.facts import MIB, Block, Observation, Run, Track, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Run, Track, Verdict
 from vllm_headroom.derive.leak.fast import LASTS_SECONDS, fast, followed
-from vllm_headroom.derive.leak.judged import judged, still_alarmed
+from vllm_headroom.derive.leak.judged import judged
 from vllm_headroom.derive.leak.pauses import anchored, crowded, rested
 from vllm_headroom.derive.leak.work import restarted, worked
 
@@ -68,14 +68,12 @@ def warming_up(track: Track) -> bool:
 
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    if held_bytes > track.top_bytes:
-        track = replace(track, top_bytes=held_bytes)
     track = _flushed(track, held_bytes, room_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         track = close(track, 0)
         if track.anchor_seconds is None:
-            return _gather(still_alarmed(anchored(track), track), held_bytes, room_bytes)
+            return _gather(anchored(track), held_bytes, room_bytes)
         if track.levels[JUDGED_LEVEL].block is None:
             track = judged(track, room_bytes)
         block = None
@@ -91,7 +89,8 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
             ceiling_bytes=max(block.ceiling_bytes, held_bytes),
         )
     if opened is not block:
-        track = with_level(track, 0, replace(track.levels[0], block=opened))
+        levels = (replace(track.levels[0], block=opened), *track.levels[1:])
+        track = replace(track, levels=levels, top_bytes=max(track.top_bytes, held_bytes))
     return _hastened(track, held_bytes, room_bytes)
 
 
@@ -109,7 +108,7 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     return replace(
         track,
         first_bytes=track.first_bytes - drop,
-        flushed_seconds=track.seconds,
+        flush=Flush(track.seconds, block.ceiling_bytes, held_bytes),
         levels=tuple(lowered(level, drop) for level in track.levels),
     )
 
@@ -124,12 +123,12 @@ def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         return replace(track, run=Run(quiet_until=run.quiet_until)) if run.seconds else track
     if run.alarm_until and track.seconds >= run.alarm_until:
         return judged(replace(track, run=Run()), room_bytes)
+    if track.verdict is Verdict.LEAKING and not run.alarm_until:
+        return track
     longer = followed(run, track.seconds, held_bytes)
     if longer is run:
         return track
     track = replace(track, run=longer)
-    if track.verdict is Verdict.LEAKING and not run.alarm_until:
-        return track
     found = fast(longer, held_bytes if room_bytes is None else room_bytes, on=run.alarm_until > 0)
     if found is None:
         return track

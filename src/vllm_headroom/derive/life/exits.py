@@ -26,8 +26,10 @@ def tight(first: Mapping[str, int], now: Mapping[str, int]) -> bool:
     return any(uuid in first and room <= min(TIGHT_BYTES, SHRUNK_RATIO * first[uuid]) for uuid, room in now.items())
 
 
-def cause(*, replaced: bool, was_tight: bool) -> ExitReason:
-    """Return the reason of an end; what is not known is `gone`."""
+def cause(*, replaced: bool, was_tight: bool, was_killed: bool) -> ExitReason:
+    """Return the reason of an end, the kernel's own word first; what is not known is `gone`."""
+    if was_killed:
+        return ExitReason.OOM_KILLED
     if was_tight:
         return ExitReason.OUT_OF_MEMORY
     return ExitReason.REPLACED if replaced else ExitReason.GONE

@@ -24,7 +24,8 @@ class OneLife:
 
     `ready` is whether its page ever answered, `worked` whether it ever did something. `vital` is the most processes of
     each vital role seen while the page answered, `top_bytes` the most it held then; `rooms` is what was free on its
-    GPUs, by UUID, when it became ready, and `tight` whether one of them was full when last seen.
+    GPUs, by UUID, when it became ready, and `tight` whether one of them was full when last seen. `oom_kills` is what
+    the kernel had killed in its container when it was last whole.
     """
 
     began_seconds: float | None = None
@@ -38,6 +39,7 @@ class OneLife:
     top_bytes: int = 0
     rooms: dict[str, int] = field(default_factory=dict)
     tight: bool = False
+    oom_kills: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,12 @@ def advance(lives: Lives, seen: Signs, rooms: dict[str, int], *, answered_before
     if life is None:
         return replace(lives, newest=_seen(OneLife(), seen, rooms)) if _shows_life(seen) else lives
     if not life.ended and (_is_another(life, seen) or _is_gone(seen)):
-        full = life.tight or tight(life.rooms, rooms)
-        reason = cause(replaced=answered_before and not _is_gone(seen), was_tight=full)
+        full = life.tight or tight(life.rooms, rooms) or _ran_out(life, seen)
+        reason = cause(
+            replaced=answered_before and not _is_gone(seen),
+            was_tight=full,
+            was_killed=seen.oom_kills is not None and seen.oom_kills > life.oom_kills,
+        )
         life = replace(life, ended=True)
         counted = {**lives.exits, reason: lives.exits.get(reason, 0) + 1}
         lives = replace(lives, newest=life, exits=counted)
@@ -74,6 +80,13 @@ def is_broken(life: OneLife, seen: Signs) -> bool:
         return False
     now = Counter(process.role for process in seen.processes)
     return any(now[role] < most for role, most in life.vital.items())
+
+
+def _ran_out(life: OneLife, seen: Signs) -> bool:
+    """Return whether the probe saw an OutOfMemoryError in this life that a process did not outlive."""
+    if seen.oom_seconds is None:
+        return False
+    return life.began_seconds is None or seen.oom_seconds >= life.began_seconds
 
 
 def _shows_life(seen: Signs) -> bool:
@@ -107,6 +120,8 @@ def _seen(life: OneLife, seen: Signs, rooms: dict[str, int]) -> OneLife:
     if seen.page is None:
         return replace(life, tight=life.tight or tight(life.rooms, rooms))
     now = Counter(process.role for process in seen.processes or ())
+    if not is_broken(life, seen) and seen.oom_kills is not None:
+        life = replace(life, oom_kills=seen.oom_kills)
     return replace(
         life,
         page_life=seen.page_life or life.page_life,

@@ -28,6 +28,7 @@ class Calls:
     def __init__(self) -> None:
         self._answered: set[tuple[str, str]] = set()
         self._never_answered: set[tuple[str, str]] = set()
+        self._unsupported: set[tuple[str, str]] = set()
 
     def ask(self, uuid: str, fact: str, call: Callable[[], T], *, essential: bool = False) -> T | None:
         """Return what `call` returns, None where the device does not tell it now or at all.
@@ -46,8 +47,14 @@ class Calls:
         except pynvml.NVMLError as error:
             if error.value in LOST | DRIVER_WIDE or (essential and error.value in BLOCKED):
                 raise
+            if error.value == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                self._unsupported.add((uuid, fact))
             if error.value in NEVER_ANSWERED and not essential and (uuid, fact) not in self._answered:
                 self._never_answered.add((uuid, fact))
             return None
         self._answered.add((uuid, fact))
         return value
+
+    def is_unsupported(self, uuid: str, fact: str) -> bool:
+        """Tell whether the device said that it does not know this, and has never told it."""
+        return (uuid, fact) in self._unsupported - self._answered

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import pynvml
@@ -17,6 +18,7 @@ from vllm_headroom.scrape.nvml.parts import Part, parts, whole_gpu
 from vllm_headroom.scrape.nvml.peak import Peak
 from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes
 from vllm_headroom.scrape.nvml.xids import Xids
+from vllm_headroom.scrape.proc.host import machine_of
 
 T = TypeVar("T")
 
@@ -25,7 +27,8 @@ T = TypeVar("T")
 class Surroundings:
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
-    `peaks` and `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
+    `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and
+    `xids` outlive the init, `peaks` by the UUID of a GPU or MIG instance.
     """
 
     monotonic: Callable[[], float]
@@ -34,6 +37,8 @@ class Surroundings:
     calls: Calls
     peaks: defaultdict[str, Peak]
     xids: Xids
+    proc: Path
+    alone: bool
 
 
 class Device:
@@ -112,18 +117,34 @@ class Device:
         version = self._around.memory_version
         info = self._ask(part, "memory", lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version), essential=True)
         if info is None:
-            return None
+            unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
+            return self._unified(part) if unified else None
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
         reserved_bytes = None if version is None else info.reserved
         return GpuMemory(
             total_bytes=info.total, used_bytes=info.used, free_bytes=info.free, reserved_bytes=reserved_bytes
         )
 
+    def _unified(self, part: Part) -> GpuMemory | None:
+        """Return the machine's memory, which such a GPU works on; vLLM, too, asks the kernel there (mem_utils.py)."""
+        machine = machine_of(self._around.proc)
+        if machine is None:
+            return None
+        used_bytes = machine.total_bytes - machine.available_bytes
+        self._around.peaks[part.uuid].add(self._around.monotonic(), used_bytes)
+        return GpuMemory(
+            total_bytes=machine.total_bytes,
+            used_bytes=used_bytes,
+            free_bytes=machine.available_bytes,
+            reserved_bytes=None,
+            unified=True,
+        )
+
     def _processes(self, part: Part, memory: GpuMemory | None) -> ProcessList:
         known, now = self._lists[part.uuid], self._around.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
         if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
-            listed = self._ask(part, "processes", compute_processes, essential=memory is None)
+            listed = self._ask(part, "processes", compute_processes, essential=memory is None or memory.unified)
             known.renew(now, used_bytes, listed)
         return known
 

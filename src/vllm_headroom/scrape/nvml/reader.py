@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final, TypeVar
 
 import pynvml
@@ -44,6 +45,7 @@ class Nvml:
     `call_timeout_seconds` is how long one GPU may take before its thread is given up, `retry_seconds` the longest pause
     between two attempts at a failed driver, and the pause between two looks for a lost GPU: only a shutdown and new
     init of NVML can bring one back. While a call is stuck there is no shutdown, for a shutdown under it could crash.
+    `proc` tells the memory of a GPU that has none of its own.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class Nvml:
         call_timeout_seconds: float = 2.0,
         process_interval_seconds: float = 15.0,
         retry_seconds: float = 60.0,
+        proc: Path = Path("/proc"),
     ) -> None:
         self._monotonic = monotonic
         self._call_timeout_seconds = call_timeout_seconds
         self._retry_seconds = retry_seconds
-        self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds)
+        self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc)
         self._lane = Lane()
         self._turn = asyncio.Lock()
         self._roster = Roster(self._session.xids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import structlog
@@ -23,12 +24,13 @@ log = structlog.get_logger()
 class Session:
     """Opens NVML, as often as needed; `devices` is empty while it is not open. Its methods belong on NVML's thread."""
 
-    def __init__(self, *, monotonic: Callable[[], float], process_interval_seconds: float) -> None:
+    def __init__(self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path) -> None:
         self.devices: tuple[Device, ...] = ()
         self.driver_version: str | None = None
         self.xids = Xids()
         self._monotonic = monotonic
         self._process_interval_seconds = process_interval_seconds
+        self._proc = proc
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._is_initialised = False
         self._said_v1 = False
@@ -40,7 +42,7 @@ class Session:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            surroundings = self._surroundings()
+            surroundings = self._surroundings(alone=count == 1)
             self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return source_failure_of(error.value)
@@ -57,7 +59,7 @@ class Session:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _surroundings(self) -> Surroundings:
+    def _surroundings(self, *, alone: bool) -> Surroundings:
         return Surroundings(
             monotonic=self._monotonic,
             process_interval_seconds=self._process_interval_seconds,
@@ -65,6 +67,8 @@ class Session:
             calls=Calls(),
             peaks=self._peaks,
             xids=self.xids,
+            proc=self._proc,
+            alone=alone,
         )
 
     def _memory_version(self) -> int | None:

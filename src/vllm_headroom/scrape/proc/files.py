@@ -89,6 +89,23 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     return (pages * _PAGE_BYTES, _computed(fields)) if same and pages else None
 
 
+def resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
+    """Return what of a process's resident memory is its own, and what maps files; None where the kernel says nothing.
+
+    Counted by the kernel as it goes: smaps_rollup would walk the page tables under the lock that the engine's own
+    mappings need, for seconds where weights are mapped.
+    """
+    try:
+        lines = _start_of(proc, pid, "status").splitlines()
+    except OSError:
+        return None, None
+    told = {words[0]: words[1] for words in map(bytes.split, lines) if len(words) > 1}
+    anonymous, file = (told.get(name, b"") for name in (b"RssAnon:", b"RssFile:"))
+    if not (anonymous.isdigit() and file.isdigit()):
+        return None, None
+    return int(anonymous) * 1024, int(file) * 1024
+
+
 def boot_time_seconds(proc: Path) -> float:
     """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
     for line in (proc / "stat").read_text().splitlines():

@@ -12,6 +12,7 @@ from typing import Final
 from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.host import host_of
 from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Choice, ancestors, engine_roots
@@ -100,6 +101,7 @@ class Processes:
             sees_host_pids=sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             orphans=self._orphaned,
+            host=host_of(self._proc, engine),
         )
 
     def _forget(self) -> None:
@@ -140,12 +142,15 @@ class Processes:
         if usage is None:
             return None
         rss_bytes, cpu_seconds = usage
+        anonymous_bytes, file_bytes = proc_files.resident_parts(self._proc, entry.pid)
         return EngineProcess(
             pid=entry.pid,
             role=role,
             rss_bytes=rss_bytes,
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             cpu_seconds=cpu_seconds,
+            anonymous_bytes=anonymous_bytes,
+            file_bytes=file_bytes,
         )
 
     @cached_property

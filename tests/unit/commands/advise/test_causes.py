@@ -68,6 +68,8 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.too_small_a_cache, Cause.MODEL_DOES_NOT_FIT),
     (traces.too_few_requests, Cause.CONCURRENCY_MISJUDGED),
     (traces.prefix_cache, Cause.PREFIX_CACHE),
+    (traces.kv_blocks_lost, Cause.KV_BLOCK_LEAK),
+    (traces.host_memory_short, Cause.HOST_MEMORY),
 )
 
 
@@ -101,6 +103,69 @@ def test_a_leak_is_mended_by_a_restart_and_an_upgrade_and_by_no_option() -> None
         assert flags(advice) == []
         assert advice.changes[0].text.startswith("Restart the engine")
         assert advice.changes[1].text.startswith("Upgrade vLLM")
+
+
+@pytest.mark.parametrize(
+    ("place", "cure"),
+    [
+        ("tensors", "it is tensors that nobody frees: report it to vLLM"),
+        ("fragmentation", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("outside_torch", "release notes of NCCL and of the driver"),
+    ],
+)
+def test_where_a_leak_is_tells_what_mends_it(place: str, cure: str) -> None:
+    def probed() -> Iterator[traces.Record]:
+        first = None
+        for record in traces.gpu_leak():
+            (entry,) = record["gpus"]
+            first = entry["engine"] if first is None else first
+            grown = entry["engine"] - first
+            inside = first - 2_000 * traces.MIB
+            entry["allocated"] = inside - 1_000 * traces.MIB + grown * (place == "tensors")
+            entry["reserved_by_torch"] = inside + grown * (place != "outside_torch")
+            yield record
+
+    advice = only(probed)
+
+    assert evidence(advice)["location"] == place
+    assert cure in "".join(change.text for change in advice.changes)
+    assert flags(advice) == []
+
+
+def test_blocks_that_are_lost_are_told_with_how_often_more_were() -> None:
+    advice = only(traces.kv_blocks_lost)
+
+    assert evidence(advice) == {"stranded_ratio": pytest.approx(0.028), "rises": 7}
+    assert flags(advice) == []
+
+
+def test_blocks_that_come_back_or_stay_the_same_are_not_lost() -> None:
+    def given_back() -> Iterator[traces.Record]:
+        for step in traces.steps(8):
+            held = 0.004 * (step // 120 % 3)
+            yield traces.sample(step, **({"running": 0, "kv_used_ratio": held} if step % 120 < 6 else {}))
+
+    def once() -> Iterator[traces.Record]:
+        for step in traces.steps(8):
+            yield traces.sample(step, **({"running": 0, "kv_used_ratio": 0.04} if step % 120 < 6 else {}))
+
+    assert answer(given_back).advice == answer(once).advice == ()
+
+
+def test_host_memory_that_is_short_names_the_option_that_there_is() -> None:
+    advice = only(traces.host_memory_short, Settings(version=(0, 32, 0)))
+
+    assert flags(advice) == [(Flag.MM_PROCESSOR_CACHE_GB, 1.0)]
+    assert evidence(advice)["oom_kills"] == 1
+    assert flags(only(traces.host_memory_short, Settings(version=(0, 10, 0)))) == []
+
+
+def test_a_container_with_room_is_told_nothing() -> None:
+    def roomy() -> Iterator[traces.Record]:
+        for record in traces.healthy():
+            yield {**record, "host": {"used": 60 * 1024 * traces.MIB, "limit": 64 * 1024 * traces.MIB, "oom_kills": 0}}
+
+    assert answer(roomy).advice == ()
 
 
 def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:

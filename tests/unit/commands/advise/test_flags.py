@@ -46,6 +46,7 @@ def test_the_options_are_those_of_vllm() -> None:
         "--tensor-parallel-size": (0, 4, 0),
         "--no-enable-prefix-caching": (0, 6, 5),
         "--kv-cache-memory-bytes": (0, 10, 2),
+        "--mm-processor-cache-gb": (0, 11, 0),
     }
 
 

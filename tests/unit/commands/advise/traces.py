@@ -147,6 +147,21 @@ def host_leak() -> Iterator[Record]:
         yield record
 
 
+def host_memory_short() -> Iterator[Record]:
+    """A container that has little left from the start on, most of it in /dev/shm, with files in its cache besides."""
+    for step, record in enumerate(healthy()):
+        host = {"used": 62 * 1024 * MIB, "limit": 64 * 1024 * MIB, "shm_used": 30 * 1024 * MIB, "oom_kills": 0}
+        yield {**record, "host": {**host, "oom_kills": int(step > 900)}}
+
+
+def kv_blocks_lost() -> Iterator[Record]:
+    """Three idle minutes in each hour, and a little more that is still held in each."""
+    for step in steps(8):
+        idle = step % 120 < 6
+        known = {"running": 0, "kv_used_ratio": 0.004 * (step // 120)} if idle else {}
+        yield sample(step, **known)
+
+
 def another_tenant() -> Iterator[Record]:
     """Somebody takes 5,300 MiB in the middle."""
     for step in steps(8):

@@ -18,7 +18,7 @@ from vllm_headroom.commands.doctor.offers import SERIES, lost
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, ReadingTime, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
 from vllm_headroom.parse.profile import INPUTS
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Role, Source
@@ -27,8 +27,30 @@ GIB = 2**30
 STEP_SECONDS = 30
 STEPS = 150
 FIELDS = dict(INPUTS)
-AT_REST = {"headroom_engine_kv_cache_stranded_ratio"}
-"""What is there only while no request runs, as none of these tests lets it."""
+AT_REST = {"headroom_engine_kv_cache_stranded_ratio", "headroom_sleep_residue_bytes"}
+"""What is there only while no request runs or after a sleep, as none of these tests lets it."""
+
+ELSEWHERE = (
+    "headroom_gpu_",
+    "headroom_host_leak_bytes",
+    "headroom_host_time_to_oom",
+    "headroom_allocator_",
+    "headroom_engine_memory_bytes",
+    "headroom_leak_location",
+    "headroom_gate_open",
+)
+"""What begins so is not in this world: it is of a GPU's other facts, of a leak on the host, or of the probe."""
+
+CONFIGURED = {
+    "headroom_allocator_allocated_bytes",
+    "headroom_allocator_ooms_total",
+    "headroom_allocator_reserved_bytes",
+    "headroom_allocator_retries_total",
+    "headroom_engine_memory_bytes",
+    "headroom_gate_open",
+    "headroom_leak_location",
+}
+"""What is there only with a probe inside the engine, or with gates."""
 
 READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
 
@@ -67,6 +89,7 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
             gpus=(gpu(total=80 * GIB, used=held + GIB, engine=held, other=GIB),),
             processes=(process,),
             reading_times=READING_TIMES,
+            host=HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=0, shm_limit_bytes=1, oom_kills=0),
         )
         life, seen = lived(life, change(seen))
         last = set()
@@ -97,10 +120,11 @@ def covered(patterns: tuple[str, ...]) -> set[str]:
 def test_the_world_of_these_tests_has_nearly_everything() -> None:
     absent = {metric.name for metric in METRICS} - everything()
 
-    assert {name for name in absent if not name.startswith(("headroom_gpu_", "headroom_host_leak_bytes"))} == {
+    assert {name for name in absent if not name.startswith(ELSEWHERE)} == {
         "headroom_build_info",
         "headroom_sample_age_seconds",
         *AT_REST,
+        *CONFIGURED,
     }
 
 
@@ -125,7 +149,7 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
             gpus.OF_OWNED_GPUS,
             lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
         ),
-        (processes.WITHOUT_PROCESSES[:1], lambda seen: replace(seen, processes=())),
+        (processes.WITHOUT_PROCESSES[:1], lambda seen: replace(seen, processes=(), host=None)),
     ],
     ids=["page", "nvml", "owner", "processes"],
 )

@@ -23,7 +23,8 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
     findings = examined(proc(tmp_path, vllm), **settings)
 
     assert all_available(tuple(findings.values())), findings
-    assert {name for name, finding in findings.items() if finding.state is not State.OK} == {Name.LISTEN_PORT}
+    unused = {Name.LISTEN_PORT, Name.PROBE}
+    assert {name for name, finding in findings.items() if finding.state is not State.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())
 
 
@@ -62,6 +63,7 @@ def test_the_names_are_a_closed_set() -> None:
         "gpu_attribution",
         "processes",
         "process_memory",
+        "probe",
         "listen_port",
         "state_dir",
         "trace_file",

@@ -29,7 +29,7 @@ def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
 
     assert found.state is State.MISSING
     assert found.text == "14 of 17 inputs offered, not sleep_state"
-    assert found.absent == ("headroom_engine_awake",)
+    assert found.absent == ("headroom_engine_awake", "headroom_sleep_residue_bytes")
     assert lines(found) == ["# 0.11.1 or newer, which offers all of them"]
 
 

@@ -68,7 +68,7 @@ class Preflight:
             meanwhile()
 
         async def main() -> Report:
-            nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0)
+            nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path)
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 
             async def once() -> Report:

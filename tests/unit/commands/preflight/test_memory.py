@@ -121,7 +121,20 @@ def test_a_container_with_an_old_driver_names_no_process(preflight: Preflight, n
     assert finding.text.endswith("are missing; held: an unknown share by pid 4242")
 
 
-def test_unified_memory_cannot_be_told(preflight: Preflight, nvml: FakeNvml) -> None:
+def test_a_process_that_nvml_lists_and_the_machine_does_not_has_ended(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[0].used_bytes = 20 * GIB
+    nvml.gpus[0].processes = {4242: 20 * GIB}
+    nvml.write()
+
+    finding = only(preflight.report())
+
+    assert "held: 20.00 GiB by a process that has ended (pid 4242)" in finding.text
+    assert str(finding.fix).startswith("wait for what a process that has ended gives back (--wait 120s)")
+    preflight.in_a_container()
+    assert "has ended (pid" not in only(preflight.report()).text
+
+
+def test_memory_that_nobody_tells_cannot_be_judged(preflight: Preflight, nvml: FakeNvml) -> None:
     nvml.gpus[0].total_bytes = None
     nvml.write()
 

@@ -11,8 +11,9 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.checks import shared_memory
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.look import Shm, shm_of
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.model import Shm
+from vllm_headroom.scrape.proc.host import shm_of
 
 
 def verdict(free: int, total: int) -> Verdict | None:

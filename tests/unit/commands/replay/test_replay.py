@@ -64,6 +64,7 @@ def test_a_flat_trace_has_no_intervals() -> None:
             }
         ],
         "host": [],
+        "host_memory": None,
     }
 
 
@@ -134,6 +135,31 @@ def test_host_memory_has_its_own_verdict() -> None:
     assert worker == {"process": "worker", "state": "stable", "leaking_intervals": [], "first_leaking": None}
 
 
+def test_host_memory_against_a_limit_has_a_time_and_what_the_kernel_did() -> None:
+    def host() -> Iterable[dict[str, Any]]:
+        for number, record in enumerate(leaking(HOURS)):
+            grown = record["gpus"][0]["used"] - 69_000 * MIB
+            process = {"role": "engine_core", "rss": grown + 10**10, "file": 10**10, "started_at": BEGAN}
+            memory = {"used": grown + 10**9, "limit": 20_000 * MIB, "oom_kills": int(number > 2000)}
+            yield {
+                **sample(record["t"], 70_000 * MIB, finished=number * 50),
+                "processes": [process],
+                "host": memory,
+            }
+
+    found = answer(host())
+
+    (core,) = found["host"]
+    assert core["first_leaking"]["time_to_oom_seconds"] == pytest.approx(
+        (20_000 * MIB - 10**9 - 1_000 * MIB) / 128_000 - (core["first_leaking"]["t"] - BEGAN), rel=0.3
+    )
+    assert found["host_memory"]["limit"] == 20_000 * MIB
+    assert found["host_memory"]["oom_kills"] == 1
+    told = replay("-", trace=text(host())).stdout
+    assert "of 19.5 GiB in use." in told
+    assert "The kernel killed for want of host memory, processes in all: 1." in told
+
+
 def test_a_host_leak_alone_fails_as_well() -> None:
     def host() -> Iterable[dict[str, Any]]:
         for record in leaking(HOURS):
@@ -153,7 +179,13 @@ def test_a_trace_without_samples_is_an_answer() -> None:
     process = replay("-", "--json", "--fail-on-leak", trace=f"{HEADER}\n")
 
     assert (process.returncode, process.stderr) == (0, "")
-    assert json.loads(process.stdout) == {"samples": 0, "span_seconds": 0.0, "gpus": [], "host": []}
+    assert json.loads(process.stdout) == {
+        "samples": 0,
+        "span_seconds": 0.0,
+        "gpus": [],
+        "host": [],
+        "host_memory": None,
+    }
     assert replay("-", trace=f"{HEADER}\n").stdout == "The trace has no samples.\n"
 
 

@@ -12,7 +12,7 @@ from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.baseline import READINGS, Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.model import EngineProcess, Failure, Metric, Sample, Snapshot
+from vllm_headroom.model import EngineProcess, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role, Source
 
 FAMILY = (
@@ -66,6 +66,60 @@ def test_a_leak_goes_from_warming_up_through_growing_to_leaking_on_gpu_and_host(
         assert [state for state in order if state != "stable"] == ["warming_up", "growing", "leaking"]
     assert values(said[-1], catalog.LEAK_PER_REQUEST)[A_GPU] == pytest.approx(LEAK, rel=0.05)
     assert values(said[-1], catalog.HOST_LEAK_RATE)[("worker",)] == pytest.approx(LEAK * RATE, rel=0.05)
+
+
+def on_host(limit_bytes: int | None, *, file_bytes: int = 0) -> Change:
+    """Let the host memory in use be what the one process has of its own."""
+
+    def change(seen: Snapshot, _seconds: float) -> Snapshot:
+        assert not isinstance(seen.processes, Failure)
+        (process,) = seen.processes
+        host = HostMemory(used_bytes=process.rss_bytes, limit_bytes=limit_bytes)
+        mapped = replace(process, rss_bytes=process.rss_bytes + file_bytes, file_bytes=file_bytes)
+        return replace(seen, processes=(mapped,), host=host)
+
+    return change
+
+
+def test_the_time_until_the_kernel_kills_is_told_where_the_limit_is_known() -> None:
+    *_, known = run(2, leak, on_host(TOTAL))
+    *_, unknown = run(2, leak, on_host(None))
+
+    left = (TOTAL - BASE - leak(2 * 3600)) / (LEAK * RATE)
+    assert values(known, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(left, rel=0.15)
+    assert 0 < values(known, catalog.HOST_TIME_TO_OOM_LOWER)[()] < left
+    assert not values(unknown, catalog.HOST_TIME_TO_OOM)
+    assert values(unknown, catalog.HOST_LEAK_RATE)
+
+
+def test_two_roles_that_leak_fill_the_limit_twice_as_fast() -> None:
+    def both(seen: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(TOTAL)(seen, seconds).processes  # type: ignore[misc]
+        core = replace(worker, pid=8, role=Role.ENGINE_CORE)
+        return replace(seen, processes=(worker, core), host=HostMemory(used_bytes=worker.rss_bytes, limit_bytes=TOTAL))
+
+    *_, alone = run(2, leak, on_host(TOTAL))
+    *_, two = run(2, leak, both)
+
+    for metric in (catalog.HOST_TIME_TO_OOM, catalog.HOST_TIME_TO_OOM_LOWER):
+        assert values(two, metric)[()] == pytest.approx(values(alone, metric)[()] / 2)
+
+
+def test_a_limit_that_is_reached_leaves_no_time() -> None:
+    *_, last = run(2, leak, on_host(int(BASE)))
+
+    assert values(last, catalog.HOST_TIME_TO_OOM) == {(): 0.0}
+
+
+def test_weights_that_are_mapped_from_disk_are_no_growth() -> None:
+    def maps_more(seen: Snapshot, seconds: float) -> Snapshot:
+        (worker,) = on_host(TOTAL, file_bytes=int(seconds * 10**8))(seen, seconds).processes  # type: ignore[misc]
+        return replace(seen, processes=(worker,), host=HostMemory(used_bytes=int(BASE), limit_bytes=TOTAL))
+
+    said = list(run(2, lambda _: 0.0, maps_more))
+
+    assert {state for samples in said for state in states(samples, catalog.HOST_LEAK_STATE)} <= {"warming_up", "stable"}
+    assert not any(values(samples, catalog.HOST_TIME_TO_OOM) for samples in said)
 
 
 def test_the_figures_of_a_leak_are_absent_unless_it_grows() -> None:

@@ -32,6 +32,13 @@ def shifted(seen: Iterable[Observation]) -> Iterator[Observation]:
     return (replace(each, seconds=each.seconds + 1.7e9) for each in seen)
 
 
+def scaled(seen: Iterable[Observation]) -> Iterator[Observation]:
+    """Tell MiB as if they were MB."""
+    for each in seen:
+        held, room = (round((amount or 0) * MIB / 1e6) for amount in (each.held_bytes, each.room_bytes))
+        yield replace(each, held_bytes=held, room_bytes=room)
+
+
 def doubled(seen: Iterable[Observation]) -> Iterator[Observation]:
     return (each for one in seen for each in (one, one))
 
@@ -57,7 +64,7 @@ def misdated(seen: Iterable[Observation]) -> Iterator[Observation]:
         yield replace(each, seconds=wild) if number % 100 == 99 else each
 
 
-CHANGES: tuple[Change, ...] = (shifted, doubled, thinned, jittered, silent, misdated)
+CHANGES: tuple[Change, ...] = (shifted, scaled, doubled, thinned, jittered, silent, misdated)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

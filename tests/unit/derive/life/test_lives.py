@@ -22,7 +22,7 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom.derive.life.follow import LifeState
-from vllm_headroom.model import Life
+from vllm_headroom.model import HostMemory, Life
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
@@ -33,7 +33,7 @@ def exits(life: Life) -> dict[ExitReason, int]:
 def test_the_reasons_that_can_be_known_are_counted_from_zero() -> None:
     life = Watch().look(REFUSED)
 
-    assert life.exits == ((ExitReason.REPLACED, 0), (ExitReason.GONE, 0), (ExitReason.OUT_OF_MEMORY, 0))
+    assert life.exits == tuple((reason, 0) for reason in ExitReason)
     assert life.restarts == 0
 
 
@@ -146,6 +146,50 @@ def test_room_that_came_back_before_the_end_is_no_out_of_memory() -> None:
     watch.look(working(31), gpus=(card(70),))
 
     assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),))) == {ExitReason.GONE: 1}
+
+
+def killed(kills: int) -> HostMemory:
+    return HostMemory(oom_kills=kills)
+
+
+def test_what_the_kernel_killed_is_told_before_all_else() -> None:
+    watch = serving(host=killed(3))
+    watch.look(working(30), gpus=(card(79.9),), host=killed(3))
+
+    life = watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(4))
+
+    assert exits(life) == {ExitReason.OOM_KILLED: 1}
+
+
+def test_a_core_that_was_killed_minutes_before_the_page_went_is_why_it_ended() -> None:
+    watch = serving(host=killed(0))
+    for _ in range(3):
+        watch.look(working(30), processes=(SERVER,), host=killed(1))
+
+    assert exits(watch.look(REFUSED, processes=(), host=killed(1))) == {ExitReason.OOM_KILLED: 1}
+
+
+def test_a_helper_that_was_killed_long_before_is_not_why_it_ended() -> None:
+    watch = serving(host=killed(0))
+    watch.look(working(30), host=killed(1))
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(1))) == {ExitReason.GONE: 1}
+
+
+def test_kills_of_an_earlier_life_are_not_held_against_the_next() -> None:
+    watch = serving(host=killed(0))
+    watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(1))
+    watch.look(working(0, started=BEGAN + 9000), processes=NEXT, gpus=(card(70),), host=killed(1))
+
+    life = watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=killed(1))
+
+    assert exits(life) == {ExitReason.OOM_KILLED: 1, ExitReason.GONE: 1}
+
+
+def test_where_kills_are_not_known_nothing_is_said_of_them() -> None:
+    watch = serving(host=killed(1))
+
+    assert exits(watch.look(REFUSED, processes=(), gpus=(card(0.5),), host=HostMemory())) == {ExitReason.GONE: 1}
 
 
 def test_a_life_began_with_its_oldest_process_or_as_its_page_says() -> None:

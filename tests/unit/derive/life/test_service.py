@@ -142,7 +142,12 @@ def test_what_is_known_of_a_life_is_exported() -> None:
     assert states == {"unknown": 0, "down": 0, "starting": 0, "serving": 1, "stalled": 0, "asleep": 0}
     assert values(samples, catalog.ENGINE_START) == {(): 1_760_000_000.0}
     assert values(samples, catalog.ENGINE_RESTARTS) == {(): 0.0}
-    assert values(samples, catalog.ENGINE_EXITS) == {("replaced",): 0, ("gone",): 0, ("out_of_memory",): 0}
+    assert values(samples, catalog.ENGINE_EXITS) == {
+        ("replaced",): 0,
+        ("gone",): 0,
+        ("out_of_memory",): 0,
+        ("oom_killed",): 0,
+    }
     assert values(samples, catalog.ENGINE_PROGRESS_AGE) == {(): 12.0}
     assert not values(samples, catalog.ENGINE_KV_STRANDED)
 

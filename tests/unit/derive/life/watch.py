@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Life, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, HostMemory, Life, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
 
 GIB: Final = 2**30
@@ -48,13 +48,18 @@ class Watch:
     """Follows a life; what is not said at a look is as at the one before."""
 
     def __init__(
-        self, *, processes: tuple[EngineProcess, ...] | Failure = WHOLE, gpus: tuple[Gpu, ...] | Failure | None = None
+        self,
+        *,
+        processes: tuple[EngineProcess, ...] | Failure = WHOLE,
+        gpus: tuple[Gpu, ...] | Failure | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.state = LifeState()
         self.at = 0.0
         self.seen: Snapshot | None = None
         self._processes = processes
         self._gpus: tuple[Gpu, ...] | Failure = (card(70),) if gpus is None else gpus
+        self._host = host
 
     def look(
         self,
@@ -62,6 +67,8 @@ class Watch:
         *,
         processes: tuple[EngineProcess, ...] | Failure | None = None,
         gpus: tuple[Gpu, ...] | Failure | None = None,
+        probe: ProbeReadings | None = None,
+        host: HostMemory | None = None,
         after: float = STEP_SECONDS,
         owed_since: float | None = None,
     ) -> Life:
@@ -69,7 +76,10 @@ class Watch:
         self.at += after
         self._processes = self._processes if processes is None else processes
         self._gpus = self._gpus if gpus is None else gpus
-        now = snapshot(at=self.at, engines=engines, gpus=self._gpus, processes=self._processes)
+        self._host = self._host if host is None else host
+        now = snapshot(
+            at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe, host=self._host
+        )
         self.state, self.seen = lived(self.state, replace(now, unanswered_since_seconds=owed_since))
         assert self.seen.life is not None
         return self.seen.life

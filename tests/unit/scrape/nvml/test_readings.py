@@ -162,7 +162,56 @@ def test_the_process_list_is_renewed_when_memory_moved_unless_it_is_brand_new(
     assert fake.calls().count(LIST_PROCESSES) == lists
 
 
-def test_unified_memory_leaves_memory_unknown_and_the_rest_known(fake: FakeNvml) -> None:
+def meminfo(folder: Path, *, total: int, available: int) -> Path:
+    """Write a /proc that tells the machine's memory, and return it."""
+    (folder / "meminfo").write_text(f"MemTotal: {total >> 10} kB\nMemFree: 9 kB\nMemAvailable: {available >> 10} kB\n")
+    return folder
+
+
+def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.gpus[0] = FakeGpu(uuid=UUID, name="NVIDIA GB10", total_bytes=None, processes={5: 37 * GIB})
+    fake.write()
+    proc = meminfo(tmp_path, total=120 * GIB, available=70 * GIB)
+
+    async def steps(nvml: Nvml) -> None:
+        (before,) = await devices(nvml)
+        meminfo(tmp_path, total=120 * GIB, available=60 * GIB)
+        (after,) = await devices(nvml)
+
+        assert before.memory == GpuMemory(
+            total_bytes=120 * GIB, used_bytes=50 * GIB, free_bytes=70 * GIB, reserved_bytes=None, unified=True
+        )
+        assert after.memory is not None
+        assert (after.memory.used_bytes, after.used_peak_bytes) == (60 * GIB, 60 * GIB)
+        assert after.processes == (GpuProcess(pid=5, used_bytes=37 * GIB),)
+
+    run(steps, proc=proc)
+
+
+def test_of_several_cards_none_is_taken_for_unified(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.gpus = [FakeGpu(uuid="GPU-0"), FakeGpu(uuid="GPU-1", total_bytes=None)]
+    fake.write()
+
+    async def steps(nvml: Nvml) -> None:
+        assert [gpu.memory is not None for gpu in await devices(nvml)] == [True, False]
+
+    run(steps, proc=meminfo(tmp_path, total=120 * GIB, available=70 * GIB))
+
+
+def test_a_card_that_fails_for_a_moment_is_not_taken_for_unified(fake: FakeNvml, tmp_path: Path) -> None:
+    proc = meminfo(tmp_path, total=120 * GIB, available=70 * GIB)
+
+    async def steps(nvml: Nvml) -> None:
+        assert (await devices(nvml))[0].memory is not None
+        for code in (3, 4, 13):
+            fake.gpus[0].errors = {"nvmlDeviceGetMemoryInfo_v2": code}
+            fake.write()
+            assert (await devices(nvml))[0].memory is None
+
+    run(steps, proc=proc)
+
+
+def test_memory_that_nobody_tells_is_unknown_and_the_rest_known(fake: FakeNvml, tmp_path: Path) -> None:
     fake.gpus[0] = FakeGpu(uuid=UUID, name="NVIDIA GB10", total_bytes=None, processes={5: 37 * GIB})
     fake.write()
 
@@ -174,4 +223,4 @@ def test_unified_memory_leaves_memory_unknown_and_the_rest_known(fake: FakeNvml)
         assert gpu.processes == (GpuProcess(pid=5, used_bytes=37 * GIB),)
         assert [line["event"] for line in lines] == ["GPU does not tell its memory: its memory series are absent"]
 
-    run(steps)
+    run(steps, proc=tmp_path)

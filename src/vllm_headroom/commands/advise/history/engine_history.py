@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.commands.advise.facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
+from vllm_headroom.commands.advise.history.idle import Idle
 from vllm_headroom.commands.advise.history.tally import Rise, Tally
 from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
 from vllm_headroom.model import EngineReading
@@ -93,7 +94,7 @@ class EngineHistory:
         self._was_full = False
         self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
         self._usual = Tally()
-        self._full, self._waiting = Full(), Waiting()
+        self._full, self._waiting, self._idle = Full(), Waiting(), Idle()
 
     def other_settings(self, reading: EngineReading) -> bool:
         """Tell whether the KV cache is of another size than before."""
@@ -112,6 +113,7 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         self._waiting.step(seconds, reading)
+        self._idle.step(reading, seconds)
         if reading.running is not None:
             self._most_running = max(self._most_running or 0.0, reading.running)
         if reading.kv_used_ratio is None:
@@ -152,6 +154,7 @@ class EngineHistory:
             full=self._full.facts(),
             capped=self._waiting.facts(self._most_running),
             prefix=self._prefix(),
+            stranded=self._idle.facts(),
         )
 
     def _prefix(self) -> PrefixFacts | None:

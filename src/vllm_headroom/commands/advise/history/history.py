@@ -87,6 +87,7 @@ class History:
                 HostFacts(process=str(role), leak=_leak(course), held_bytes=self._host_bytes.get(role))
                 for role, course in self._watch.host
             ),
+            host=self._watch.memory,
             failed_starts=tuple(self._starts.failed),
             endings=tuple(ending for ending in self._endings.found if ending.seconds > (self._since or 0.0)),
         )

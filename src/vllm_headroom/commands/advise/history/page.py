@@ -11,20 +11,20 @@ from vllm_headroom.commands.advise.facts import (
     Facts,
     FullFacts,
     GpuFacts,
-    HostFacts,
     Leak,
     Origin,
     PrefixFacts,
     Shortage,
     Spell,
+    StrandedFacts,
 )
 from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP
+from vllm_headroom.commands.advise.history.host_page import host, hosts
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.derive.page_facts import together
-from vllm_headroom.model import Metric
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
 def facts_of(text: str, settings: Settings) -> Facts | str:
@@ -43,7 +43,8 @@ def facts_of(text: str, settings: Settings) -> Facts | str:
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(_gpus(page)),
         engines=tuple(_engine(page, labels) for labels, _ in page.each(catalog.ENGINE_INFO)),
-        hosts=tuple(_hosts(page)),
+        hosts=tuple(hosts(page)),
+        host=host(page),
     )
 
 
@@ -120,7 +121,7 @@ def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator
 
 
 def _leak(page: Page, uuid: str) -> Leak:
-    state = _state(page, catalog.LEAK_STATE, uuid=uuid)
+    state = page.state(catalog.LEAK_STATE, uuid=uuid)
     return Leak(
         state=state,
         leaked=state is LeakState.LEAKING,
@@ -129,22 +130,18 @@ def _leak(page: Page, uuid: str) -> Leak:
         leaked_bytes=page.value(catalog.LEAKED, uuid=uuid),
         time_to_oom_seconds=page.value(catalog.TIME_TO_OOM, uuid=uuid),
         time_to_oom_seconds_lower=page.value(catalog.TIME_TO_OOM_LOWER, uuid=uuid),
+        location=_location(page, uuid),
     )
 
 
-def _state(page: Page, metric: Metric, **labels: str) -> LeakState:
-    names = {has.get("state") for has, value in page.each(metric, **labels) if value}
-    states = [state for state in LeakState if state in names]
-    return states[0] if len(states) == 1 else LeakState.UNKNOWN
+def _location(page: Page, uuid: str) -> LeakLocation | None:
+    names = {has.get("location") for has, value in page.each(catalog.LEAK_LOCATION, uuid=uuid) if value}
+    return next((place for place in LeakLocation if names == {place}), None)
 
 
-def _hosts(page: Page) -> Iterator[HostFacts]:
-    for labels, held in page.each(catalog.HOST_MEMORY):
-        process = labels["process"]
-        state = _state(page, catalog.HOST_LEAK_STATE, process=process)
-        rate = page.value(catalog.HOST_LEAK_RATE, process=process)
-        leak = Leak(state=state, leaked=state is LeakState.LEAKING, bytes_per_second=rate)
-        yield HostFacts(process=process, leak=leak, held_bytes=held)
+def _stranded(page: Page, names: Labels) -> StrandedFacts | None:
+    ratio = page.value(catalog.ENGINE_KV_STRANDED, **names)
+    return None if ratio is None else StrandedFacts(ratio=ratio, first_ratio=ratio, rises=0)
 
 
 def _names(info: Labels) -> Labels:
@@ -167,6 +164,7 @@ def _engine(page: Page, info: Labels) -> EngineFacts:
         finished=page.value(catalog.ENGINE_FINISHED, **names),
         full=_full(page, names) if used is not None and used > FULL_RATIO and running else None,
         prefix=_prefix(page, names),
+        stranded=_stranded(page, names),
     )
 
 

@@ -8,6 +8,7 @@ from math import isfinite
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom.model import Metric
+from vllm_headroom.vocabulary import LeakState
 
 Labels = dict[str, str]
 
@@ -33,3 +34,9 @@ class Page:
         """Return the value of the one series with these labels; None where there is none, or more."""
         values = [value for _, value in self.each(metric, **wanted)]
         return values[0] if len(values) == 1 else None
+
+    def state(self, metric: Metric, **wanted: str) -> LeakState:
+        """Return the one state that is 1, unknown where none is or several are."""
+        names = {labels.get("state") for labels, value in self.each(metric, **wanted) if value}
+        states = [state for state in LeakState if state in names]
+        return states[0] if len(states) == 1 else LeakState.UNKNOWN

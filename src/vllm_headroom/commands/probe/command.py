@@ -1,0 +1,109 @@
+"""The command `probe`: puts the probe where vLLM finds it, or has it record who allocates."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.commands.cli import Command, tell
+from vllm_headroom.commands.probe.install import install
+from vllm_headroom.commands.probe.record import Recorded, record
+from vllm_headroom.commands.probe.report import document, text
+from vllm_headroom.commands.probe.settings import ProbeSettings
+from vllm_headroom.config.kinds import DURATION, Value, choice
+from vllm_headroom.config.options import BadOptions, Parser
+
+DESCRIPTION: Final = """\
+install puts the probe into a folder where any vLLM from 0.9 on finds it, its
+image unchanged. It tells the sidecar what only vLLM's processes know of their
+memory, by files in HEADROOM_PROBE_DIR, which both can use.
+
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
+"""
+
+EPILOG: Final = """\
+It ends with status 0, and with 2 when the folder cannot be written or no probe
+is there to record.
+
+Example:
+  vllm-headroom probe install /opt/headroom-probe
+  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+"""
+
+INSTALL, RECORD = "install", "record"
+LONGEST_SECONDS: Final = 3600
+"""As the probe has it: no recording is longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """What is in the folder now."""
+
+    folder: Path
+    names: tuple[str, ...]
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise ValueError
+    return Path(text)
+
+
+def _seconds(text: str) -> float:
+    seconds = DURATION(text)
+    if seconds > LONGEST_SECONDS:
+        raise ValueError
+    return seconds
+
+
+FOLDER: Final = Value(read=_folder, accepts="the path of a folder")
+TIME: Final = Value(read=_seconds, accepts="a duration above 0, at most an hour, such as 90s or 10m")
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("action", metavar="ACTION", nargs="?", type=choice([INSTALL, RECORD]), help="install or record")
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe")
+    parser.add_argument("--for", metavar="DURATION", dest="seconds", type=TIME, help="how long to record, such as 10m")
+    parser.add_settings(ProbeSettings)
+
+
+async def _run(given: Namespace) -> Installed | Recorded:
+    if given.action == INSTALL and given.folder is not None and given.seconds is None:
+        return Installed(folder=given.folder, names=install(given.folder))
+    if given.action == RECORD and given.folder is None and given.seconds is not None:
+        if given.settings.probe_dir is None:
+            raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
+        return await record(given.settings.probe_dir, given.seconds, tell)
+    raise BadOptions("needs one of: install FOLDER, record --for DURATION")
+
+
+def _text(answer: Installed | Recorded) -> Iterator[str]:
+    if isinstance(answer, Recorded):
+        yield from text(answer)
+        return
+    yield f"{answer.folder} has {' and '.join(answer.names)}. vLLM loads the probe with"
+    yield f"  PYTHONPATH={answer.folder}"
+    yield "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting"
+
+
+def _document(answer: Installed | Recorded) -> dict[str, Any]:
+    if isinstance(answer, Recorded):
+        return document(answer)
+    return {"folder": str(answer.folder), "installed": list(answer.names)}
+
+
+COMMAND: Final[Command[Installed | Recorded]] = Command(
+    usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    text=_text,
+    document=_document,
+    status=lambda _: 0,
+)

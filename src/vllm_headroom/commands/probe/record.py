@@ -1,0 +1,113 @@
+"""Asks the probes for a recording, waits for it, and reads what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.commands.probe.answer import Answer, parse_answer
+from vllm_headroom.derive.inside.present import told
+from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.units import duration
+
+REQUEST: Final = "record.json"
+READ_SECONDS: Final = 5.0
+TOUCH_SECONDS: Final = 5.0
+"""The probes end what nobody has waited for in the last minute."""
+POLL_SECONDS: Final = 0.5
+ANSWER_SECONDS: Final = 60.0
+"""From the end to the answers: the probes look every five seconds, and count for seconds."""
+MOST_BYTES: Final = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What each process has answered; a text says what is wrong with an answer, None that there is none."""
+
+    folder: Path
+    seconds: float
+    answers: tuple[tuple[ProbedProcess, Answer | str | None], ...]
+
+
+async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> Recorded:
+    """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
+
+    Where this ends early, cancelled or killed, the probes stop recording within a minute.
+    """
+    processes = await _present(folder)
+    request, until = uuid.uuid4().hex, time.time() + seconds
+    try:
+        _ask(folder, request, until)
+        say(f"{len(processes)} processes record for {duration(seconds)}")
+        try:
+            answers = await _answers(folder, processes, request, until + ANSWER_SECONDS)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / REQUEST).unlink()
+    except OSError as error:
+        raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
+    return Recorded(folder=folder, seconds=seconds, answers=answers)
+
+
+async def _present(folder: Path) -> tuple[ProbedProcess, ...]:
+    files = await Probe(folder, parse=parse_probe).read(READ_SECONDS)
+    if isinstance(files, Failure):
+        raise BadInput(files.message)
+    found = told(files, (), time.time())
+    if not isinstance(found, ProbeReadings) or not found.present:
+        raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
+    return found.present
+
+
+def _ask(folder: Path, request: str, until: float) -> None:
+    """Write the request, unless there is one that somebody waits for; raise OSError, and BadInput."""
+    path = folder / REQUEST
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - path.lstat().st_mtime < 2 * TOUCH_SECONDS:
+            raise BadInput(f"{path} is another recording's, which is running")
+    document = {"headroom_record": 1, "id": request, "until": until, "host": True, "gpu": True}
+    unfinished = folder / f".{REQUEST}.{request}"
+    unfinished.write_text(json.dumps(document))
+    unfinished.chmod(0o644)
+    unfinished.replace(path)
+
+
+async def _answers(
+    folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
+) -> tuple[tuple[ProbedProcess, Answer | str | None], ...]:
+    """Wait for all answers until the deadline, and keep the request alive meanwhile."""
+    waited_for = {each: folder / f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
+    found: dict[ProbedProcess, Answer | str | None] = {}
+    touched = 0.0
+    while len(found) < len(waited_for) and time.time() < deadline:
+        if time.time() - touched >= TOUCH_SECONDS:
+            os.utime(folder / REQUEST)
+            touched = time.time()
+        for process, path in waited_for.items():
+            content = None if process in found else _content(path)
+            if content is not None and (answer := parse_answer(content, request)) is not None:
+                found[process] = answer
+        await asyncio.sleep(POLL_SECONDS)
+    return tuple((process, found.get(process)) for process in waited_for)
+
+
+def _content(path: Path) -> bytes | None:
+    """Return an answer; what is no file is not followed or waited for, and one that is too large is cut off."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
+        return file.read(MOST_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None

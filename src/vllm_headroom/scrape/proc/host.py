@@ -1,0 +1,79 @@
+"""The memory of the machine, of the engine's container and of its /dev/shm."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.model import EngineProcess, HostReading, Machine, Shm
+from vllm_headroom.scrape.proc.cgroup import cgroup_of
+
+SHM: Final = "dev/shm"
+_KIB: Final = 1024
+
+
+def host_of(proc: Path, engine: tuple[EngineProcess, ...]) -> HostReading:
+    """Return what is seen of the host's memory; the container is that of the engine's first process, its server."""
+    return reading_of(proc, engine[0].pid) if engine else HostReading(machine=machine_of(proc))
+
+
+def reading_of(proc: Path, pid: int) -> HostReading:
+    """Return what is seen of the host's memory around one process."""
+    machine = machine_of(proc)
+    most_bytes = 2**63 if machine is None else machine.total_bytes
+    return HostReading(
+        cgroup=cgroup_of(proc, pid, machine_bytes=most_bytes), machine=machine, shm=_shm_of_process(proc, pid)
+    )
+
+
+def machine_of(proc: Path) -> Machine | None:
+    """Return the machine's memory, None where /proc does not tell it."""
+    try:
+        told = _lines(proc / "meminfo")
+        return Machine(
+            total_bytes=told["MemTotal"] * _KIB,
+            available_bytes=told["MemAvailable"] * _KIB,
+            swap_bytes=told.get("SwapTotal", 0) * _KIB,
+            swap_free_bytes=told.get("SwapFree", 0) * _KIB,
+            oom_kills=_kills(proc),
+        )
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def shm_of(path: Path) -> Shm | None:
+    """Return the size of the file system at `path`, None where there is none."""
+    try:
+        told = os.statvfs(path)
+    except OSError:
+        return None
+    return Shm(total_bytes=told.f_blocks * told.f_frsize, free_bytes=told.f_bavail * told.f_frsize)
+
+
+def _shm_of_process(proc: Path, pid: int) -> Shm | None:
+    """Return the process's /dev/shm: through its root where that is allowed, else this one's if it is the same."""
+    seen = shm_of(proc / str(pid) / "root" / SHM)
+    if seen is not None:
+        return seen
+    here = Path("/", SHM)
+    try:
+        device = here.stat().st_dev
+        lines = (proc / str(pid) / "mountinfo").read_text().splitlines()
+    except OSError:
+        return None
+    mounted = [words[2] for words in (line.split(" ") for line in lines) if words[4] == str(here)]
+    same = mounted[-1:] == [f"{os.major(device)}:{os.minor(device)}"]
+    return shm_of(here) if same else None
+
+
+def _kills(proc: Path) -> int | None:
+    try:
+        return _lines(proc / "vmstat").get("oom_kill")
+    except (OSError, ValueError):
+        return None
+
+
+def _lines(file: Path) -> dict[str, int]:
+    words = (line.split() for line in file.read_text().splitlines())
+    return {pair[0].removesuffix(":"): int(pair[1]) for pair in words if len(pair) > 1}

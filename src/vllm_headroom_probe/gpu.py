@@ -1,0 +1,145 @@
+"""The worker's GPU memory: torch's allocator, vLLM's own bookkeeping, and the record of an OutOfMemoryError."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_headroom_probe.engine import own, whole
+
+CALLBACKS = ("enable_sleep_mode", "enable_cumem_allocator")
+"""With these vLLM's allocator calls Python while torch's is locked: whoever holds the GIL and waits for that lock, as
+reading torch's figures from another thread does, would stop the engine for good (vllm/csrc/cumem_allocator.cpp)."""
+
+
+def pool() -> Any:  # noqa: ANN401 - vLLM's
+    """Return vLLM's allocator for sleep mode, None where it was never made."""
+    return own(own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance")
+
+
+def may_ask_torch(worker: object) -> bool:
+    """Tell whether torch's allocator may be asked: only where it is certain that it never waits for Python."""
+    model = own(worker, "vllm_config.model_config")
+    return model is not None and not any(own(model, name) for name in CALLBACKS) and pool() is None
+
+
+def cuda() -> Any:  # noqa: ANN401 - torch's
+    """Return torch.cuda where vLLM has initialised it in this process, else None."""
+    module = own(sys.modules.get("torch"), "cuda")
+    return module if module is not None and module.is_initialized() else None
+
+
+class Gpu:
+    """The one device of this process's worker; `call_seconds` is how long its allocator was last waited for."""
+
+    def __init__(self) -> None:
+        self.call_seconds = 0.0
+        self._graphs: int | None = None
+        self._model: tuple[int, int] | None = None
+        self._fixed: dict[str, Any] = {}
+
+    def device(self, worker: object) -> dict[str, Any] | None:
+        """Return what torch knows of the device; None where there is no GPU, or nobody knows whose it is yet."""
+        index = whole(getattr(own(worker, "device"), "index", None))
+        torch_cuda = cuda()
+        if torch_cuda is None or index is None:
+            return None
+        if not self._fixed:
+            properties = torch_cuda.get_device_properties(index)
+            self._fixed = {"uuid": _uuid(properties), "total": whole(properties.total_memory)}
+        if self._fixed["uuid"] is None:  # nobody could tell whose the figures are
+            return None
+        return self._fixed | (self._allocator(torch_cuda, index, worker) if may_ask_torch(worker) else {})
+
+    def _allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
+        """Return torch's figures; with the index, since the current device of this thread would be another."""
+        began = time.perf_counter()
+        stats = torch_cuda.memory_stats_as_nested_dict(index)
+        self.call_seconds = time.perf_counter() - began
+        self._graphs = _graphs(stats, worker)
+        return {
+            "allocated": _current(stats, "allocated_bytes"),
+            "reserved": _current(stats, "reserved_bytes"),
+            "inactive_split": _current(stats, "inactive_split_bytes"),
+            "retries": whole(stats.get("num_alloc_retries")),
+            "ooms": whole(stats.get("num_ooms")),
+        }
+
+    def parts(self, worker: object) -> dict[str, Any] | None:
+        """Return the parts of the worker's memory; None where there is no worker yet."""
+        if worker is None:
+            return None
+        in_pool = _by_tag() if pool() is not None else {}
+        return {
+            "weights": self._weights(worker),
+            "kv_cache": _kv_cache(worker),
+            "cuda_graphs": self._graphs,
+            "cuda_graphs_estimate": whole(own(worker, "cudagraph_memory_estimate")),
+            "activation_peak": whole(own(worker, "peak_activation_memory")),
+            "requested": whole(own(worker, "requested_memory")),
+            **in_pool,
+        }
+
+    def _weights(self, worker: object) -> int | None:
+        """Return the model's memory as vLLM measured it; where it does not, as on a CPU, its parameters and buffers."""
+        measured = whole(own(worker, "model_runner.model_memory_usage"))
+        model = own(worker, "model_runner.model")
+        if measured or model is None or not may_ask_torch(worker):
+            return measured or None
+        if self._model is None or self._model[0] != id(model):
+            self._model = id(model), _bytes_of([*model.parameters(), *model.buffers()])
+        return self._model[1]
+
+
+def _uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
+    """Return the UUID as NVML writes it; torch leaves out what kind of device it is of."""
+    uuid = getattr(properties, "uuid", None)  # torch 2.5
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("NVIDIA_VISIBLE_DEVICES") or ""
+    return None if uuid is None else f"{'MIG' if visible.startswith('MIG-') else 'GPU'}-{uuid}"
+
+
+def _current(stats: dict[str, Any], name: str) -> int | None:
+    return whole(stats.get(name, {}).get("all", {}).get("current"))
+
+
+def _graphs(stats: dict[str, Any], worker: object) -> int | None:
+    """Return what the pool of vLLM's CUDA graphs has reserved; torch says so since 2.13."""
+    handle = getattr(type(own(worker, "current_platform")), "_global_graph_pool", None)
+    found = stats.get("reserved_bytes_by_private_pools", {}).get(handle)
+    return None if found is None else whole(found["all"]["current"])
+
+
+def _by_tag() -> dict[str, Any]:
+    """Return what the sleep pool holds by tag, and whether any of it sleeps; nothing where vLLM does not mark that."""
+    held: dict[str, int] = {}
+    asleep = False
+    for allocation in list(own(pool(), "pointer_to_data").values()):
+        if "is_asleep" not in vars(allocation):
+            return {}
+        asleep = asleep or bool(allocation.is_asleep)
+        size = 0 if allocation.is_asleep else int(allocation.handle[1])
+        held[str(allocation.tag)[:32]] = held.get(str(allocation.tag)[:32], 0) + size
+    return {"asleep": asleep, "pool": held}
+
+
+def _kv_cache(worker: object) -> int | None:
+    """Return the bytes of the KV cache's tensors; no tensor of the sleep pool is touched."""
+    caches = own(worker, "model_runner.kv_caches")
+    return _bytes_of(list(_tensors(caches))) if caches and may_ask_torch(worker) else None
+
+
+def _tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested as each kind of layer wants it
+    for cache in caches:
+        if isinstance(cache, (list, tuple)):
+            yield from _tensors(cache)
+        else:
+            yield cache
+
+
+def _bytes_of(tensors: list[Any]) -> int:
+    """Return the bytes behind tensors, of which several may share some."""
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())

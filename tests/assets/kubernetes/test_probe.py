@@ -1,0 +1,116 @@
+"""The probe's component on workloads of all shapes, with either sidecar: what vLLM gets, and that it can be no harm."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.assets.kubernetes import schemas
+from tests.assets.kubernetes.combinations import SIDECARS, WORKLOADS, Workload
+from tests.assets.kubernetes.difference import differences
+from tests.assets.kubernetes.rendering import (
+    COMPONENTS,
+    Document,
+    build,
+    documents,
+    find,
+    kustomization,
+    needs_kustomize,
+    rendered,
+)
+
+pytestmark = needs_kustomize
+
+POD: Final = ("spec", "template", "spec")
+CODE, FILES = "headroom-probe", "headroom-probe-files"
+PATH, FOLDER = "/opt/headroom-probe", "/run/headroom-probe"
+
+
+@pytest.fixture(scope="module", params=[*itertools.product(WORKLOADS, SIDECARS)], ids=", ".join)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Document]:
+    """The workload with the sidecar, without the probe and with it."""
+    name, sidecar = request.param
+    workload = WORKLOADS[name]
+    components = [COMPONENTS / sidecar, COMPONENTS / "gpu-runtime-class"]
+    return (
+        made(workload, components, tmp_path_factory.mktemp("before")),
+        made(workload, [*components, COMPONENTS / "probe"], tmp_path_factory.mktemp("after")),
+    )
+
+
+def made(workload: Workload, components: list[Path], folder: Path) -> Document:
+    label = [] if workload.label is None else [workload.label]
+    folder = kustomization(folder, resource=workload.folder, components=[*label, *components])
+    return find(documents(rendered(folder)), workload.kind, workload.name)
+
+
+def containers(workload: Document) -> dict[str, dict[str, Any]]:
+    pod = workload["spec"]["template"]["spec"]
+    return {each["name"]: each for each in [*pod.get("initContainers", []), *pod["containers"]]}
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    return {each["name"]: each.get("value") for each in container["env"]}
+
+
+def mounts(container: dict[str, Any]) -> dict[str, tuple[str, bool]]:
+    return {each["name"]: (each["mountPath"], each.get("readOnly", False)) for each in container["volumeMounts"]}
+
+
+def test_vllm_finds_the_probe_and_both_find_its_files(pair: tuple[Document, Document]) -> None:
+    found = containers(pair[1])
+    vllm, sidecar, installer = (found[name] for name in ("vllm", "headroom", "headroom-probe"))
+
+    assert environment(vllm).items() >= {"PYTHONPATH": PATH, "HEADROOM_PROBE_DIR": FOLDER}.items()
+    assert environment(sidecar)["HEADROOM_PROBE_DIR"] == FOLDER
+    assert mounts(vllm)[FILES] == mounts(sidecar)[FILES] == (FOLDER, False)
+    assert (mounts(installer)[CODE], mounts(vllm)[CODE]) == ((PATH, False), (PATH, True))
+    assert CODE not in mounts(sidecar), "who writes there has its code run by vLLM"
+    assert f"probe install {PATH}" in installer["command"][-1]
+
+
+def test_nothing_else_changes(pair: tuple[Document, Document]) -> None:
+    ours = {
+        *((*POD, "containers", "vllm", "env", name) for name in ("PYTHONPATH", "HEADROOM_PROBE_DIR")),
+        *((*POD, "containers", "vllm", "volumeMounts", path) for path in (PATH, FOLDER, CODE, FILES)),
+    }
+    changed = {
+        way
+        for way in differences(*pair)
+        if way not in ours
+        and way[:-1] not in ours
+        and not (way[:3] == POD and way[4:] and way[4].startswith("headroom"))
+    }
+
+    assert changed == set()
+
+
+def test_an_installation_that_fails_holds_nothing_back(pair: tuple[Document, Document]) -> None:
+    installer = containers(pair[1])["headroom-probe"]
+
+    assert installer["command"][:2] == ["sh", "-c"]
+    assert installer["command"][2].endswith(" || true")
+    assert "restartPolicy" not in installer
+    assert installer["securityContext"] == containers(pair[1])["headroom"]["securityContext"]
+    assert installer["resources"] == containers(pair[1])["headroom"]["resources"]
+
+
+def test_the_volumes_are_in_memory_and_bounded(pair: tuple[Document, Document]) -> None:
+    volumes = {each["name"]: each.get("emptyDir") for each in pair[1]["spec"]["template"]["spec"]["volumes"]}
+
+    assert all(volumes[name]["medium"] == "Memory" and volumes[name]["sizeLimit"] for name in (CODE, FILES))
+
+
+def test_it_is_valid(pair: tuple[Document, Document]) -> None:
+    assert [fault for version in schemas.versions() for fault in schemas.faults(pair[1], version)] == []
+
+
+def test_it_comes_after_the_sidecar(tmp_path: Path) -> None:
+    components = [COMPONENTS / "probe", COMPONENTS / "sidecar"]
+    built = build(kustomization(tmp_path, resource=WORKLOADS["a Deployment"].folder, components=components))
+
+    assert built.returncode != 0
+    assert "/spec/template/spec/shareProcessNamespace" in built.stderr

@@ -1,0 +1,71 @@
+"""The chart's probe is the Kustomize component's: by what Helm made of it, and anew where there is Helm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from tests.assets.kubernetes import helm, schemas
+from tests.assets.kubernetes.difference import leaves
+from tests.assets.kubernetes.rendering import (
+    COMPONENTS,
+    HERE,
+    documents,
+    find,
+    kustomization,
+    needs_kustomize,
+    rendered,
+)
+from tests.assets.test_helm import is_copy, renderer
+from tests.conftest import Golden
+
+WRITTEN: Final = HERE / "helm-rendered" / "probe.yaml"
+VALUES: Final = {"vllm-headroom": {"sidecar": {"probe": True}, "prometheusRule": {"enabled": False}}}
+
+__all__ = ["renderer"]
+
+
+def pod() -> dict[str, Any]:
+    found: dict[str, Any] = find(documents(WRITTEN.read_text()), "Deployment")["spec"]["template"]["spec"]
+    return found
+
+
+def test_what_helm_made_of_it_is_written_down(renderer: list[str], tmp_path: Path, golden: Golden) -> None:
+    made = helm.render(renderer, helm.parent(tmp_path, probe=True), VALUES)
+    assert made.returncode == 0, made.stderr
+    texts = [text for text in made.stdout.split("---\n") if text.strip() and not is_copy(yaml.safe_load(text))]
+    head = f"# What Helm makes of the chart whose files have the digest {helm.digest()}\n"
+
+    golden(WRITTEN, head + "---\n".join(sorted(text.rstrip("\n") + "\n" for text in texts)))
+
+
+def test_what_is_written_down_is_of_the_chart_as_it_is() -> None:
+    assert helm.digest() in WRITTEN.read_text(), "the chart has changed: render it anew, as deploy/helm/README.md says"
+
+
+@needs_kustomize
+def test_it_is_what_the_component_adds(tmp_path: Path) -> None:
+    components = [COMPONENTS / name for name in ("sidecar", "gpu-runtime-class", "probe")]
+    folder = kustomization(tmp_path, resource=HERE / "workloads" / "statefulset", components=components)
+    expected = find(documents(rendered(folder)), "StatefulSet", "engine")["spec"]["template"]["spec"]
+    installer, sidecar = sorted(expected["initContainers"], key=lambda each: str(each["name"]) == "headroom")
+    for each in (installer, sidecar):
+        each["imagePullPolicy"] = "IfNotPresent"
+    found = {each["name"]: each for each in pod()["initContainers"]}
+
+    assert leaves(found["headroom-probe"]) == leaves(installer)
+    assert leaves(found["headroom"]) == leaves(sidecar)
+    ours = [each for each in expected["volumes"] if each["name"].startswith("headroom")]
+    assert leaves(pod()["volumes"]) == leaves(ours)
+    (vllm,) = pod()["containers"]
+    (theirs,) = (each for each in expected["containers"] if each["name"] == "vllm")
+    assert [each for each in theirs["env"] if each["name"] in {"PYTHONPATH", "HEADROOM_PROBE_DIR"}] == vllm["env"]
+    assert [each for each in theirs["volumeMounts"] if each["name"].startswith("headroom")] == vllm["volumeMounts"]
+
+
+def test_it_is_valid() -> None:
+    deployment = find(documents(WRITTEN.read_text()), "Deployment")
+
+    assert [fault for version in schemas.versions() for fault in schemas.faults(deployment, version)] == []

@@ -1,0 +1,113 @@
+"""What the detector says of the host memory of a real vLLM, recorded with and without a leak of a known rate."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from vllm_headroom.model import EnginePage, Failure, Snapshot
+from vllm_headroom.trace.course import COLLECTED, Course, Moment
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.read import usable
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import Role
+
+FOLDER: Final = Path(__file__).parent / "memory"
+NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
+BYTES_PER_REQUEST: Final = 12_800
+BYTES_PER_SECOND: Final = 128_000
+WARNED: Final = {("quiet-level", Role.WORKER)}
+"""Early warnings without a leak. The first bursts after 40 minutes of level load bring batches of new sizes, and oneDNN
+keeps a kernel for each: 140 MB more in a quarter of an hour, which end with the server's life."""
+
+
+def truth(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+LEAKS: Final = [(name, Role(role)) for name in NAMES for role in truth(name)["leaks"]]
+QUIET: Final = [(name, role) for name in NAMES for role in Role if (name, role) not in LEAKS]
+
+
+@cache
+def recorded(name: str) -> tuple[Snapshot, ...]:
+    with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
+        return tuple(usable(snapshots(iter(stream))))
+
+
+@cache
+def watched(name: str) -> Watch:
+    """Return what was said of a whole recording."""
+    watch = Watch()
+    for snapshot in recorded(name):
+        watch.step(snapshot)
+    return watch
+
+
+def held(name: str, role: Role) -> list[tuple[float, float, float]]:
+    """Return times, finished requests and the memory of a role, of the later half of a recording."""
+    found = []
+    for each in recorded(name):
+        if isinstance(each.engines, EnginePage) and not isinstance(each.processes, Failure):
+            held_bytes = sum(process.rss_bytes for process in each.processes if process.role is role)
+            finished = sum(engine.finished_total or 0.0 for engine in each.engines.engines)
+            found.append((each.time_seconds, finished, float(held_bytes)))
+    return found[len(found) // 2 :]
+
+
+def newest(course: Course) -> Moment:
+    moment = course.last or course.warning
+    assert moment is not None, "it is found"
+    return moment
+
+
+def test_every_recording_has_its_truth_and_three_hours_are_without_a_leak() -> None:
+    assert {file.name for file in FOLDER.glob("*.gz")} == {f"{name}.jsonl.gz" for name in NAMES}
+    spans = [watched(name).span for name in NAMES if not truth(name)["leaks"]]
+    assert sum(end - begin for begin, end in spans) >= 3 * 3600
+    assert {truth(name)["release"] for name in NAMES} == {"0.28.0+cpu", "0.32.0+cpu"}
+
+
+@pytest.mark.parametrize(("name", "role"), QUIET)
+def test_what_does_not_leak_is_quiet(name: str, role: Role) -> None:
+    course = watched(name).course(role)
+
+    assert course.leaking == ()
+    assert bool(course.growing) == ((name, role) in WARNED)
+    assert course.settled, "it was watched long enough to say so"
+
+
+@pytest.mark.parametrize(("name", "role"), LEAKS)
+def test_a_leak_is_found_and_stays_found(name: str, role: Role) -> None:
+    course = watched(name).course(role)
+
+    assert course.state in COLLECTED
+    (begin, end), *_ = course.growing
+    assert begin - watched(name).span[0] < 30 * 60
+    assert end is None or course.leaking[-1] == (end, None)
+
+
+@pytest.mark.parametrize(("name", "role"), LEAKS)
+def test_the_rate_is_what_the_memory_of_its_process_grows_by(name: str, role: Role) -> None:
+    said, measured = newest(watched(name).course(role)), held(name, role)
+    seconds, requests, grown = (after - before for before, after in zip(measured[0], measured[-1], strict=True))
+
+    assert said.bytes_per_second == pytest.approx(grown / seconds, rel=0.1)
+    assert said.bytes_per_request == pytest.approx(grown / requests, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "role"), [(name, role) for name, role in LEAKS if role is Role.ENGINE_CORE])
+def test_the_rate_is_what_was_leaked(name: str, role: Role) -> None:
+    """The core's memory grows by nothing else; the worker's does, by a third as much, as it keeps kernels."""
+    said = newest(watched(name).course(role))
+
+    if truth(name)["leaks"][role]["way"] == "time":
+        assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
+    else:
+        assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)

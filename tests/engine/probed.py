@@ -1,0 +1,77 @@
+"""A real vLLM with the probe in it, started for one test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.engine.serving import FOLDER, HERE, Engine, answers
+from tests.process import eventually
+from vllm_headroom.commands.probe.install import install
+
+START_SECONDS = 900.0
+"""40 s on a machine that has nothing else to do."""
+Document = dict[str, Any]
+
+
+@dataclass
+class Probed(Engine):
+    """A vLLM that serves, its log, and the probe's folder."""
+
+    log: Path
+    folder: Path
+
+    def reports(self) -> dict[str, Document]:
+        """Return the newest of what each process says, by name."""
+        found = [json.loads(path.read_text()) for path in self.folder.glob("*-*[0-9].json")]
+        return {each["process_name"]: each for each in sorted(found, key=lambda each: float(each["t"]))}
+
+    def after(self, name: str, sequence: int) -> Document:
+        """Wait for a later report of a process."""
+        return eventually(
+            lambda: found if (found := self.reports()[name])["sequence"] > sequence else None, f"{name} reports on"
+        )
+
+    def serves(self) -> bool:
+        return self.complete("w300 w301", 2)["completion_tokens"] == 2
+
+    def said(self) -> list[str]:
+        """Return what the probe has said."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if "headroom probe" in line]
+
+
+@contextmanager
+def probed(
+    place: Path, *options: str, within: tuple[str, ...] = (), path: tuple[Path, ...] = (), **environ: str
+) -> Iterator[Probed]:
+    """Serve until the test has ended; `within` is a command that runs it, `path` what else vLLM finds modules in."""
+    install(place / "site")
+    (place / "files").mkdir(exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {"PYTHONPATH": ":".join(map(str, (*path, place / "site"))), "HEADROOM_PROBE_DIR": str(place / "files")}
+    with (place / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*within, HERE / "serve.sh", FOLDER, str(port), *options],
+            env=os.environ | found | environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    engine = Probed(f"http://127.0.0.1:{port}", process, place / "log", place / "files")
+    try:
+        eventually(lambda: answers(f"{engine.url}/health") or process.poll() is not None, "it serves", START_SECONDS)
+        assert process.poll() is None, engine.log.read_text(errors="replace")[-2000:]
+        yield engine
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)

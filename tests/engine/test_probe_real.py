@@ -1,0 +1,151 @@
+"""The probe inside a real vLLM: in every process, with figures that vLLM's log has too, and never in its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.engine.probed import Probed, probed
+from tests.process import eventually
+from tests.unit.probe.running import SPOILING
+
+pytestmark = pytest.mark.engine
+
+HERE: Final = Path(__file__).parent
+LEAKING: Final = HERE / "leaking"
+LINE: Final = 1 + (LEAKING / "vllm_leaking.py").read_text().splitlines().index("        kept.append(bytearray(12_800))")
+COST_RATIO: Final = 0.001
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+    with probed(tmp_path_factory.mktemp("probed"), path=(LEAKING,)) as running:
+        yield running
+
+
+def test_every_process_has_loaded_it(engine: Probed) -> None:
+    found = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
+
+    assert {name: each["role"] for name, each in found.items()} == {
+        "MainProcess": "api_server",
+        "EngineCore": "engine_core",
+        "VllmWorker-0": "worker",
+    }
+    assert {(each["vllm"], each["torch"]) for each in found.values()} == {("0.32.0", "2.13.0+cpu")}
+    assert engine.said() == []
+
+
+def test_the_figures_are_those_of_vllms_log(engine: Probed) -> None:
+    log = engine.log.read_text(errors="replace")
+    tokens = int(re.findall(r"KV cache size: ([\d,]+) tokens", log)[0].replace(",", ""))
+    gib = float(re.findall(r"Explicitly set \(([\d.]+)/", log)[0])
+    core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
+    worker = eventually(lambda: engine.reports()["VllmWorker-0"]["parts"], "the worker has a model")
+
+    assert core["kv_blocks_total"] * core["block_size"] == tokens
+    assert worker["kv_cache"] == gib * 2**30 == tokens * core["bytes_per_kv_token"]
+    assert (core["max_num_seqs"], core["max_model_len"]) == (16, 2048)
+    assert worker["weights"] > 500_000, "the tiny model's parameters and buffers"
+
+
+def test_steps_and_blocks_follow_the_work(engine: Probed) -> None:
+    before = engine.reports()["EngineCore"]
+    engine.complete("w300 w301", 20)
+    after = engine.after("EngineCore", before["sequence"] + 1)
+
+    assert after["scheduler"]["steps_total"] >= before["scheduler"]["steps_total"] + 20
+    assert 0 < after["scheduler"]["kv_blocks_free"] <= after["scheduler"]["kv_blocks_total"]
+
+
+def test_it_costs_little(engine: Probed) -> None:
+    first = engine.reports()
+    later = {name: engine.after(name, each["sequence"] + 5) for name, each in first.items()}
+
+    for name, report in later.items():
+        seconds = report["t"] - first[name]["t"]
+        used = report["cost"]["cpu_seconds"] - first[name]["cost"]["cpu_seconds"]
+        sys.stdout.write(
+            f"{name}: {used / seconds:.5%} of a core, the longest look {report['cost']['longest_seconds']} s\n"
+        )
+        assert used / seconds <= COST_RATIO
+
+
+def test_a_recording_names_the_line_that_leaks(engine: Probed) -> None:
+    asked = subprocess.Popen(
+        [sys.executable, "-m", "vllm_headroom", "probe", "record", "--for", "60s", "--json"],
+        env=os.environ | {"HEADROOM_PROBE_DIR": str(engine.folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    before = engine.reports()["EngineCore"]["sequence"]
+    engine.after("EngineCore", before + 1)  # which has seen the request by then
+    for _ in range(200):
+        engine.complete("w300 w301", 1)
+    out, _ = asked.communicate(timeout=300)
+
+    processes = {each["role"]: each for each in json.loads(out)["processes"]}
+    sys.stdout.write(json.dumps({role: [each["cost"], each["host"][:2]] for role, each in processes.items()}) + "\n")
+    worst = processes["engine_core"]["host"][0]
+    assert worst["stack"][0] == f"{LEAKING / 'vllm_leaking.py'}:{LINE}"
+    assert worst["bytes"] >= worst["count"] // 2 * 12_800 > 0, "each an object and its memory"
+
+
+def test_a_stopped_worker_falls_silent_and_the_others_go_on(engine: Probed) -> None:
+    worker = engine.reports()["VllmWorker-0"]
+    os.kill(worker["pid"], signal.SIGSTOP)
+    try:
+        stopped = engine.reports()["VllmWorker-0"]["sequence"]
+        engine.after("EngineCore", engine.reports()["EngineCore"]["sequence"] + 1)
+        assert engine.reports()["VllmWorker-0"]["sequence"] <= stopped + 1
+    finally:
+        os.kill(worker["pid"], signal.SIGCONT)
+    assert engine.serves()
+
+
+def test_without_its_folder_it_stops_and_vllm_serves(engine: Probed) -> None:
+    shutil.rmtree(engine.folder)
+    said = eventually(lambda: lines if len(lines := engine.said()) >= 3 else None, "each process says so once")
+
+    assert all("stopped for good" in line and "No such file or directory" in line for line in said)
+    assert engine.serves()
+
+
+def test_a_probe_that_raises_everywhere(tmp_path: Path) -> None:
+    with probed(tmp_path, path=(SPOILING,)) as engine:
+        assert engine.serves()
+        assert engine.said()
+        assert list(engine.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [("size=4k", "No space left on device"), ("size=64k,ro", "Read-only file system")]
+)
+def test_a_folder_that_takes_no_more(tmp_path: Path, options: str, why: str) -> None:
+    mount = f'mount -t tmpfs -o {options} probe {tmp_path / "files"} && exec "$@"'
+    with probed(tmp_path, within=("unshare", "-rm", "sh", "-c", mount, "sh")) as engine:
+        said = eventually(lambda: lines if len(lines := engine.said()) >= 2 else None, "they say so")
+        assert all(why in line for line in said)
+        assert engine.serves()
+
+
+def test_with_two_data_parallel_engines_and_a_kill(tmp_path: Path) -> None:
+    with probed(tmp_path, "--data-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as engine:
+        expected = {"EngineCore_DP0", "EngineCore_DP1", "VllmWorker-0"}
+        found = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
+        ranks = {name: each["data_parallel_rank"] for name, each in found.items() if name.startswith("EngineCore")}
+        assert ranks == {"EngineCore_DP0": 0, "EngineCore_DP1": 1}
+        assert engine.serves()
+
+        os.killpg(engine.process.pid, signal.SIGKILL)
+        engine.process.wait(60)
+        assert engine.reports()["EngineCore_DP0"]["scheduler"]["max_num_seqs"] == 16

@@ -1,0 +1,13 @@
+"""What the probe sees of torch: a CPU build until `torch.cuda.begin()` makes it one with a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from . import cuda
+
+__version__ = "2.13.0"
+
+observers: list[Any] = []
+_C = SimpleNamespace(_cuda_attach_out_of_memory_observer=observers.append)
+
+__all__ = ["cuda"]

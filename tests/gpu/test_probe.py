@@ -1,0 +1,156 @@
+"""The probe's part that needs a card: what it costs, what it sees, and what it must not touch. Not yet run on one."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import pynvml
+import pytest
+
+from vllm_headroom_probe.gpu import Gpu
+
+pytestmark = pytest.mark.gpu
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
+MIB: Final = 1 << 20
+CALLS: Final = 2000
+CALL_SECONDS: Final = 0.001
+"""What the reference says is tens of microseconds; twenty looks of so long would be the probe's whole budget."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def card() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    torch.cuda.init()
+
+
+@pytest.fixture
+def worker() -> Any:
+    model = SimpleNamespace(enable_sleep_mode=False, enable_cumem_allocator=False)
+    config = SimpleNamespace(model_config=model)
+    return SimpleNamespace(vllm_config=config, device=torch.device("cuda", 0), model_runner=SimpleNamespace())
+
+
+def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
+    kept = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
+    found = Gpu().device(worker)
+    pynvml.nvmlInit()
+    uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())]
+
+    assert found is not None
+    assert found["uuid"] in uuids
+    assert found["allocated"] == torch.cuda.memory_allocated(0) >= kept.nbytes
+    assert found["reserved"] == torch.cuda.memory_reserved(0)
+    assert found["retries"] is not None
+
+
+def test_a_call_under_load_is_short(worker: Any) -> None:
+    gpu, seconds = Gpu(), []
+    one = torch.randn(2048, 2048, device="cuda:0")
+    for _ in range(CALLS):
+        one = (one @ one).tanh()
+        gpu.device(worker)
+        seconds.append(gpu.call_seconds)
+    torch.cuda.synchronize()
+    quantiles = statistics.quantiles(seconds, n=100)
+
+    sys.stdout.write(
+        f"p50 {quantiles[49] * 1e6:.1f} us, p99 {quantiles[98] * 1e6:.1f} us, max {max(seconds) * 1e6:.1f} us\n"
+    )
+    assert quantiles[98] < CALL_SECONDS
+
+
+def test_a_leak_shows_in_allocated_bytes_long_before_nvml(worker: Any) -> None:
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    gpu = Gpu()
+    slack = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda:0")
+    del slack  # which the allocator keeps, as a server's does after its first requests
+    first, used = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    kept = [torch.empty(128 << 10, dtype=torch.uint8, device="cuda:0") for _ in range(100)]
+    last, later = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
+
+    assert first is not None
+    assert last is not None
+    assert len(kept) == 100
+    assert last["allocated"] - first["allocated"] >= 100 * (128 << 10)
+    assert later - used < 100 * (128 << 10), "the allocator's slack hides it from NVML"
+
+
+def test_no_context_is_made_on_another_card(worker: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this machine has one GPU")
+    pynvml.nvmlInit()
+    other = pynvml.nvmlDeviceGetHandleByIndex(1)
+    before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
+    Gpu().device(worker)
+
+    assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == before
+
+
+COLLIDE: Final = """
+import sys, threading, time
+from types import SimpleNamespace
+import torch
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm_headroom_probe.gpu import Gpu
+torch.cuda.init()
+pool = CuMemAllocator.get_instance()
+model = SimpleNamespace(enable_sleep_mode=sys.argv[1] == "guarded", enable_cumem_allocator=False)
+worker = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model), device=torch.device("cuda", 0))
+def look():
+    gpu = Gpu()
+    while True:
+        if sys.argv[1] == "guarded":
+            gpu.device(worker)
+        else:
+            torch.cuda.memory_stats_as_nested_dict(0)
+threading.Thread(target=look, daemon=True).start()
+ends = time.monotonic() + 20
+while time.monotonic() < ends:
+    with pool.use_memory_pool(tag="weights"):
+        tensors = [torch.empty(64 << 20, dtype=torch.uint8, device="cuda:0") for _ in range(4)]
+    del tensors
+    torch.cuda.empty_cache()
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("how", ["guarded", "unguarded"])
+def test_the_guard_of_the_sleep_pool(how: str, tmp_path: Path) -> None:
+    """With the guard it lives; without it the deadlock is what the guard is for, where it can be shown."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    script = tmp_path / "collide.py"
+    script.write_text(COLLIDE)
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), how], capture_output=True, text=True, check=False, timeout=180
+        )
+        alive = done.stdout.endswith("alive\n")
+        why = done.stderr[-2000:]
+    except subprocess.TimeoutExpired:
+        alive, why = False, "it hangs"
+    sys.stdout.write(f"{how}: {'alive' if alive else why} after {time.monotonic() - began:.0f} s\n")
+
+    assert alive or how == "unguarded", why
+
+
+def test_the_observer_is_called_before_an_out_of_memory_error() -> None:
+    seen: list[tuple[int, int, int, int]] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *what: seen.append(what))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
+
+    assert seen
+    device, asked, total, free = seen[0]
+    assert device == 0
+    assert asked >= 1 << 50
+    assert 0 < free <= total

@@ -1,0 +1,112 @@
+"""Is the probe there, loaded, and does it answer?"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
+from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
+from vllm_headroom.scrape.proc import files as proc_files
+
+NOW = time.time()
+
+
+def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
+    """Write a process's file as its probe does."""
+    report: dict[str, Any] = {
+        "headroom_probe": 1,
+        "t": time.time(),
+        "interval_seconds": 5.0,
+        "pid": pid,
+        "started_at": NOW - 100,
+        "role": role,
+        "vllm": "0.32.0",
+    } | changes
+    (folder / f"{pid}-{int(report['started_at'])}.json").write_text(json.dumps(report))
+
+
+def found(folder: Path, proc: Path | None = None) -> Finding:
+    return examined(proc, PROBE_DIR=str(folder))[Name.PROBE]
+
+
+def test_without_its_folder_it_does_not_apply() -> None:
+    finding = examined()[Name.PROBE]
+
+    assert (finding.state, finding.text) == (State.NOT_APPLICABLE, OFF)
+
+
+def test_it_is_there_and_answers(tmp_path: Path) -> None:
+    write(tmp_path, 7, "engine_core")
+    write(tmp_path, 8, "worker", devices=[{"uuid": "GPU-a", "allocated": 1}])
+    write(tmp_path, 9, "worker")
+
+    finding = found(tmp_path)
+
+    assert (finding.state, finding.text) == (State.OK, "it answers in 1 engine_core, 2 worker of vLLM 0.32.0")
+    assert (finding.details, finding.absent, finding.fixes) == ((), (), ())
+
+
+def test_without_figures_of_torch_it_says_so(tmp_path: Path) -> None:
+    write(tmp_path, 7, "engine_core")
+
+    assert found(tmp_path).details == (NO_GPU,)
+
+
+def test_a_folder_in_which_nobody_has_written_is_missing_the_probe(tmp_path: Path) -> None:
+    finding = found(tmp_path)
+
+    assert finding.state is State.MISSING
+    assert finding.text.startswith(f"no probe has written into {tmp_path}")
+    assert finding.absent == FROM_PROBE
+    assert "  - {name: PYTHONPATH, value: /opt/headroom-probe}" in lines(finding)
+
+
+def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
+    finding = found(tmp_path / "nowhere")
+
+    assert finding.state is State.MISSING
+    assert "cannot be read (No such file or directory)" in finding.text
+
+
+def test_what_wrote_long_ago_is_no_answer(tmp_path: Path) -> None:
+    write(tmp_path, 7, "engine_core", t=NOW - 3600)
+
+    finding = found(tmp_path)
+
+    assert finding.state is State.MISSING
+    assert finding.text.startswith("none of vLLM's processes writes now")
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> None:
+    write(tmp_path, 7, "worker", stopped="/run/headroom-probe: No space left on device")
+    if others:
+        write(tmp_path, 8, "engine_core")
+
+    finding = found(tmp_path)
+
+    assert finding.state is State.MISSING
+    assert finding.details == (
+        "worker (pid 7 of its container) has stopped: /run/headroom-probe: No space left on device",
+    )
+    assert finding.text.startswith("it answers in 1 engine_core" if others else "none of vLLM's processes writes")
+
+
+def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm: Vllm) -> None:
+    (tmp_path / "files").mkdir()
+    tree = proc(tmp_path, vllm)
+    entry = proc_files.entry(tree, 4426)
+    assert entry is not None
+    began = proc_files.boot_time_seconds(tree) + entry.started_seconds
+    write(tmp_path / "files", 7, "engine_core", t=NOW - 3600, started_at=began)
+
+    finding = found(tmp_path / "files", tree)
+
+    assert finding.state is State.MISSING
+    assert finding.text == "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"

@@ -1,0 +1,91 @@
+"""Host memory before a start: the container's, and the machine's where a GPU works on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fakes.cgroups import V2Tree
+from tests.fakes.nvml.library import GIB, FakeGpu
+from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
+from vllm_headroom.commands.preflight.budget import Ask
+from vllm_headroom.commands.preflight.finding import Kind
+from vllm_headroom.commands.preflight.text import document
+from vllm_headroom.commands.verdict import Verdict
+
+OWN_PID = 9999
+
+
+def meminfo(preflight: Preflight, *, total_gib: int, available_gib: int) -> None:
+    total, available = total_gib << 20, available_gib << 20
+    (preflight.tree.path / "meminfo").write_text(f"MemTotal: {total} kB\nMemAvailable: {available} kB\n")
+
+
+def contained(preflight: Preflight, *, used_gib: int, file_gib: int, limit_gib: int | None) -> None:
+    meminfo(preflight, total_gib=512, available_gib=400)
+    limit = None if limit_gib is None else limit_gib * GIB
+    tree = V2Tree(preflight.folder / "cgroup", preflight.tree.path)
+    tree.add("pod/vllm", pids=(OWN_PID,), limit=limit, used=used_gib * GIB, file=file_gib * GIB)
+
+
+def test_a_container_that_is_full_of_page_cache_has_room(preflight: Preflight) -> None:
+    contained(preflight, used_gib=32, file_gib=31, limit_gib=32)
+
+    report = preflight.report()
+
+    assert report.verdict is Verdict.GOOD
+    assert document(report)["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
+
+
+def test_a_container_without_room_for_vllms_processes_is_no_go(preflight: Preflight) -> None:
+    contained(preflight, used_gib=31, file_gib=0, limit_gib=32)
+
+    found = only(preflight.report())
+
+    assert found.kind is Kind.HOST
+    assert found.text == (
+        "1.00 GiB of 32.00 GiB of host memory are left, and vLLM's server, core and workers hold 1.80 GiB or more: the"
+        " kernel would kill it while it starts"
+    )
+    assert preflight.report(ignored=(Kind.HOST,)).verdict is Verdict.GOOD
+
+
+def test_more_workers_need_more(preflight: Preflight) -> None:
+    contained(preflight, used_gib=30, file_gib=0, limit_gib=32)
+
+    assert preflight.report().verdict is Verdict.GOOD
+    parallel = Ask(utilization_ratio=0.9, tensor_parallel_size=4)
+    assert [each.kind for each in preflight.report(parallel).findings if each.kind is Kind.HOST] == [Kind.HOST]
+
+
+def test_nothing_is_said_where_nothing_is_known(preflight: Preflight) -> None:
+    assert document(preflight.report())["host"] is None
+
+
+@pytest.fixture
+def unified(preflight: Preflight) -> Preflight:
+    preflight.nvml.gpus[0] = FakeGpu(uuid="GPU-0", name="NVIDIA GB10", total_bytes=None)
+    preflight.nvml.write()
+    return preflight
+
+
+def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Preflight) -> None:
+    meminfo(unified, total_gib=120, available_gib=116)
+
+    found = only(unified.report(DEFAULT))
+
+    assert found.kind is Kind.HOST
+    assert found.text == (
+        "this GPU works on the machine's memory, and vLLM would leave 5.00 GiB of it to the system and to its own"
+        " processes: 8.00 GiB are the least, or it swaps and hangs"
+    )
+    assert found.fix == "start with --gpu-memory-utilization 0.89; or --ignore host"
+    assert unified.report(Ask(utilization_ratio=0.89)).verdict is Verdict.GOOD
+
+
+def test_a_machine_of_one_memory_with_too_little_available_is_no_go_like_a_card(unified: Preflight) -> None:
+    meminfo(unified, total_gib=120, available_gib=60)
+
+    found = only(unified.report(DEFAULT))
+
+    assert found.kind is Kind.MEMORY
+    assert found.may_pass

@@ -1,0 +1,109 @@
+"""What `probe install` leaves is what vLLM finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from vllm_headroom.commands.probe.command import COMMAND
+from vllm_headroom.commands.probe.install import ENTRY_POINTS, install
+
+GROUP: Final = "all(group='vllm.general_plugins')"
+REPOSITORY: Final = Path(__file__).parents[4]
+PROJECT: Final = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+
+
+def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", "probe", *words],
+        env=own | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_python_with_the_folder_on_its_path_finds_the_entry_point(tmp_path: Path) -> None:
+    install(tmp_path)
+    code = (
+        f"from importlib.metadata import entry_points as all; print([(p.name, p.load().__module__) for p in {GROUP}])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    assert out == "[('headroom_probe', 'vllm_headroom_probe')]\n"
+
+
+def test_the_entry_point_is_the_one_of_the_distribution() -> None:
+    ((name, value),) = PROJECT["project"]["entry-points"]["vllm.general_plugins"].items()
+
+    assert f"[vllm.general_plugins]\n{name} = {value}\n" == ENTRY_POINTS
+    assert "src/vllm_headroom_probe" in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+
+
+def test_an_older_probe_is_replaced_and_what_else_is_there_stays(tmp_path: Path) -> None:
+    old = tmp_path / "vllm_headroom_probe-0.0.1.dist-info"
+    old.mkdir()
+    (tmp_path / "vllm_headroom_probe").mkdir()
+    (tmp_path / "vllm_headroom_probe" / "gone.py").touch()
+    (tmp_path / "another.py").touch()
+
+    first, second = install(tmp_path), install(tmp_path)
+
+    assert first == second
+    assert {path.name for path in tmp_path.iterdir()} == {*first, "another.py"}
+    assert not (tmp_path / "vllm_headroom_probe" / "gone.py").exists()
+
+
+def test_everybody_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        install(tmp_path / "deep" / "site")
+    finally:
+        os.umask(before)
+
+    installed = list((tmp_path / "deep" / "site").rglob("*"))
+    assert len(installed) > 5
+    assert {path.stat().st_mode & 0o777 for path in installed} == {0o755, 0o644}
+
+
+def test_the_command_says_what_to_set(tmp_path: Path) -> None:
+    told, printed = command("install", str(tmp_path)), command("install", "--json", str(tmp_path))
+
+    assert (told.returncode, told.stderr) == (0, "")
+    assert f"  PYTHONPATH={tmp_path}\n" in told.stdout
+    assert json.loads(printed.stdout)["folder"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("install", "/proc/here"), "vllm-headroom probe: /proc/here: No such file or directory"),
+        (("install",), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
+        ((), "vllm-headroom probe: needs one of: install FOLDER, record --for DURATION"),
+        (("remove", "x"), "vllm-headroom probe: ACTION: got 'remove', accepts install or record"),
+    ],
+)
+def test_what_cannot_be_done_is_told(words: tuple[str, ...], why: str) -> None:
+    done = command(*words)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == why
+
+
+def test_the_command_has_an_answer_for_scripts() -> None:
+    assert COMMAND.document is not None

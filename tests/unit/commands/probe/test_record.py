@@ -1,0 +1,170 @@
+"""`probe record` over a vLLM of processes that leak on purpose: who did it, by file and line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.process import eventually
+from tests.unit.probe.running import INSIDE, Vllm, vllm
+from vllm_headroom.commands.probe import record as asking
+from vllm_headroom.commands.probe.answer import Answer, parse_answer
+from vllm_headroom.commands.probe.install import install
+from vllm_headroom.commands.probe.record import record
+from vllm_headroom.commands.probe.report import document, text
+from vllm_headroom.trace.errors import BadInput
+
+ENGINE: Final = INSIDE / "vllm" / "engine.py"
+LINE: Final = 1 + ENGINE.read_text().splitlines().index("                kept.append(bytearray(12_800))")
+
+
+@pytest.fixture
+def leaking(tmp_path: Path) -> Iterator[Vllm]:
+    install(tmp_path / "site")
+    (tmp_path / "files").mkdir()
+    with vllm(tmp_path / "site", tmp_path / "files", FAKE_LEAK="1") as running:
+        running.reports_of("EngineCore", "VllmWorker-0")
+        eventually(lambda: len(running.reports()) == 3, "the API server reports too")
+        yield running
+
+
+def command(*words: str, **environ: str) -> subprocess.Popen[str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_headroom", "probe", *words],
+        env=own | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_file_and_the_line_that_leak_are_named(leaking: Vllm) -> None:
+    done = command("record", "--for", "2s", "--json", HEADROOM_PROBE_DIR=str(leaking.folder))
+    out, said = done.communicate(timeout=120)
+
+    assert (done.returncode, said) == (0, "3 processes record for 2 s\n")
+    processes = json.loads(out)["processes"]
+    assert sorted(each["role"] for each in processes) == ["api_server", "engine_core", "worker"]
+    assert [each["problem"] for each in processes] == [None] * 3
+    (core,) = (each for each in processes if each["role"] == "engine_core")
+    worst = core["host"][0]
+    assert worst["stack"][0] == f"{ENGINE}:{LINE}"
+    assert worst["bytes"] >= worst["count"] // 2 * 12_800 > 0, "each an object and its memory"
+    assert core["cost"]["pause_seconds"] > 0
+    assert core["cost"]["memory_bytes"] > 0
+    assert not (leaking.folder / "record.json").exists()
+
+
+def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(leaking: Vllm) -> None:
+    first = command("record", "--for", "1h", HEADROOM_PROBE_DIR=str(leaking.folder))
+    eventually((leaking.folder / "record.json").exists, "it asks")
+    second = command("record", "--for", "1s", HEADROOM_PROBE_DIR=str(leaking.folder))
+    _, said = second.communicate(timeout=120)
+
+    assert second.returncode == 2
+    assert said == f"vllm-headroom probe: {leaking.folder}/record.json is another recording's, which is running\n"
+    first.kill()
+    first.communicate()
+    long_ago = time.time() - 120
+    os.utime(leaking.folder / "record.json", (long_ago, long_ago))
+    recorded = asyncio.run(record(leaking.folder, 0.5, lambda _: None))
+    assert all(isinstance(answer, Answer) for _, answer in recorded.answers)
+
+
+def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ANSWER_SECONDS", 3.0)
+
+    def kill(_: str) -> None:
+        leaking.process.kill()
+
+    recorded = asyncio.run(record(leaking.folder, 0.5, kill))
+    told = {str(process.role): answer for process, answer in recorded.answers}
+    assert told["api_server"] is None
+    assert [each["problem"] for each in document(recorded)["processes"] if each["role"] == "api_server"] == [
+        "no answer"
+    ]
+    assert any(line.endswith(": no answer") for line in text(recorded))
+
+
+def test_without_a_probe_there_is_nothing_to_record(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=f"no probe has written into {tmp_path}"):
+        asyncio.run(record(tmp_path, 1, lambda _: None))
+    with pytest.raises(BadInput, match="cannot be read"):
+        asyncio.run(record(tmp_path / "nowhere", 1, lambda _: None))
+
+
+def test_probes_that_wrote_long_ago_are_not_asked(leaking: Vllm) -> None:
+    leaking.process.kill()
+    leaking.process.wait(30)
+    for path in leaking.folder.glob("*-*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"t": 1.0}))
+    eventually(lambda: _alone(leaking.folder), "nobody writes any more")
+
+    with pytest.raises(BadInput, match="vLLM is down, or its probes have stopped"):
+        asyncio.run(record(leaking.folder, 1, lambda _: None))
+
+
+def _alone(folder: Path) -> bool:
+    for path in folder.glob("*-*.json"):
+        if json.loads(path.read_text())["t"] != 1.0:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"t": 1.0}))
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("record",), "needs one of: install FOLDER, record --for DURATION"),
+        (("record", "--for", "2h"), "--for: got '2h', accepts a duration above 0, at most an hour, such as 90s or 10m"),
+        (("record", "--for", "1m"), "HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory"),
+    ],
+)
+def test_what_cannot_be_recorded_is_told(words: tuple[str, ...], why: str) -> None:
+    done = command(*words)
+    _, said = done.communicate(timeout=60)
+
+    assert (done.returncode, said) == (2, f"vllm-headroom probe: {why}\n")
+
+
+GOOD: Final[dict[str, Any]] = {
+    "headroom_record": 1,
+    "id": "a",
+    "host": [{"bytes": 5, "count": 1, "stack": ["x.py:1"]}],
+    "cost": {"pause_seconds": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        (b"[1]", None),
+        (b'{"headroom_record": 2}', None),
+        (json.dumps(GOOD | {"id": "b"}).encode(), None),
+        (b"{", "not JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (json.dumps(GOOD | {"host": [{"stack": ["a\x1b[1m"]}]}).encode(), "host[0].stack: got ['a\\x1b[1m'], accepts"),
+        (json.dumps(GOOD | {"cost": 5}).encode(), "cost: got 5, accepts an object or null"),
+        (json.dumps(GOOD | {"note": "\n"}).encode(), "note: got '\\n', accepts text without control characters"),
+    ],
+)
+def test_an_answer_that_is_none_or_hostile_is_not_shown(content: bytes, answer: str | None) -> None:
+    found = parse_answer(content, "a")
+
+    assert found is None if answer is None else str(found).startswith(answer)
+
+
+def test_more_stacks_than_any_probe_gives_are_left_out() -> None:
+    found = parse_answer(json.dumps(GOOD | {"host": GOOD["host"] * 500}).encode(), "a")
+
+    assert isinstance(found, Answer)
+    assert len(found.host) == 20

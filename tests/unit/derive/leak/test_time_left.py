@@ -1,0 +1,96 @@
+"""How long is left, when memory comes and goes on top of a leak; and when an alarm of large steps ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, leak, readings, segments
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Track, Verdict
+from vllm_headroom.derive.leak.track import observe
+
+ROOM = TOTAL - BASE
+HEIGHT = 800 * MIB
+MINUTE = 60.0
+
+
+def teeth(minutes: float) -> Shape:
+    """Return a leak beneath what a collector lets grow and takes away."""
+    return lambda seconds: leak(2 * seconds) + segments(HEIGHT * (seconds % (minutes * MINUTE)) / (minutes * MINUTE))
+
+
+def busy_hours(seconds: float) -> float:
+    """Return a leak beneath what two busy hours of three take."""
+    return leak(2 * seconds) + (HEIGHT if seconds % (3 * HOUR) < 2 * HOUR else 0.0)
+
+
+def followed(shape: Shape, hours: float) -> Iterator[tuple[float, Track]]:
+    track: Track | None = None
+    for seen in readings(shape, hours):
+        track = observe(track or Track(clock=seen.seconds), seen)
+        yield seen.seconds, track
+
+
+def full(shape: Shape) -> float:
+    """Return the seconds until what is held for the first time leaves no room."""
+    return next(number * STEP for number in range(100_000) if shape(number * STEP) >= ROOM - 100 * MIB)
+
+
+@pytest.mark.parametrize("shape", [teeth(20), teeth(90)], ids=["20 min", "90 min"])
+def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape: Shape) -> None:
+    end = full(shape)
+    told: list[tuple[float, Estimate]] = []
+    for seconds, track in followed(shape, end / HOUR):
+        if track.verdict is Verdict.LEAKING and end - seconds < 1.5 * HOUR:
+            assert track.estimate is not None
+            told.append((end - seconds, track.estimate))
+
+    assert len(told) > 200
+    late = [left for left, found in told if (found.oom_seconds_lower or 0.0) > left]
+    assert len(late) < 0.05 * len(told)
+
+
+def test_the_time_left_does_not_vanish_where_an_hour_gives_back_what_was_held_on_top() -> None:
+    alarmed = [track for _, track in followed(busy_hours, full(busy_hours) / HOUR) if track.verdict is Verdict.LEAKING]
+
+    assert len(alarmed) > 200
+    assert all(track.estimate is not None and track.estimate.oom_seconds is not None for track in alarmed)
+
+
+def test_the_least_time_left_without_swings_is_not_far_below_the_truth() -> None:
+    end = full(leak)
+
+    *_, (seconds, track) = followed(leak, 0.8 * end / HOUR)
+
+    assert track.estimate is not None
+    assert track.estimate.oom_seconds_lower == pytest.approx(end - seconds, rel=0.15)
+
+
+def steps(seconds: float) -> float:
+    return 256 * MIB * int(seconds / (40 * MINUTE))
+
+
+def test_an_alarm_of_large_steps_goes_on_below_what_was_held_for_once() -> None:
+    def once_more(seconds: float) -> float:
+        return steps(seconds) + (1400 * MIB if 9 * HOUR < seconds < 9.5 * HOUR else 0.0)
+
+    verdicts = {seconds: track.verdict for seconds, track in followed(once_more, 14)}
+
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > 9 * HOUR} == {Verdict.LEAKING}
+
+
+def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
+    last = 10 * HOUR
+
+    verdicts = {seconds: track.verdict for seconds, track in followed(lambda at: steps(min(at, last)), 13)}
+
+    assert verdicts[last] is Verdict.LEAKING
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2 * HOUR} == {Verdict.NONE}
+
+
+def test_the_large_steps_of_the_first_hours_are_no_alarm() -> None:
+    quick = {seconds: track.verdict for seconds, track in followed(lambda at: 2 * steps(1.5 * at), 2.9)}
+
+    assert Verdict.LEAKING not in quick.values()
+    assert Verdict.GROWING in quick.values()

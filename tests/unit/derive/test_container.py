@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.samples import failure, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.container import ContainerState, container
+from vllm_headroom.derive.host_memory import host_memory
+from vllm_headroom.model import (
+    Cgroup,
+    EngineProcess,
+    Failure,
+    HostBlock,
+    HostMemory,
+    HostReading,
+    Machine,
+    ProbedProcess,
+    ProbeReadings,
+    ProcessReadings,
+    Shm,
+)
+from vllm_headroom.vocabulary import HostBasis, Role, Source
+
+GIB = 2**30
+SERVER = EngineProcess(
+    pid=20, role=Role.API_SERVER, rss_bytes=9 * GIB, started_at_seconds=1.0, anonymous_bytes=2 * GIB, file_bytes=6 * GIB
+)
+CORE = replace(SERVER, pid=21, role=Role.ENGINE_CORE, anonymous_bytes=3 * GIB)
+CGROUP = Cgroup(identity="a", used_bytes=60 * GIB, cache_bytes=57 * GIB, limit_bytes=64 * GIB, oom_kills=0)
+MACHINE = Machine(total_bytes=512 * GIB, available_bytes=400 * GIB, oom_kills=5)
+
+
+def readings(*engine: EngineProcess, **seen: Any) -> ProcessReadings:
+    return ProcessReadings(
+        engine=engine, visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=MACHINE, **seen)
+    )
+
+
+def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None:
+    return container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
+
+
+def probed(block: HostBlock | None) -> ProbeReadings:
+    """Return what the probe of one process says, beside one that says nothing of the host."""
+    other = ProbedProcess(pid=7, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER)
+    return ProbeReadings(present=(other, replace(other, pid=8, host=block)))
+
+
+def followed(looks: Iterable[ProcessReadings | Failure], limit_bytes: int | None = None) -> list[int | None]:
+    """Return the kills known after each look."""
+    state, kills = ContainerState(), []
+    for look in looks:
+        state, seen = container(state, look, limit_bytes=limit_bytes)
+        kills.append(None if seen is None else seen.oom_kills)
+    return kills
+
+
+def test_a_cgroup_tells_what_counts_against_its_limit() -> None:
+    assert host(readings(SERVER, cgroup=CGROUP)) == HostMemory(
+        basis=HostBasis.CGROUP, used_bytes=3 * GIB, limit_bytes=64 * GIB, oom_kills=0
+    )
+
+
+def test_a_page_cache_that_fills_95_percent_is_no_pressure() -> None:
+    seen = host(readings(SERVER, cgroup=replace(CGROUP, used_bytes=64 * GIB, cache_bytes=61 * GIB)))
+
+    assert seen is not None
+    assert seen.room_bytes == 61 * GIB
+
+
+def test_a_cgroup_without_a_limit_takes_the_machines() -> None:
+    assert host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None, oom_kills=None))) == HostMemory(
+        basis=HostBasis.MACHINE, used_bytes=112 * GIB, limit_bytes=512 * GIB
+    )
+
+
+def test_a_cgroup_without_a_limit_has_the_one_that_the_operator_tells() -> None:
+    seen = host(readings(SERVER, cgroup=replace(CGROUP, limit_bytes=None)), limit_bytes=32 * GIB)
+
+    assert seen is not None
+    assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.CGROUP, 3 * GIB, 32 * GIB)
+
+
+def test_the_kernels_limit_comes_before_what_was_told() -> None:
+    seen = host(readings(SERVER, cgroup=CGROUP), limit_bytes=32 * GIB)
+
+    assert seen is not None
+    assert seen.limit_bytes == 64 * GIB
+
+
+def test_without_the_tree_the_probe_tells() -> None:
+    told = HostBlock(used_bytes=40 * GIB, file_bytes=30 * GIB, shm_used_bytes=GIB, shm_limit_bytes=2 * GIB)
+
+    seen = host(readings(SERVER), probe=probed(told), limit_bytes=48 * GIB)
+
+    assert seen is not None
+    assert (seen.basis, seen.used_bytes, seen.limit_bytes) == (HostBasis.PROBE, 10 * GIB, 48 * GIB)
+    assert (seen.shm_used_bytes, seen.shm_limit_bytes) == (GIB, 2 * GIB)
+
+
+def test_the_probe_is_enough_where_no_process_can_be_seen() -> None:
+    seen = host(failure(Source.PROCESS), probe=probed(HostBlock(used_bytes=5, limit_bytes=9, oom_kills=2)))
+
+    assert seen == HostMemory(basis=HostBasis.PROBE, used_bytes=5, limit_bytes=9, oom_kills=2)
+
+
+def test_a_probe_that_says_nothing_of_the_host_is_none() -> None:
+    assert host(failure(Source.PROCESS), probe=probed(None)) is None
+    assert host(failure(Source.PROCESS), probe=probed(HostBlock(shm_used_bytes=1))) is None
+
+
+def test_without_both_the_processes_own_memory_and_their_shared_memory_are_summed() -> None:
+    seen = host(readings(SERVER, CORE, shm=Shm(total_bytes=8 * GIB, free_bytes=7 * GIB)), limit_bytes=48 * GIB)
+
+    assert seen == HostMemory(
+        basis=HostBasis.PROCESSES,
+        used_bytes=6 * GIB,
+        limit_bytes=48 * GIB,
+        shm_used_bytes=GIB,
+        shm_limit_bytes=8 * GIB,
+    )
+
+
+def test_a_limit_that_nobody_tells_is_unknown_and_not_the_machines() -> None:
+    seen = host(readings(SERVER, CORE))
+
+    assert seen is not None
+    assert (seen.used_bytes, seen.limit_bytes, seen.room_bytes) == (5 * GIB, None, None)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        readings(),
+        readings(SERVER, replace(CORE, anonymous_bytes=None)),
+        failure(Source.PROCESS),
+    ],
+)
+def test_nothing_is_made_up(seen: ProcessReadings | Failure) -> None:
+    assert host(seen, limit_bytes=48 * GIB) is None
+
+
+def test_kills_in_the_container_are_counted_over_its_ends() -> None:
+    def alive(identity: str, kills: int) -> ProcessReadings:
+        return readings(SERVER, cgroup=replace(CGROUP, identity=identity, oom_kills=kills, cache_bytes=20 * GIB))
+
+    looks: list[ProcessReadings | Failure] = [
+        alive("a", 2),
+        alive("a", 3),
+        failure(Source.PROCESS),
+        alive("a", 3),
+        readings(),
+        alive("b", 0),
+    ]
+
+    assert followed([*looks, alive("b", 1)]) == [2, 3, None, 3, 3, 3, 4]
+
+
+def killed(used_bytes: int, machine_kills: int) -> list[ProcessReadings]:
+    """Return a container that has so much in use and is gone, while the machine killed so many since."""
+    after = replace(MACHINE, oom_kills=5 + machine_kills)
+    return [
+        readings(SERVER, cgroup=replace(CGROUP, used_bytes=used_bytes, cache_bytes=0)),
+        ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("used_gib", "machine_kills", "kills"),
+    [(60, 2, 2), (60, 0, 0), (33, 1, 1), (31, 1, 0)],
+    ids=["killed", "ended", "steeply", "somebody else"],
+)
+def test_a_container_that_went_with_its_count_was_killed_if_it_was_full_and_the_machine_killed(
+    used_gib: int, machine_kills: int, kills: int
+) -> None:
+    assert followed(killed(used_gib * GIB, machine_kills)) == [0, kills]
+
+
+def test_where_no_cgroup_is_seen_the_end_of_the_processes_tells() -> None:
+    after = replace(MACHINE, oom_kills=6)
+    gone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True, host=HostReading(machine=after))
+
+    assert followed([readings(SERVER, CORE), gone], limit_bytes=6 * GIB) == [None, 1]
+    assert followed([readings(SERVER, CORE), gone], limit_bytes=60 * GIB) == [None, None]
+    assert followed([readings(SERVER, CORE), gone]) == [None, None]
+
+
+def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
+    seen = replace(
+        snapshot(processes=(SERVER,)),
+        host=HostMemory(used_bytes=5, limit_bytes=9, shm_used_bytes=0, shm_limit_bytes=4, oom_kills=0),
+    )
+    metrics = (
+        catalog.HOST_MEMORY_USED,
+        catalog.HOST_MEMORY_LIMIT,
+        catalog.HOST_SHM_USED,
+        catalog.HOST_SHM_LIMIT,
+        catalog.HOST_OOM_KILLS,
+    )
+
+    assert [values(host_memory(seen), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
+    unknown = replace(seen, host=HostMemory(used_bytes=5))
+    assert [values(host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
+    assert {sample.metric for sample in host_memory(replace(seen, host=None))} == {catalog.HOST_MEMORY}

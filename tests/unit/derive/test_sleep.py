@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from tests.samples import engine, failure, gpu, page, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.sleep import SETTLED_SECONDS, SleepState, sleep
+from vllm_headroom.model import EnginePage, Failure, Gpu
+from vllm_headroom.vocabulary import Source
+
+
+class Night:
+    """Looks every ten seconds; `residue` is what is said after each."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self._state = SleepState()
+
+    def look(
+        self,
+        held: int | None,
+        *,
+        awake: bool | None = False,
+        started: float = 1.0,
+        engines: EnginePage | Failure | None = None,
+    ) -> float | None:
+        self.at += 10.0
+        told = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
+        seen = snapshot(at=self.at, engines=told, gpus=self.gpus(held))
+        self._state, samples = sleep(self._state, seen)
+        return values(samples, catalog.SLEEP_RESIDUE).get(("0", "GPU-a"))
+
+    def gpus(self, held: int | None) -> tuple[Gpu, ...]:
+        return (gpu(held=held),)
+
+    def slept(self, held: int) -> float | None:
+        """Let it sleep until that has settled."""
+        for _ in range(int(SETTLED_SECONDS / 10)):
+            self.look(held)
+        return self.look(held)
+
+
+def test_what_is_held_a_moment_after_it_fell_asleep_is_the_residue() -> None:
+    night = Night()
+
+    assert night.look(800, awake=True) is None
+    assert [night.look(800), night.look(400), night.look(40), night.look(40)] == [None, None, None, 40]
+
+
+def test_the_last_sleeps_figure_stays_until_the_next_has_settled() -> None:
+    night = Night()
+    night.slept(40)
+
+    assert night.look(800, awake=True) == 40
+    assert [night.look(800), night.look(90), night.look(90), night.look(90)] == [40, 40, 40, 90]
+    assert night.look(95) == 90
+
+
+def test_memory_that_is_taken_up_before_the_page_says_so_is_no_residue() -> None:
+    night = Night()
+    night.slept(40)
+
+    assert night.look(700) == 40
+    assert night.look(800, awake=True) == 40
+
+
+def test_a_page_or_a_gpu_that_cannot_be_read_leaves_it_as_it_was() -> None:
+    night = Night()
+    night.slept(40)
+
+    assert night.look(40, engines=failure(Source.ENGINE)) == 40
+    assert night.look(None) == 40
+
+
+def test_another_life_has_not_slept_yet() -> None:
+    night = Night()
+    night.slept(40)
+
+    assert night.look(800, awake=True, started=2.0) is None
+    assert night.look(50, started=2.0) is None
+
+
+def test_an_engine_that_does_not_say_whether_it_sleeps_has_no_residue() -> None:
+    night = Night()
+
+    assert [night.look(800, awake=None) for _ in range(9)] == [None] * 9

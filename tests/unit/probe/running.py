@@ -1,0 +1,78 @@
+"""Processes of a fake vLLM with the real probe in them, installed as an operator installs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.process import eventually
+
+INSIDE: Final = Path(__file__).parents[2] / "fakes" / "inside"
+SPOILING: Final = INSIDE.parent / "spoiling"
+EACH_SECONDS: Final = "0.02"
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A running fake: its first process, its log and the probe's folder."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    folder: Path
+
+    def reports(self) -> list[Document]:
+        """Return what is in the folder, by role and name."""
+        found = [json.loads(path.read_text()) for path in self.folder.glob("*-*[0-9].json")]
+        return sorted(found, key=lambda each: (each["role"], each["process_name"]))
+
+    def reports_of(self, *names: str) -> dict[str, Document]:
+        """Wait for the processes of these names and return what they know, once vLLM has told them all."""
+
+        def complete() -> dict[str, Document] | None:
+            found = {each["process_name"]: each for each in self.reports() if each["role"] != "api_server"}
+            whole = all(each["scheduler"] or each["parts"] for each in found.values())
+            return found if whole and set(names) <= set(found) else None
+
+        return eventually(complete, f"{', '.join(names)} report; the log says {self.log.read_text()}")
+
+    def serves(self) -> bool:
+        return b"serves" in self.log.read_bytes() and self.process.poll() is None
+
+
+def environment(site: Path, folder: Path | None, **more: str) -> dict[str, str]:
+    """Return vLLM's environment; `folder` None is one in which nobody asked for the probe."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("HEADROOM_")}
+    asked = {} if folder is None else {"HEADROOM_PROBE_DIR": str(folder)}
+    return own | asked | {"PYTHONPATH": f"{site}:{INSIDE}", "FAKE_INTERVAL_SECONDS": EACH_SECONDS} | more
+
+
+@contextmanager
+def vllm(
+    site: Path, folder: Path, *arguments: str, asked: bool = True, within: tuple[str, ...] = (), **more: str
+) -> Iterator[Vllm]:
+    """Run the fake, and its processes, until the test has ended; `within` is a command that runs it."""
+    log = site.parent / f"log-{folder.name}"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [*within, sys.executable, "-P", "-m", "vllm.serve", *arguments],
+            env=environment(site, folder if asked else None, **more),
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    running = Vllm(process=process, log=log, folder=folder)
+    try:
+        eventually(lambda: running.serves() or process.poll() is not None, "the fake serves")
+        yield running
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)

@@ -1,0 +1,110 @@
+"""Whatever becomes of the probe and its folder, vLLM serves on: absence, and one line in each process."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process import eventually
+from tests.unit.probe.running import INSIDE, SPOILING, Vllm, environment, vllm
+
+MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+needs_mounts = pytest.mark.skipif(not MOUNTS, reason="unshare cannot make a mount namespace here")
+
+
+def lines(running: Vllm) -> list[str]:
+    """Return what the probe has said."""
+    return [line for line in running.log.read_text().splitlines() if "headroom" in line]
+
+
+def tells(running: Vllm, what: str, processes: int) -> list[str]:
+    return eventually(
+        lambda: found if len(found := [line for line in lines(running) if what in line]) >= processes else None,
+        f"{what} in the log: {running.log.read_text()}",
+    )
+
+
+BEGINS = "begin __init__ start search _watch_for_ooms"
+"""What it takes for the thread to begin; each further name lets the thread come a step further before it raises."""
+
+
+@pytest.mark.parametrize("start", ["spawn", "fork"])
+@pytest.mark.parametrize(
+    ("spared", "said"),
+    [
+        ("", "it did not start, vLLM does"),
+        (BEGINS, "SpoiledError"),
+        (f"{BEGINS} _run _stop _give_up", "stopped for good: SpoiledError"),
+        (f"{BEGINS} _run _stop _give_up _tick _look _identity", "stopped for good: SpoiledError"),
+    ],
+)
+def test_a_probe_that_raises_wherever_it_can(site: Path, folder: Path, start: str, spared: str, said: str) -> None:
+    path = f"{SPOILING}:{site}:{INSIDE}"
+    with vllm(site, folder, "--start", start, PYTHONPATH=path, SPOILING_SPARES=spared) as running:
+        eventually(lambda: said in running.log.read_text(), f"{said} in the log: {running.log.read_text()}")
+
+        assert running.serves()
+        assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there(site: Path, tmp_path: Path) -> None:
+    with vllm(site, tmp_path / "nowhere") as running:
+        said = tells(running, "stopped for good", 3)
+
+        assert set(said) == {f"headroom probe: stopped for good: {tmp_path}/nowhere: No such file or directory"}
+        assert running.serves()
+        assert lines(running) == said
+
+
+def test_a_folder_that_vanishes(site: Path, folder: Path) -> None:
+    with vllm(site, folder) as running:
+        running.reports_of("EngineCore", "VllmWorker-0")
+        eventually(lambda: _removed(folder), "the folder is gone")
+        tells(running, "No such file or directory", 3)
+
+        assert running.serves()
+
+
+def _removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)  # they write meanwhile
+    return not folder.exists()
+
+
+@needs_mounts
+@pytest.mark.parametrize(
+    ("options", "why"), [("size=4k", "No space left on device"), ("size=64k,ro", "Read-only file system")]
+)
+def test_a_folder_that_takes_no_more(site: Path, folder: Path, options: str, why: str) -> None:
+    mount = f'mount -t tmpfs -o {options} probe {folder} && exec "$@"'
+    with vllm(site, folder, within=("unshare", "-rm", "sh", "-c", mount, "sh")) as running:
+        said = tells(running, why, 2)  # one process may have the one page of the full one to itself
+
+        assert all(line.startswith(f"headroom probe: stopped for good: {folder}") for line in said)
+        assert running.serves()
+        kept = Path(f"/proc/{running.process.pid}/root{folder}")
+        assert not list(kept.glob(".*")), "nothing unfinished is left"
+
+
+def test_a_vllm_that_is_too_old_is_left_alone(site: Path, folder: Path) -> None:
+    code = (
+        "import vllm; vllm.__version__ = '0.8.5.post2'; from vllm.plugins import load_general_plugins as load; load();"
+        "import threading; print(threading.active_count())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(site, folder), capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout == "1\n"
+    assert done.stderr == "headroom probe: idle, vLLM 0.8.5.post2 is older than 0.9\n"
+
+
+def test_a_command_that_soon_ends_leaves_nothing(site: Path, folder: Path) -> None:
+    code = "from vllm.plugins import load_general_plugins as load; load()"
+    environ = environment(site, folder, FAKE_INTERVAL_SECONDS="5")
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=60)
+
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,168 @@
+"""The limit on the engine's memory, by real cgroups where the machine has them and by a tree of files elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.cgroups import V2Tree, limited
+from tests.fakes.proc_tree import ProcTree
+from tests.fakes.taker import Taker, taking
+from vllm_headroom.model import Cgroup
+from vllm_headroom.scrape.proc.cgroup import cgroup_of
+from vllm_headroom.scrape.proc.host import machine_of
+
+PROC = Path("/proc")
+MIB = 2**20
+GIB = 2**30
+LIMIT = 96 * MIB
+MACHINE = 512 * GIB
+
+
+def cgroup(taker: Taker) -> Cgroup:
+    machine = machine_of(PROC)
+    assert machine is not None
+    seen = cgroup_of(PROC, taker.pid, machine_bytes=machine.total_bytes)
+    assert seen is not None
+    return seen
+
+
+def own(seen: Cgroup) -> int:
+    """Return what cannot be taken back."""
+    return seen.used_bytes - seen.cache_bytes
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    return tmp_path / "vllm"
+
+
+def test_a_process_in_a_real_cgroup_is_seen_against_its_limit(vllm: Path) -> None:
+    with limited(LIMIT) as folder, taking(folder, vllm) as taker:
+        before = cgroup(taker)
+        taker.asked("hold", 40)
+        after = cgroup(taker)
+
+    assert before.limit_bytes == after.limit_bytes == LIMIT
+    assert 40 * MIB <= own(after) - own(before) < 48 * MIB
+    assert before.identity == after.identity
+    assert after.oom_kills == 0
+
+
+def test_files_of_a_real_process_fill_the_cgroup_and_are_no_pressure(tmp_path: Path, vllm: Path) -> None:
+    file = tmp_path / "weights"
+    file.touch()
+    if subprocess.check_output(["stat", "-f", "-c", "%T", file], text=True).strip() == "tmpfs":
+        pytest.skip("files here lie in memory, which no kernel can take back")
+    with limited(LIMIT) as folder, taking(folder, vllm, file=file) as taker:
+        before = cgroup(taker)
+        taker.asked("fill", 64)  # less than the limit: beyond it the kernel takes back as it likes
+        after = cgroup(taker)
+
+    assert after.used_bytes - before.used_bytes > 32 * MIB
+    assert own(after) < own(before) + 8 * MIB
+
+
+def test_the_kernel_really_kills_and_its_count_is_read(vllm: Path) -> None:
+    with limited(LIMIT) as folder, taking(folder, vllm) as other, taking(folder, vllm) as taker:
+        answers = list(iter(lambda: taker.asked("hold", 20), ""))
+        taker.process.wait(30)
+
+        assert 1 <= len(answers) <= 4
+        assert taker.process.returncode == -9
+        assert cgroup(other).oom_kills == 1
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> ProcTree:
+    folder = tmp_path / "proc"
+    folder.mkdir()
+    tree = ProcTree(folder)
+    tree.add(20, 1, "vllm", "serve")
+    return tree
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, proc: ProcTree) -> V2Tree:
+    return V2Tree(tmp_path / "cgroup", proc.path)
+
+
+def seen(proc: ProcTree) -> Cgroup | None:
+    return cgroup_of(proc.path, 20, machine_bytes=MACHINE)
+
+
+def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) -> None:
+    folder = cgroups.add("system.slice/vllm.service", pids=(20,), limit=64 * GIB, used=50 * GIB, file=45 * GIB, kills=2)
+
+    assert seen(proc) == Cgroup(
+        identity=f"{folder}:{folder.stat().st_ino}",
+        used_bytes=50 * GIB,
+        cache_bytes=45 * GIB,
+        limit_bytes=64 * GIB,
+        oom_kills=2,
+    )
+
+
+def test_shared_memory_counts_and_what_the_kernel_keeps_of_files_does_not(proc: ProcTree, cgroups: V2Tree) -> None:
+    cgroups.add("vllm", pids=(20,), limit=64 * GIB, used=60 * GIB, file=20 * GIB, shmem=30 * GIB, slab=4 * GIB)
+
+    found = seen(proc)
+
+    assert found is not None
+    assert found.cache_bytes == 24 * GIB
+
+
+def test_the_lowest_limit_above_a_process_is_the_one_that_counts(proc: ProcTree, cgroups: V2Tree) -> None:
+    cgroups.add("pods", limit=200 * GIB, used=90 * GIB)
+    cgroups.add("pods/pod7", limit=60 * GIB, used=41 * GIB)
+    cgroups.add("pods/pod7/vllm", pids=(20,), used=40 * GIB, kills=1)
+
+    found = seen(proc)
+
+    assert found is not None
+    assert (found.limit_bytes, found.used_bytes, found.oom_kills) == (60 * GIB, 41 * GIB, 1)
+
+
+@pytest.mark.parametrize("limit", [None, MACHINE, 2 * MACHINE])
+def test_a_limit_that_the_machine_cannot_reach_is_none(proc: ProcTree, cgroups: V2Tree, limit: int | None) -> None:
+    cgroups.add("vllm", pids=(20,), limit=limit, used=40 * GIB)
+
+    found = seen(proc)
+
+    assert found is not None
+    assert (found.limit_bytes, found.used_bytes) == (None, 40 * GIB)
+
+
+def test_a_new_container_under_an_old_name_is_another(proc: ProcTree, cgroups: V2Tree, tmp_path: Path) -> None:
+    cgroups.add("vllm", pids=(20,)).rename(tmp_path / "gone")
+    cgroups.add("vllm", pids=(20,))
+    new = seen(proc)
+    (cgroups.path / "vllm").rename(tmp_path / "newer")
+    (tmp_path / "gone").rename(cgroups.path / "vllm")
+    old = seen(proc)
+
+    assert old is not None
+    assert new is not None
+    assert old.identity != new.identity
+
+
+def test_a_cgroup_that_another_container_has_is_not_taken_for_a_folder_of_ones_own(
+    proc: ProcTree, cgroups: V2Tree
+) -> None:
+    proc.add(99, 1, "sidecar")
+    cgroups.add("vllm", pids=(99,), limit=GIB)  # of the same name, in the tree of this container
+    (proc.path / "20" / "cgroup").write_text("0::/vllm\n")
+    assert seen(proc) is None
+
+    (proc.path / "20" / "cgroup").write_text("0::/../cri-containerd-7.scope\n")
+    assert seen(proc) is None
+
+
+def test_nothing_is_said_without_the_tree(proc: ProcTree) -> None:
+    assert seen(proc) is None
+    (proc.path / "20" / "cgroup").write_text("0::/vllm\n")
+    assert seen(proc) is None
+    (proc.path / "self" / "mountinfo").write_text("22 1 259:2 / / rw - ext4 /dev/root rw\nno mount\n")
+    assert seen(proc) is None

@@ -1,0 +1,150 @@
+"""What /proc tells of the machine, and a real /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.model import EngineProcess, Machine
+from vllm_headroom.scrape.proc.files import resident_parts
+from vllm_headroom.scrape.proc.host import host_of, machine_of, shm_of
+from vllm_headroom.vocabulary import Role
+
+PROC = Path("/proc")
+SHM = Path("/dev/shm")  # noqa: S108 - the real one
+MIB = 2**20
+MEMINFO = """\
+MemTotal:       125000000 kB
+MemFree:          1000000 kB
+MemAvailable:    70000000 kB
+Buffers:            38336 kB
+SwapTotal:       16000000 kB
+SwapFree:        15000000 kB
+HugePages_Total:       0
+"""
+
+
+def engine(pid: int) -> tuple[EngineProcess, ...]:
+    return (EngineProcess(pid=pid, role=Role.API_SERVER, rss_bytes=1, started_at_seconds=1.0),)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ProcTree:
+    tree = ProcTree(tmp_path)
+    tree.add(20, 1, "vllm", "serve")
+    return tree
+
+
+def test_the_machine_tells_what_is_available_its_swap_and_its_kills(tree: ProcTree) -> None:
+    (tree.path / "meminfo").write_text(MEMINFO)
+    (tree.path / "vmstat").write_text("nr_free_pages 244\noom_kill 3\n")
+
+    assert machine_of(tree.path) == Machine(
+        total_bytes=125_000_000 * 1024,
+        available_bytes=70_000_000 * 1024,
+        swap_bytes=16_000_000 * 1024,
+        swap_free_bytes=15_000_000 * 1024,
+        oom_kills=3,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "MemTotal: 5 kB\n", "MemTotal: 5 kB\nMemAvailable: much kB\n"])
+def test_a_machine_that_does_not_tell_is_unknown(tree: ProcTree, text: str) -> None:
+    assert machine_of(tree.path) is None
+    (tree.path / "meminfo").write_text(text)
+    assert machine_of(tree.path) is None
+
+
+def test_kills_that_the_kernel_does_not_count_are_unknown(tree: ProcTree) -> None:
+    (tree.path / "meminfo").write_text(MEMINFO)
+
+    machine = machine_of(tree.path)
+
+    assert machine is not None
+    assert machine.oom_kills is None
+
+
+def test_this_machine_is_read() -> None:
+    machine = machine_of(PROC)
+
+    assert machine is not None
+    assert 0 < machine.available_bytes < machine.total_bytes
+    assert machine.oom_kills is not None
+
+
+def test_the_real_shared_memory_of_a_process_is_seen_to_fill() -> None:
+    file = SHM / f"headroom-test-{os.getpid()}"
+    before = host_of(PROC, engine(os.getpid())).shm
+    try:
+        file.write_bytes(b"x" * (8 * MIB))
+        after = host_of(PROC, engine(os.getpid())).shm
+    finally:
+        file.unlink()
+
+    assert before is not None
+    assert after is not None
+    assert after.total_bytes == before.total_bytes
+    assert after.used_bytes >= 8 * MIB
+
+
+def test_a_shared_memory_of_its_own_is_read_through_the_processs_root(tree: ProcTree, tmp_path: Path) -> None:
+    """Its size is that of the file system below the root that /proc shows, whatever this process has."""
+    own = tmp_path / "own" / "dev" / "shm"
+    own.mkdir(parents=True)
+    (tree.path / "20" / "root").symlink_to(tmp_path / "own")
+
+    assert host_of(tree.path, engine(20)).shm == shm_of(own) != shm_of(SHM)
+
+
+@pytest.mark.parametrize(("device", "same"), [("{}:{}", True), ("0:9999", False)])
+def test_where_its_root_is_closed_the_same_device_is_the_same_shared_memory(
+    tree: ProcTree,
+    device: str,
+    same: bool,  # noqa: FBT001 - a case's expectation
+) -> None:
+    here = SHM.stat().st_dev
+    number = device.format(os.major(here), os.minor(here))
+    (tree.path / "20" / "mountinfo").write_text(f"25 24 {number} / /dev/shm rw,relatime - tmpfs tmpfs rw\n")
+
+    assert (host_of(tree.path, engine(20)).shm is not None) is same
+
+
+def test_no_process_has_no_container_and_no_shared_memory(tree: ProcTree) -> None:
+    (tree.path / "meminfo").write_text(MEMINFO)
+
+    seen = host_of(tree.path, ())
+
+    assert (seen.cgroup, seen.shm) == (None, None)
+    assert seen.machine is not None
+
+
+def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"w" * (32 * MIB))
+    program = (
+        "import mmap, sys; held = b'x' * (16 * 2**20); file = open(sys.argv[1], 'rb');"
+        " mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ); sum(mapped[::4096]);"
+        " print('mapped', flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program, str(weights)], stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        anonymous, file = resident_parts(PROC, process.pid)
+        process.kill()
+
+    assert file is not None
+    assert anonymous is not None
+    assert file >= 32 * MIB
+    assert 16 * MIB <= anonymous < 40 * MIB
+
+
+def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
+    assert resident_parts(tree.path, 20) == (None, None)
+    (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\n")
+    assert resident_parts(tree.path, 20) == (None, None)
