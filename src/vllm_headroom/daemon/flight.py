@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import structlog
 
-from vllm_headroom.daemon.known import known
+from vllm_headroom.daemon.known import known, ooms
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
@@ -77,6 +77,7 @@ class Flight:
         self._served = False
         self._incident: Incident | None = None
         self._xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
+        self._ooms: list[dict[str, Any]] = []
         self._counted: dict[tuple[str, int], int] | None = None
         self._problem: str | None = None
 
@@ -91,6 +92,7 @@ class Flight:
         if self._written is None:
             await self._try(self._look_back)
         self._note_xids(snapshot)
+        self._ooms = ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
         if event is not None:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
@@ -146,6 +148,7 @@ class Flight:
             "events": list(incident.events),
             "before": dict(incident.before),
             "xids": [each for each in self._xids if each["t"] >= earliest],
+            "ooms": [each for each in self._ooms if each["t"] >= earliest],
             "log": list(self._lines()),
         }
 

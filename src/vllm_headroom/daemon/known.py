@@ -41,6 +41,23 @@ def known(snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sam
     }
 
 
+def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the newest OutOfMemoryError of each process that the probe tells of, also of those that have ended."""
+    probe = snapshot.probe
+    if probe is None or isinstance(probe, Failure):
+        return []
+    return [
+        {
+            "t": round(each.oom.at_seconds, 3),
+            "uuid": each.oom.uuid,
+            "asked": each.oom.asked_bytes,
+            "free": each.oom.free_bytes,
+        }
+        for each in (*probe.present, *probe.silent, *probe.others)
+        if each.oom is not None
+    ]
+
+
 def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
     figures = {_name(metric): values.value(metric, gpu, uuid) for metric in FIGURES}
     finite = {name: value for name, value in figures.items() if value is not None and isfinite(value)}

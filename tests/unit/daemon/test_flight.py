@@ -23,13 +23,14 @@ from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
 from vllm_headroom.trace.read import recorded
 from vllm_headroom.trace.write import line, record_of
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import Level, Role
 
 FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
 BEGAN = 1_760_000_000.0
@@ -185,6 +186,21 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 
     (xid,) = header(the_incident(tmp_path))["xids"]
     assert (xid["uuid"], xid["xid"]) == ("GPU-a", 79)
+
+
+def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    raised = [OomRecord(at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3) for at in (9.0, -2000.0)]
+    left = tuple(
+        ProbedProcess(
+            pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
+        )
+        for pid, oom in enumerate(raised)
+    )
+    step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
+    died(subject, watch)
+
+    assert header(the_incident(tmp_path))["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
 
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:

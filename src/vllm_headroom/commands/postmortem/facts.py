@@ -88,8 +88,8 @@ class Facts:
 
     `served` is whether it ever did, `hung` for how long nothing had moved, `answered` whether its page still came.
     `broken` is whether a process without which it serves nobody went before the rest. `idle_seconds` is for how long
-    nothing had run or waited when the page was last seen; None where something did, or that is not known. `xids` are
-    of the quarter of an hour before.
+    nothing had run or waited when the page was last seen; None where something did, or that is not known. `xids` and
+    `ooms` are of the quarter of an hour before.
     """
 
     what: What
@@ -106,6 +106,7 @@ class Facts:
     usual_running: float | None = None
     gpus: tuple[GpuFacts, ...] = ()
     xids: tuple[int, ...] = ()
+    ooms: tuple[str, ...] = ()
 
     @property
     def running(self) -> float | None:

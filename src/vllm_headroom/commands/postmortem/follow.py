@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_xids
+from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_xids
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import OneLife, is_broken
@@ -128,6 +128,7 @@ class Follower:
             usual_running=median(usual) if usual else None,
             gpus=tuple(self._gpu(uuid, looks, now) for uuid, looks in self._gpus.items()),
             xids=header_xids(self._known),
+            ooms=header_ooms(self._known),
         )
 
     def _gpu(self, uuid: str, looks: Looks, now: float) -> GpuFacts:

@@ -66,6 +66,14 @@ def header_xids(known: Known | None) -> tuple[int, ...]:
     return tuple(each["xid"] for each in records(known, "xids") if isinstance(each.get("xid"), int))
 
 
+def header_ooms(known: Known | None) -> tuple[str, ...]:
+    """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
+    return tuple(
+        f"torch raised OutOfMemoryError on {each.get('uuid')}: {each.get('asked')} B asked, {each.get('free')} B free"
+        for each in records(known, "ooms")
+    )
+
+
 def sentences(known: Known | None) -> tuple[str, ...]:
     """Return the verdicts then."""
     return tuple(str(each["sentence"]) for each in records(before(known), "verdicts") if each.get("sentence"))

@@ -34,6 +34,7 @@ class Engine:
         self.samples: list[Record] = []
         self.held = int(rng.uniform(69, 75) * GIB)
         self.other, self.peak = 0, 0
+        self.oom_kills, self.is_killed = 0, False
         self.running = float(rng.randint(4, 60))
         self.finished, self.started = 1000.0, BEGAN - 4000
         self.roles: tuple[str, ...] = ("api_server", "engine_core", "worker")
@@ -78,12 +79,14 @@ class Engine:
                 "gpus": [gpu],
                 "engines": [engine] if self.has_page and not failed else None,
                 "processes": processes if self.sees_processes else None,
+                "host": {"used": 20 * GIB, "limit": 64 * GIB, "oom_kills": self.oom_kills},
             }
         )
 
     def end(self) -> None:
         """Be gone at once, with all that it held."""
         self.has_page, self.roles, self.held, self.peak = False, (), 0, 0
+        self.oom_kills += int(self.is_killed)
 
     def afterwards(self) -> None:
         """Stay away, and perhaps come back."""
@@ -154,7 +157,9 @@ def neighbour(rng: Random) -> Iterator[Engine]:
 
 
 def killed(rng: Random) -> Iterator[Engine]:
-    yield Engine(rng)
+    engine = Engine(rng)
+    engine.is_killed = True
+    yield engine
 
 
 def never_fitted(rng: Random) -> Iterator[Engine]:
@@ -227,13 +232,13 @@ ALL: Final[dict[Callable[[Random], Iterator[Engine]], Cause]] = {
 
 
 def scene(make: Callable[[Random], Iterator[Engine]], seed: int) -> Scene:
-    """Return an incident; every second one has the header of the daemon that saw it, a kill always."""
+    """Return an incident; every second one has the header of the daemon that saw it."""
     rng = Random(f"{make.__name__} {seed}")  # noqa: S311 - scenes, not secrets
     engine = next(make(rng))
     ends = engine.now + 5
     engine.afterwards()
     header: Record | None = None
-    if seed % 2 or make is killed:
+    if seed % 2:
         reason = "oom_killed" if make is killed else "gone"
         header = {"t": ends, "what": "ended", "reason": reason}
         if make is leak:

@@ -18,7 +18,7 @@ FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 def crash(facts: Facts) -> Finding | None:
     """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
     stalled = facts.what is What.STALLED and not facts.broken
-    if facts.full is not None or stalled or (facts.hung_seconds is not None and not facts.xids):
+    if facts.full is not None or facts.ooms or stalled or (facts.hung_seconds is not None and not facts.xids):
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes

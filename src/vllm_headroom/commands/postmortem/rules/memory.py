@@ -91,7 +91,12 @@ def _ran_out(facts: Facts) -> GpuFacts | None:
 
 def _perhaps(facts: Facts) -> Finding | None:
     gpu = facts.worst
-    if facts.what is not What.ENDED or not facts.served or not facts.running or gpu is None:
+    if facts.what is not What.ENDED or not facts.served:
+        return None
+    if facts.ooms:
+        text = "Out of GPU memory in a burst: torch was refused what it asked for."
+        return Finding(cause=Cause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+    if not facts.running or gpu is None:
         return None
     if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
         return None
