@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import Choice, engine_roots, served_port
+from vllm_headroom.scrape.proc.roots import Choice, engine_roots
+from vllm_headroom.scrape.proc.servers import served_port
 
 PORT = 8000
 Tree = dict[int, ProcEntry]
