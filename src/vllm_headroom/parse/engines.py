@@ -61,8 +61,7 @@ def _owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sampl
             (sample.labels.get(profile.model_label, ""), sample.labels.get(profile.engine_label, "")),
         )
         for sample in samples
-        if (sample.name.startswith(prefix) or sample.name in plain)
-        and not any(sample.labels.get(label) for label in profile.part_labels)
+        if sample.name.startswith(prefix) or sample.name in plain
     ]
 
 
@@ -132,7 +131,7 @@ def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: in
     """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
     parts: dict[tuple[str, ...], float | None] = {}
     for sample in samples:
-        if fact.where is None or sample.labels.get(fact.where[0]) in fact.where[1]:
+        if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:
             part, value = _part(profile, fact, sample), _amount(fact, sample)
             parts[part] = max((known for known in (parts.get(part), value) if known is not None), default=None)
     known = [value for value in parts.values() if value is not None]

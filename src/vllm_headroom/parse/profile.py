@@ -34,9 +34,10 @@ class Fact:
     `families` are names of samples without the profile's prefix, in full when `prefixed` is False; the first that has a
     value wins, so an old and a new name of one thing are never added up. Names joined by "+" are parts of one amount,
     unknown unless all are there. With `label` the value is this label's and above 0; `where` keeps the series with one
-    of these label values. `factor` turns the page's unit into that of the field. No value is below 0, and none of a
-    field in `_ratio` above 1. The fields `kv_blocks` and `kv_block_tokens` (tokens per block) stand in for an unknown
-    `kv_capacity_tokens`, `kv_used_tokens` beside a capacity for an unknown `kv_used_ratio`.
+    of these label values; where parts stand beside their total, the total's is "". `factor` turns the page's unit into
+    that of the field. No value is below 0, and none of a field in `_ratio` above 1. The fields `kv_blocks` and
+    `kv_block_tokens` (tokens per block) stand in for an unknown `kv_capacity_tokens`, `kv_used_tokens` beside a
+    capacity for an unknown `kv_used_ratio`.
     """
 
     field: str
@@ -71,8 +72,7 @@ class Profile:
     """How to read the page of one kind of engine.
 
     The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is
-    true. A series that names a value of one of `part_labels` is a part of the one that does not, and left out. Of
-    values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
+    true. Of values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
     `product` is what people call the engine, `path` where its page is. `absent` says of an input why this engine does
     not offer it.
     """
@@ -85,7 +85,6 @@ class Profile:
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
     replica_labels: tuple[str, ...] = ()
-    part_labels: tuple[str, ...] = ()
     product: str
     path: str = "/metrics"
     absent: tuple[tuple[str, str], ...] = ()

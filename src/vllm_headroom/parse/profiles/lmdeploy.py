@@ -14,7 +14,6 @@ LMDEPLOY: Final = Profile(
     prefixes=("lmdeploy:",),
     absent=(
         ("preemptions", "it counts none"),
-        ("scheduler_steps", "it counts no steps"),
         ("kv_cache_capacity", "its page has the share that is used, not of how many tokens"),
         ("kv_cache_dtype", "no label that is read tells it"),
         ("sleep_state", "its page does not tell it"),
@@ -25,10 +24,11 @@ LMDEPLOY: Final = Profile(
     ),
     facts=(
         Fact(field="running", families=("num_requests_running",)),
-        Fact(field="waiting", families=("num_requests_waiting",)),
+        Fact(field="waiting", families=("num_requests_waiting+num_api_requests_waiting", "num_requests_waiting")),
         Fact(field="finished_total", families=("request_success_total",)),
         Fact(field="prompt_tokens_total", families=("prompt_tokens_total",)),
         Fact(field="generation_tokens_total", families=("generation_tokens_total",)),
+        Fact(field="steps_total", families=("iteration_tokens_total_count",)),
         Fact(field="kv_used_ratio", families=("gpu_cache_usage_perc",), combine=Combine.MEAN),
         Fact(field="prefix_queries_total", families=("prompt_tokens_total",)),
         Fact(field="prefix_hits_total", families=("cached_tokens_total",)),

@@ -7,6 +7,9 @@ from typing import Final
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.units import GIB
 
+_TOTAL: Final = ("priority", ("",))
+"""With priority scheduling each priority has a series beside the total (`_log_gauge_queue_count`)."""
+
 _HITS: Final = ("device_hit", "host_hit", "storage_hit")
 _GIBIBYTES: Final = float(GIB)
 """Of what SGLang calls GB: it divides by 2**30 (srt/utils/common.py, srt/mem_cache/memory_pool.py)."""
@@ -17,7 +20,6 @@ SGLANG: Final = Profile(
     prefixes=("sglang:",),
     engine_label="dp_rank",
     repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, where all are asked to tell
-    part_labels=("priority",),  # with priority scheduling the total has none
     absent=(
         ("scheduler_steps", "it counts no steps"),
         ("kv_cache_dtype", "no label tells it"),
@@ -28,8 +30,8 @@ SGLANG: Final = Profile(
         ("process_start_time", "its page gathers several processes, and tells none's start"),
     ),
     facts=(
-        Fact(field="running", families=("num_running_reqs",)),
-        Fact(field="waiting", families=("num_queue_reqs",)),
+        Fact(field="running", families=("num_running_reqs",), where=_TOTAL),
+        Fact(field="waiting", families=("num_queue_reqs",), where=_TOTAL),
         Fact(field="finished_total", families=("num_requests_total",)),
         Fact(field="preemptions_total", families=("num_retracted_requests_total",)),  # 0.5.12 and newer
         Fact(field="prompt_tokens_total", families=("prompt_tokens_total",)),
