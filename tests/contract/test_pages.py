@@ -1,4 +1,4 @@
-"""Every recorded page and the page it makes: twelve byte for byte, the others in what differs from the first of them."""
+"""Every recorded page and the page it makes: twelve byte for byte, the others in what differs from the first."""
 
 from __future__ import annotations
 

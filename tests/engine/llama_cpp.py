@@ -59,9 +59,15 @@ def shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
         "output.weight": (vocabulary, WIDTH),
     }
     layer = {
-        **{"attn_norm": (WIDTH,), "attn_q": (WIDTH, WIDTH), "attn_k": (keys, WIDTH), "attn_v": (keys, WIDTH)},
-        **{"attn_output": (WIDTH, WIDTH), "ffn_norm": (WIDTH,)},
-        **{"ffn_gate": (INNER, WIDTH), "ffn_up": (INNER, WIDTH), "ffn_down": (WIDTH, INNER)},
+        "attn_norm": (WIDTH,),
+        "attn_q": (WIDTH, WIDTH),
+        "attn_k": (keys, WIDTH),
+        "attn_v": (keys, WIDTH),
+        "attn_output": (WIDTH, WIDTH),
+        "ffn_norm": (WIDTH,),
+        "ffn_gate": (INNER, WIDTH),
+        "ffn_up": (INNER, WIDTH),
+        "ffn_down": (WIDTH, INNER),
     }
     for number in range(LAYERS):
         found |= {f"blk.{number}.{name}.weight": shape for name, shape in layer.items()}

@@ -95,7 +95,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     keeper = None if settings.state_dir is None else _keeper(settings.state_dir, clock)
     sampler = Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
-        parse=parse_engines,
+        parse=partial(parse_engines, profile=settings.profile),
         selection=settings.selection,
         derivations=derivations(
             reported_bytes=settings.reported_bytes,

@@ -42,7 +42,12 @@ def profile_of(name: str) -> Profile:
     return next((each for each in PROFILES if each.name == name), DEFAULT)
 
 
-def looked_for(profile: str | None = None) -> str:
-    """Return what the names of series begin with that are looked for on a page."""
-    wanted = PROFILES if profile is None else (profile_of(profile),)
-    return ", ".join(f"{each.product} ({' '.join(each.prefixes)})" for each in wanted)
+def nothing_found(page: EnginePage) -> str:
+    """Return why a page may have no engine: what was looked for, and what makes each engine tell it."""
+    wanted = PROFILES if page.profile == DEFAULT.name else (profile_of(page.profile),)
+    told = "; ".join(f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted)
+    return (
+        "the page has no series of an engine: check that HEADROOM_ENGINE_URL is the engine's own port and path, and"
+        f" that it tells its metrics; a server that has served no request yet may show none. Looked for {told}. Another"
+        " engine is read by a profile of its own: docs/engines.md"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse import looked_for, parse_engines
+from vllm_headroom.parse import nothing_found, parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 
 SGLANG = 'model_name="m",engine_type="unified",tp_rank="0",pp_rank="0",moe_ep_rank="0"'
@@ -110,7 +110,13 @@ def test_a_profile_can_be_forced() -> None:
     assert (absent.profile, absent.engines) == ("tgi", ())
 
 
-def test_what_is_looked_for_is_told() -> None:
+def test_what_was_looked_for_is_told_with_what_makes_the_engine_tell_it() -> None:
+    unknown, forced = parse_engines("node_load1 0.5\n"), parse_engines("node_load1 0.5\n", "tensorrt_llm")
+
+    assert isinstance(unknown, EnginePage)
+    assert isinstance(forced, EnginePage)
     for each in PROFILES:
-        assert f"{each.product} ({' '.join(each.prefixes)})" in looked_for()
-    assert looked_for("tgi") == "Text Generation Inference (tgi_)"
+        assert f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" in nothing_found(unknown)
+    assert "docs/engines.md" in nothing_found(unknown)
+    assert "Looked for TensorRT-LLM (trtllm_; /prometheus/metrics, with return_perf" in nothing_found(forced)
+    assert "vLLM (" not in nothing_found(forced)

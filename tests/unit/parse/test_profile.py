@@ -64,6 +64,7 @@ def test_the_names_are_every_prefix_with_every_family_and_the_plain_ones() -> No
     profile = Profile(
         name="x",
         product="X",
+        switch="always",
         prefixes=("x:", "x."),
         facts=(
             Fact(field="running", families=("running+rushing", "busy")),

@@ -51,7 +51,7 @@ async def look(settings: Settings, proc: Path) -> Sight:
     )
     return Sight(
         url=without_secrets(url),
-        page=text if isinstance(text, Failure) else parse_engines(text),
+        page=text if isinstance(text, Failure) else parse_engines(text, settings.profile),
         version=server_version(about) if isinstance(about, str) else None,
         readings=here.readings,
         gpus=here.gpus,

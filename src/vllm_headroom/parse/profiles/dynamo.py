@@ -11,6 +11,7 @@ _ENGINE: Final = "the engine's own series tell it, on the port of DYN_SYSTEM_POR
 DYNAMO: Final = Profile(
     name="dynamo",
     product="Dynamo",
+    switch="with DYN_SYSTEM_PORT",
     prefixes=("dynamo_component_",),
     model_label="model",
     engine_label="dp_rank",

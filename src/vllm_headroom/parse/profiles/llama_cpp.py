@@ -14,6 +14,7 @@ _ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
 LLAMA_CPP: Final = Profile(
     name="llama_cpp",
     product="llama.cpp",
+    switch="with --metrics",
     prefixes=("llamacpp:",),
     absent=(
         ("requests_finished", "it counts none: growth per request cannot be told"),

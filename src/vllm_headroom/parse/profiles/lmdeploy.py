@@ -11,6 +11,7 @@ _NO_BYTES: Final = "its page has no bytes"
 LMDEPLOY: Final = Profile(
     name="lmdeploy",
     product="LMDeploy",
+    switch="without --disable-metrics",
     prefixes=("lmdeploy:",),
     absent=(
         ("preemptions", "it counts none"),

@@ -17,6 +17,7 @@ _GIBIBYTES: Final = float(GIB)
 SGLANG: Final = Profile(
     name="sglang",
     product="SGLang",
+    switch="with --enable-metrics",
     prefixes=("sglang:",),
     engine_label="dp_rank",
     repeat_labels=("tp_rank", "pp_rank", "moe_ep_rank"),  # each rank's scheduler, where all are asked to tell

@@ -9,6 +9,7 @@ from vllm_headroom.parse.profile import Combine, Fact, Profile
 TENSORRT_LLM: Final = Profile(
     name="tensorrt_llm",
     product="TensorRT-LLM",
+    switch="with return_perf_metrics and enable_iter_perf_stats",
     prefixes=("trtllm_",),
     path="/prometheus/metrics",
     engine_label="",

@@ -12,6 +12,7 @@ _NO_PREFIX: Final = "its page tells nothing of its prefix cache"
 TGI: Final = Profile(
     name="tgi",
     product="Text Generation Inference",
+    switch="always",
     prefixes=("tgi_",),
     absent=(
         ("preemptions", "it never takes back what a request was given"),

@@ -19,6 +19,7 @@ ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe tells them, 
 VLLM: Final = Profile(
     name="vllm",
     product="vLLM",
+    switch="without --disable-log-stats",
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
