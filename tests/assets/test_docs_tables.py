@@ -49,9 +49,8 @@ def engines_table() -> str:
     )
     head = (f"| input | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}")
     pages = (f"| {profile.product} | `{profile.path}` | {profile.switch} | {_why(profile)} |" for profile in PROFILES)
-    return "\n".join(
-        (*head, *rows, "", "| engine | its page | tells it | does not tell |", "| --- | --- | --- | --- |", *pages)
-    )
+    below = ("", "| engine | its page | tells it | does not tell |", "| --- | --- | --- | --- |")
+    return "\n".join((*head, *rows, *below, *pages))
 
 
 def _why(profile: Profile) -> str:

@@ -101,10 +101,8 @@ def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
         return Finding(name=name, state=State.OK, text=_report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = profile_of(page.profile).product
-    given, untold = (
-        f"{product} was given --kv-cache-memory-bytes",
-        f"{product} does not tell one gpu_memory_utilization",
-    )
+    given = f"{product} was given --kv-cache-memory-bytes"
+    untold = f"{product} does not tell one gpu_memory_utilization"
     return Finding(
         name=name,
         state=State.MISSING,

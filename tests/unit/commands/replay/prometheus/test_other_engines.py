@@ -23,9 +23,8 @@ def test_sglang_is_read_by_the_total_and_by_the_sum_of_its_parts(server: Prometh
         server.add("sglang:num_running_reqs", scraped(20, level(count)), priority=priority, **rank)
     server.add("sglang:full_token_usage", scraped(20, level(0.5)), priority="", **rank)
     for streaming, count in (("true", 30), ("false", 12)):
-        server.add(
-            "sglang:num_requests_total", scraped(20, level(count)), is_streaming=streaming, model_name="m", **TARGET
-        )
+        mine = {**TARGET, "model_name": "m", "is_streaming": streaming}
+        server.add("sglang:num_requests_total", scraped(20, level(count)), **mine)
 
     [engine] = records(server, 20)[40]["engines"]
 
