@@ -115,9 +115,8 @@ def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
     found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), Name.ENGINE_INPUTS)
 
     assert found.state is State.OK
-    assert (
-        "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told" in found.details
-    )
+    untold = "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told"
+    assert untold in found.details
 
 
 def test_another_engines_older_version_is_not_told_to_take_a_newer_vllm() -> None:
