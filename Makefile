@@ -7,12 +7,13 @@ ENGINE_URL ?=
 SCENARIO ?= healthy
 ENGINE_FOLDER ?= .engine
 IMAGE_FOLDER ?= .image
+BROWSER_FOLDER ?= .browser
 # Further options for the scorer, such as SCORE="--scenario flat --seeds 0-0"; the last of each counts.
 SCORE ?=
 # Two processes, each with whole files, the slow ones first: what a file has started is started once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test check ruff mypy imports bench bench-leak engine-test gpu-test image-test clean
+.PHONY: run test check ruff mypy imports bench bench-leak engine-test gpu-test image-test browser-test clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -57,6 +58,10 @@ image-test: $(VENV)/.test
 	tests/image/setup.sh $(IMAGE_FOLDER)
 	IMAGE_FOLDER=$(IMAGE_FOLDER) $(BIN)/pytest -m image -s tests/image
 
+browser-test: $(VENV)/.test
+	tests/browser/setup.sh $(BROWSER_FOLDER)
+	BROWSER_FOLDER=$(BROWSER_FOLDER) $(BIN)/pytest -m browser tests/browser
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "vllm-headroom needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
@@ -74,4 +79,4 @@ $(VENV)/.test: requirements/dev.txt pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .engine .image .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .engine .image .browser .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

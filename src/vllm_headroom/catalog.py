@@ -193,6 +193,10 @@ HOST_LEAK_RATE: Final = _gauge(
     "host_leak_bytes_per_second", ("process",), "Growth that load does not explain; absent unless growing or leaking."
 )
 
+GATE_OPEN: Final = _gauge(
+    "gate_open", ("gate",), "1 while this gate is open, 0 while it is closed; absent where it is not configured."
+)
+
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in tuple(globals().values()) if isinstance(value, Metric))
 """All of them, in the order in which they stand above and on the page."""
 

@@ -125,6 +125,22 @@ class LeakState(StrEnum):
     ASLEEP = "asleep"
 
 
+class GateName(StrEnum):
+    """What a kubelet asks; the values of the label `gate`."""
+
+    READY = "ready"
+    LIVE = "live"
+
+
+class Level(StrEnum):
+    """How bad a verdict is, the worst last."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    WARNING = "warning"
+    ALARM = "alarm"
+
+
 class Kind(StrEnum):
     """A Prometheus metric type."""
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import httpx
 
@@ -55,7 +56,8 @@ def environment(name: str, *install: str) -> Path | None:
 
 def runtime() -> Path | None:
     """Return ours with what `requirements/runtime.txt` locks, and nothing beside it."""
-    return environment("runtime", "-r requirements/runtime.txt", "--no-deps -e .")
+    locked = crc32((ROOT / "requirements" / "runtime.txt").read_bytes())
+    return environment(f"runtime-{locked:08x}", "-r requirements/runtime.txt", "--no-deps -e .")
 
 
 @contextmanager
@@ -86,9 +88,10 @@ def naive(python: Path, engine_url: str, nvml: FakeNvml) -> Iterator[Exporter]:
 
 @contextmanager
 def _running(command: list[str], port: int, nvml: FakeNvml, shows: str, **variables: str) -> Iterator[Exporter]:
+    compiled = {"PYTHONDONTWRITEBYTECODE": ""}  # ours is installed as sources, which the first start compiles
     process = subprocess.Popen(
         command,
-        env={**os.environ, **nvml.environment(), **variables},
+        env={**os.environ, **nvml.environment(), **compiled, **variables},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -14,10 +14,12 @@ pytestmark = pytest.mark.bench
 PROCESSES = 10_000
 INTERVAL_SECONDS = 5.0
 READINGS = 9
+NEW = 20
+"""Processes that come and go between two readings: on a busy host there is no reading without."""
 
 
 def test_a_host_with_many_processes(tmp_path: Path, results: Results) -> None:
-    """Read a /proc of files, which cost as much to open as the kernel's own."""
+    """Read a /proc of files, which cost as much to open as the kernel's own, with some coming and going."""
     tree = ProcTree(tmp_path, own_pid=99_999)
     tree.add(50, 1, "vllm", "serve", "m")
     tree.add(51, 50, "VLLM::EngineCore")
@@ -26,7 +28,9 @@ def test_a_host_with_many_processes(tmp_path: Path, results: Results) -> None:
     now = 0.0
     processes = Processes(engine_port=8000, proc=tree.path, monotonic=lambda: now)
     took: list[float] = []
-    for _ in range(READINGS):
+    for reading in range(READINGS):
+        for pid in range(20_000, 20_000 + NEW):
+            tree.add(pid, 1, "sh", "-c", "true", started_ticks=reading)
         began = time.thread_time()
         assert len(processes._read().engine) == 2
         took.append(time.thread_time() - began)

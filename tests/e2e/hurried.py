@@ -7,8 +7,8 @@ from functools import partial
 
 from vllm_headroom.__main__ import main
 from vllm_headroom.commands.demo.clock import ScaledClock
-from vllm_headroom.daemon import app
+from vllm_headroom.daemon import parts
 
 if __name__ == "__main__":
-    vars(app)["SystemClock"] = partial(ScaledClock, float(os.environ["SPEED"]))
+    vars(parts)["SystemClock"] = partial(ScaledClock, float(os.environ["SPEED"]))
     main()

@@ -4,68 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.vllm import Vllm
+from tests.e2e.life import Start, becomes, last_look, settings, state
 from tests.fakes.engine_server import EngineServer, page
-from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.working_vllm import text
-from tests.process import Daemon, Page, daemon, eventually
-
-HURRIED = {"module": "tests.e2e.hurried", "SPEED": "20"}
-STATES = ("unknown", "down", "starting", "serving", "stalled", "asleep")
-
-
-Start = Callable[..., Vllm]
-
-
-@pytest.fixture
-def nvml(tmp_path: Path) -> FakeNvml:
-    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a")])
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-@pytest.fixture
-def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
-    with ExitStack() as stack:
-
-        def begin(name: str = "first", *, ready: bool = True, held_gib: int = 60) -> Vllm:
-            vllm = Vllm(tmp_path / name, nvml, port, ready=ready, held_gib=held_gib)
-            stack.callback(vllm.end)
-            return vllm
-
-        yield begin
-
-
-def settings(port: int, nvml: FakeNvml, **more: str) -> dict[str, str]:
-    return {"ENGINE_URL": f"http://127.0.0.1:{port}", **HURRIED, **nvml.environment(), **more}
-
-
-def state(page: Page) -> str:
-    (found,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
-    return found
-
-
-def last_look(page: Page) -> float:
-    return page.value("source_last_success_timestamp_seconds", source="nvml")
-
-
-def becomes(running: Daemon, wanted: str) -> Page:
-    return running.sees(lambda page: state(page) == wanted, f"the engine is {wanted}")
+from tests.process import Page, daemon, eventually
 
 
 def test_a_core_that_is_stopped_is_stalled_until_it_goes_on(start: Start, nvml: FakeNvml, port: int) -> None:
@@ -80,6 +30,19 @@ def test_a_core_that_is_stopped_is_stalled_until_it_goes_on(start: Start, nvml: 
         assert stalled.value("engine_progress_age_seconds") >= 60
 
         os.kill(vllm.core, signal.SIGCONT)
+        becomes(running, "serving")
+        assert running.page().value("engine_restarts_total") == 0
+
+
+def test_a_server_that_is_stopped_is_stalled_until_it_goes_on(start: Start, nvml: FakeNvml, port: int) -> None:
+    vllm = start()
+    with daemon(**settings(port, nvml)) as running:
+        becomes(running, "serving")
+
+        os.kill(vllm.server, signal.SIGSTOP)
+        assert becomes(running, "stalled").value("source_up", source="engine") == 0
+
+        os.kill(vllm.server, signal.SIGCONT)
         becomes(running, "serving")
         assert running.page().value("engine_restarts_total") == 0
 

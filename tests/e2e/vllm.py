@@ -18,8 +18,19 @@ ROOT = Path(__file__).parents[2]
 class Vllm:
     """A server, a core and a worker, which holds `held_gib` of a GPU."""
 
-    def __init__(self, folder: Path, nvml: FakeNvml, port: int, *, ready: bool = True, held_gib: int = 60) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nvml: FakeNvml,
+        port: int,
+        *,
+        ready: bool = True,
+        idle: bool = False,
+        held_gib: int = 60,
+    ) -> None:
         folder.mkdir()
+        if idle:
+            (folder / "idle").touch()
         self._folder, self._nvml = folder, nvml
         program = folder / "vllm"
         program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())

@@ -85,6 +85,7 @@ class EngineServer:
         self.answer = answer
         self.connections = 0
         self.requests: list[str] = []
+        self._answering = threading.local()
         self._tls = tls
         self._closing = threading.Event()
         self._listener = socket.create_server((LOOPBACK, port))
@@ -97,6 +98,11 @@ class EngineServer:
     def url(self) -> str:
         """The address of the page."""
         return f"{'https' if self._tls else 'http'}://{LOOPBACK}:{self.port}/metrics"
+
+    @property
+    def path(self) -> str:
+        """What the request asks for that the calling thread answers."""
+        return str(self._answering.path)
 
     def wait_until_idle(self, deadline_seconds: float = 30) -> None:
         """Return when no connection is open any more."""
@@ -144,6 +150,8 @@ class EngineServer:
                 _shake_hands(connection)
             while head := _read_head(connection):
                 self.requests.append(head)
+                self._answering.path = head.split()[1]
+                _skip_body(connection, head)
                 self.answer(connection, self._closing)
 
 
@@ -155,6 +163,13 @@ def _shake_hands(connection: ssl.SSLSocket) -> None:
         while connection.recv(4096):
             pass
         raise Hangup from None
+
+
+def _skip_body(connection: socket.socket, head: str) -> None:
+    lengths = [line.partition(":")[2] for line in head.lower().splitlines() if line.startswith("content-length:")]
+    left = sum(map(int, lengths))
+    while left and (data := connection.recv(left)):
+        left -= len(data)
 
 
 def _read_head(connection: socket.socket) -> str:

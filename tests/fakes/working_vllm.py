@@ -2,11 +2,13 @@
 
 usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
 where the core counts its steps. The page is there from when the folder has a file `ready`, and says what was counted.
+Where the folder has a file `idle`, nothing runs; the page says what the server has completed, which takes a step each.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -30,12 +32,12 @@ for step in range(1, 10**9):
 """
 
 
-def text(steps: int, started: float) -> str:
-    """Return the page of an engine that runs two requests and has taken so many steps."""
+def text(steps: int, started: float, running: int = 2) -> str:
+    """Return the page of an engine that runs so many requests and has taken so many steps."""
     labels = '{engine="0",model_name="m"}'
     return (
         f"process_start_time_seconds {started}\n"
-        f"vllm:num_requests_running{labels} 2.0\n"
+        f"vllm:num_requests_running{labels} {running}.0\n"
         f"vllm:num_requests_waiting{labels} 0.0\n"
         f"vllm:generation_tokens_total{labels} {2 * steps}.0\n"
         f"vllm:iteration_tokens_total_count{labels} {steps}.0\n"
@@ -49,10 +51,25 @@ def main() -> None:
     while not (folder / "ready").exists():
         time.sleep(0.02)
 
-    def answer(connection: object, closing: threading.Event) -> None:
-        page(text(int((folder / "steps").read_text()), started))(connection, closing)  # type: ignore[arg-type]
+    def steps() -> int:
+        return int((folder / "steps").read_text())
 
-    with EngineServer(answer, port=int(sys.argv[-1])):
+    completed, idle = list[int](), (folder / "idle").exists()
+
+    def answer(connection: socket.socket, closing: threading.Event) -> None:
+        if server.path == "/metrics":
+            shown = text(len(completed), started, running=0) if idle else text(steps(), started)
+            page(shown)(connection, closing)
+        elif server.path == "/v1/completions":
+            now = steps()
+            while steps() == now and not closing.wait(0.02):
+                pass
+            completed.append(now)
+            page('{"choices":[{}]}')(connection, closing)
+        else:
+            page("", status="200 OK" if server.path == "/health" else "404 Not Found")(connection, closing)
+
+    with EngineServer(answer, port=int(sys.argv[-1])) as server:
         threading.Event().wait()
 
 

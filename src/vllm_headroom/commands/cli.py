@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import logging
@@ -56,6 +55,8 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         status = execute(command, name, argv, os.environ, table)
     else:
         status = BAD_INPUT
+        import difflib  # noqa: PLC0415 - only a mistake asks for it
+
         closest = difflib.get_close_matches(name, table, n=1)
         meant = f"did you mean {closest[0]}?" if closest else f"accepts {', '.join(table)}"
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")

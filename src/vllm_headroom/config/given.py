@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -32,8 +31,12 @@ def unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
     spelt = {_plain(each): each for each in sorted(known)}
     meant = _plain(name.split(maxsplit=1)[0])
     containing = sorted((each for each in spelt if set(meant.split("_")) <= set(each.split("_"))), key=len)
-    closest = containing or difflib.get_close_matches(meant, spelt, n=1)
-    return f"{name}: not {what}, " + (f"did you mean {spelt[closest[0]]}?" if closest else "see --help")
+    import difflib  # noqa: PLC0415 - only a mistake asks for it
+
+    shortest = [each for each in containing if len(each) == len(containing[0])]
+    closest = shortest or difflib.get_close_matches(meant, spelt, n=1)
+    meant_names = " or ".join(spelt[each] for each in closest)
+    return f"{name}: not {what}, " + (f"did you mean {meant_names}?" if closest else "see --help")
 
 
 def _plain(name: str) -> str:

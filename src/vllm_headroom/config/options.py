@@ -84,12 +84,14 @@ class Parser(argparse.ArgumentParser):
         """Yield what the environment gives and the file that the command line or else the environment names."""
         if self._settings is None:
             return
-        from vllm_headroom.config.sources import CONFIG, from_environment, from_file  # noqa: PLC0415 - see add_settings
+        from vllm_headroom.config.sources import CONFIG, from_environment  # noqa: PLC0415 - see add_settings
 
         environment = from_environment(environ, {*self._values, CONFIG})
         yield environment
         for given in (*arguments.given, *environment.given):
             if given.setting == CONFIG:
+                from vllm_headroom.config.yaml_file import from_file  # noqa: PLC0415 - YAML costs 25 ms of the start
+
                 yield from_file(str(given.value), given.name, self._values)
                 return
 
@@ -127,11 +129,11 @@ class Parser(argparse.ArgumentParser):
     def _complete(self, values: dict[str, Any]) -> argparse.Namespace:
         given = argparse.Namespace(**{action.dest: _default(action) for action in self._actions} | values)
         if self._settings is not None:
-            from vllm_headroom.config.text import settings_yaml  # noqa: PLC0415 - see add_settings
-
             settings = {name: value for name, value in values.items() if name in self._values}
             given.settings = self._settings.model_validate(settings)
             if given.print_config:
+                from vllm_headroom.config.yaml_file import settings_yaml  # noqa: PLC0415 - as above
+
                 raise Told(settings_yaml(given.settings).rstrip())
         return given
 

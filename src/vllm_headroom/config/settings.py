@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -20,12 +20,15 @@ from vllm_headroom.config.fields import (
     setting,
     size,
 )
+from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
+MAY_BE_EMPTY: Final = ("listen_host", "gate_name")
 
-class Settings(EngineConnection, BaseSettings):
+
+class Settings(GateSettings, EngineConnection, BaseSettings):
     """What the daemon is told, understood, checked and frozen."""
 
     model_config = SettingsConfigDict(
@@ -40,6 +43,9 @@ class Settings(EngineConnection, BaseSettings):
     no_options: ClassVar[frozenset[str]] = frozenset()
     """Settings that the command line does not take."""
 
+    canary_interval_seconds: float | None = seconds(
+        None, 10, 3600, "How often to have an idle engine complete one token, to see that it does; without it, never."
+    )
     sample_interval_seconds: float = seconds(
         5, 0.1, 300, "Time from one sample of the engine and the GPUs to the next."
     )
@@ -105,6 +111,14 @@ class Settings(EngineConnection, BaseSettings):
     web_config_file: Path | None = file(
         "TLS, client certificates, users and headers of the daemon's own pages: a web.config.yml as Prometheus's."
     )
+    runbooks_url: str | None = setting(
+        None,
+        "Where alerts/runbooks is served, for the page to link to; {alert} in it stands for the alert's name, which"
+        " else goes to its end. Without it there are no links.",
+        accepts="an http or https URL",
+        word="URL",
+        pattern=r"^https?://[A-Za-z0-9._~:/@%+,={}\[\]-]+$",
+    )
     state_dir: Path | None = setting(
         None,
         "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
@@ -139,7 +153,7 @@ class Settings(EngineConnection, BaseSettings):
     def _text(cls, value: object, info: ValidationInfo) -> object:
         """Refuse what a type would bend: a truth value to 1, an empty text to the file `.`, NUL to another name."""
         text = value.strip() if isinstance(value, str) else value
-        if isinstance(text, bool) or (text == "" and info.field_name != "listen_host"):
+        if isinstance(text, bool) or (text == "" and info.field_name not in MAY_BE_EMPTY):
             raise ValueError
         if isinstance(text, str) and "\0" in text:
             raise ValueError

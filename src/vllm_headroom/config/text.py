@@ -1,15 +1,12 @@
-"""The settings as text: for the README, and for --print-config."""
+"""The settings as text, for --help and the documentation."""
 
 from __future__ import annotations
 
 from typing import Final
 
-import yaml
-
 from vllm_headroom.config.fields import about
-from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key, variable
+from vllm_headroom.config.sources import variable
 
 SOURCES: Final = """\
 Each is an option, an environment variable and a key of the YAML file:
@@ -32,15 +29,3 @@ def settings_table() -> str:
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"
-
-
-def settings_yaml(settings: Settings) -> str:
-    """Return what is in force as YAML that --config accepts, with stars for secrets."""
-    in_force = settings.model_dump(mode="json")
-    in_force["engine_url"] = redacted(settings.engine_url)
-    in_force["engine_headers"] = dict.fromkeys(settings.engine_headers, "***")
-    return yaml.safe_dump(
-        {key(name): in_force[name] for name in in_force if name not in settings.no_options},
-        sort_keys=False,
-        allow_unicode=True,
-    )

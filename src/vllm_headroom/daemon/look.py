@@ -16,7 +16,7 @@ from vllm_headroom.daemon.app import CLOSE_SECONDS
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
-from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -53,12 +53,10 @@ async def closed(*readers: PageReader | Nvml) -> None:
 async def machine(settings: Settings, proc: Path = PROC) -> Machine:
     """Read NVML and `proc` once, side by side, and tell whose the GPUs are, as the daemon does with these settings."""
     nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
-    port = port_of(httpx.URL(settings.engine_url))
+    url = httpx.URL(settings.engine_url)
+    found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
     try:
-        readings, processes = await asyncio.gather(
-            nvml.read(PATIENCE_SECONDS),
-            Processes(engine_port=port, proc=proc, monotonic=time.monotonic).read(PATIENCE_SECONDS),
-        )
+        readings, processes = await asyncio.gather(nvml.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
     finally:
         await nvml.close()
     gpus: tuple[Gpu, ...] = ()

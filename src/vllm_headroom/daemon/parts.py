@@ -9,7 +9,9 @@ import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.canary import Asked
 from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource
+from vllm_headroom.scrape.http.canary import Canary
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
@@ -17,29 +19,34 @@ from vllm_headroom.scrape.proc.reader import Processes
 GPU_TIMEOUT_SECONDS: Final = 2.0
 """NVML answers in milliseconds; beyond this a call counts as hung (NVIDIA/go-nvml#152)."""
 
+HEALTH_SECONDS: Final = 10.0
+TOKEN_SECONDS: Final = 60.0
+"""For one token of an idle engine; beyond it the request is given up, and asked again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What differs between the daemon and the demo: `notice` is for people, `engine_is_here` says on this machine."""
+    """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
     clock: Clock
     notice: str = ""
-    engine_is_here: bool = False
+    asked: Asked | None = None
 
 
 def real_parts(settings: Settings) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
+    url = httpx.URL(settings.engine_url)
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     return Parts(
         engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(httpx.URL(settings.engine_url)), monotonic=clock.monotonic),
+        processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
-        engine_is_here=is_loopback(httpx.URL(settings.engine_url)),
+        asked=None if settings.canary_interval_seconds is None else canary(settings),
     )
 
 
@@ -52,4 +59,18 @@ def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> Page
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
         headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+    )
+
+
+def canary(settings: Settings) -> Canary:
+    """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
+    url = httpx.URL(settings.engine_url)
+
+    def reader(path: str, seconds: float) -> PageReader:
+        return page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
+
+    return Canary(
+        health=reader("health", HEALTH_SECONDS),
+        sleep=reader("is_sleeping", TOKEN_SECONDS),
+        completion=reader("v1/completions", TOKEN_SECONDS),
     )

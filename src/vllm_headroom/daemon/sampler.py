@@ -10,11 +10,12 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
+from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.life.follow import LIFE, LifeState, lived
+from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -35,21 +36,12 @@ PARSE_SECONDS: Final = 2.0
 T = TypeVar("T")
 log = structlog.get_logger()
 
-HIDDEN: Final = Failure(
-    source=Source.PROCESS,
-    reason=Reason.UNAVAILABLE,
-    message=(
-        "no process but the daemon's own can be seen, though the engine runs on this machine: share the pod's processes"
-        " (shareProcessNamespace: true), or mount /proc without hidepid"
-    ),
-)
-
 
 class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
-    `engine_is_here` is whether the engine's page is served on this machine: then its processes must show in /proc.
+    `judge` returns the question that is asked last, of the answers of all others.
     """
 
     def __init__(
@@ -62,7 +54,8 @@ class Sampler:
         clock: Clock,
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
-        engine_is_here: bool = False,
+        judge: Callable[[tuple[Sample, ...]], Derivation[Any]] | None = None,
+        canary: Canary | None = None,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
@@ -78,7 +71,11 @@ class Sampler:
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
         self._recall = recall
-        self._engine_is_here = engine_is_here
+        self._judge = judge
+        if judge is not None:
+            last = judge(())
+            self._states[last.name] = last.initial
+        self._canary = canary
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -93,6 +90,8 @@ class Sampler:
         snapshot = self._lived(snapshot)
         self._transitions.report(snapshot)
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        if self._judge is not None:
+            samples += self._derive(self._judge(samples), snapshot)
         self._transitions.verdicts(samples)
         self.snapshot = snapshot
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
@@ -108,12 +107,6 @@ class Sampler:
             gpu.result(),
             process.result(),
         )
-        if (
-            not isinstance(processes, Failure)
-            and self._engine_is_here
-            and not (processes.engine or processes.sees_others)
-        ):
-            processes = HIDDEN
         if not isinstance(processes, Failure):
             self._transitions.engines_found(processes.ambiguous_roots)
         return Snapshot(
@@ -123,6 +116,7 @@ class Sampler:
             gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
             processes=processes if isinstance(processes, Failure) else processes.engine,
             reading_times=(engine_time, gpu_time, process_time),
+            unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
         )
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
@@ -147,8 +141,8 @@ class Sampler:
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:
             self._states[LIFE], snapshot = lived(self._states[LIFE], snapshot)
-        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without it, nothing is known of the life
-            self._states[LIFE] = LifeState()
+        except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without the life nothing is judged
+            self._states[LIFE] = forgotten(self._states[LIFE])
             self._transitions.derivation(LIFE, error)
         else:
             self._transitions.derivation(LIFE, None)

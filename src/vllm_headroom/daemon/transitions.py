@@ -33,6 +33,7 @@ STATES: Final = {
     EngineState.ASLEEP: "engine is asleep",
 }
 ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
+LEAK_STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
 """The verdicts of the leak detector; in any other state it has found nothing."""
 
@@ -68,9 +69,7 @@ class Transitions:
         found = {
             sample.labels[:-1]: sample.labels[-1]
             for sample in samples
-            if sample.metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE)
-            and sample.value
-            and sample.labels[-1] in FOUND
+            if sample.metric.name in LEAK_STATES and sample.value and sample.labels[-1] in FOUND
         }
         for labels in {**self._found, **found}:
             before, now = self._found.get(labels), found.get(labels)

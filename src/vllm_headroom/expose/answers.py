@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+
+from vllm_headroom.vocabulary import GateName
 
 Header = tuple[str, str]
 
@@ -40,9 +43,18 @@ def text(status: int, line: str) -> Answer:
 
 
 def application(
-    *, metrics: Handler, page: Handler, unhealthy: Callable[[], str | None], ready: Callable[[], bool]
+    *,
+    metrics: Handler,
+    page: Handler,
+    snapshot: Handler,
+    unhealthy: Callable[[], str | None],
+    ready: Callable[[], bool],
+    gate: Callable[[GateName], str | None] = lambda _: None,
 ) -> Handler:
-    """Return what answers every request; `unhealthy` says why the sampling loop is not well, None when it is."""
+    """Return what answers every request; `unhealthy` says why the sampling loop is not well, None when it is.
+
+    `gate` says why a gate is closed, None while it is open.
+    """
 
     def health(_request: Request) -> Answer:
         problem = unhealthy()
@@ -51,7 +63,14 @@ def application(
     def readiness(_request: Request) -> Answer:
         return text(200, "ok") if ready() else text(503, "no sample published yet")
 
-    answers: dict[str, Handler] = {"/": page, "/metrics": metrics, "/healthz": health, "/readyz": readiness}
+    answers: dict[str, Handler] = {
+        "/": page,
+        "/metrics": metrics,
+        "/snapshot.json": snapshot,
+        "/healthz": health,
+        "/readyz": readiness,
+        **{f"/gate/{name}": _gate(partial(gate, name)) for name in GateName},
+    }
 
     def answer(request: Request) -> Answer:
         if request.method not in {"GET", "HEAD"}:
@@ -61,5 +80,13 @@ def application(
     return answer
 
 
+def _gate(reason: Callable[[], str | None]) -> Handler:
+    def answer(_request: Request) -> Answer:
+        closed = reason()
+        return text(503, closed) if closed else text(200, "open")
+
+    return answer
+
+
 def _not_found(_request: Request) -> Answer:
-    return text(404, "not found: there are /, /metrics, /healthz and /readyz")
+    return text(404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live")

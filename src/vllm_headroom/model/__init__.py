@@ -5,6 +5,7 @@ from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuR
 from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
+from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
     "EnginePage",
@@ -23,4 +24,7 @@ __all__ = [
     "ReadingTime",
     "Sample",
     "Snapshot",
+    "Values",
+    "Verdict",
+    "worst",
 ]

@@ -50,12 +50,17 @@ class EnginePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProcess:
-    """A process of the engine found in /proc; `started_at_seconds` is seconds since the epoch."""
+    """A process of the engine found in /proc.
+
+    `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads;
+    None where it is not told, as in a trace.
+    """
 
     pid: int
     role: Role
     rss_bytes: int
     started_at_seconds: float
+    cpu_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +70,7 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended. `sees_others` is False where /proc shows nothing but the daemon's own processes.
+    ended.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -73,7 +78,6 @@ class ProcessReadings:
     sees_host_pids: bool
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
-    sees_others: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from vllm_headroom.model.reading import Failure, ReadingTime
 class Snapshot:
     """Everything one tick saw: the only input of a derivation besides its own state.
 
-    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `life` is None where
-    nobody follows the engine's life.
+    `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic.
+    `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
+    `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
     """
 
     time_seconds: float
@@ -23,4 +24,5 @@ class Snapshot:
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
     reading_times: tuple[ReadingTime, ...] = ()
+    unanswered_since_seconds: float | None = None
     life: Life | None = None

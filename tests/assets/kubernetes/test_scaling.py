@@ -22,7 +22,12 @@ RULES: Final[list[dict[str, Any]]] = yaml.safe_load(
 )["rules"]["custom"]
 TRIGGERS: Final[dict[str, dict[str, Any]]] = {each["name"]: each for each in SCALED["spec"]["triggers"]}
 
-LOAD: Final = {"headroom_engine_requests_waiting", "headroom_engine_kv_cache_used_ratio"}
+ASKED: Final = (
+    {"headroom_engine_requests_waiting", "headroom_leak_state"},
+    {"headroom_engine_requests_running", "headroom_engine_additional_requests", "headroom_leak_state"},
+    {"headroom_time_to_oom_seconds_lower", "headroom_gpu_up"},
+)
+"""What is asked for, in one query each: load or the time that is left, and never memory."""
 
 
 def adapted(rule: dict[str, Any], pods: str) -> str:
@@ -37,7 +42,7 @@ def adapted(rule: dict[str, Any], pods: str) -> str:
 
 KEDA_QUERIES: Final = {name: each["metadata"]["query"] for name, each in TRIGGERS.items()}
 HPA_QUERIES: Final = {
-    name: adapted(rule, "vllm-a|vllm-b|vllm-c") for name, rule in zip(("queue", "kv-cache"), RULES, strict=True)
+    name: adapted(rule, "vllm-a|vllm-b|vllm-c") for name, rule in zip(("queue", "room"), RULES, strict=True)
 }
 QUERIES: Final = [*KEDA_QUERIES.values(), *HPA_QUERIES.values(), *(rule["seriesQuery"] for rule in RULES)]
 
@@ -50,11 +55,10 @@ def test_a_query_asks_for_what_there_is(query: str) -> None:
 
 
 @each_query
-def test_a_query_asks_for_load_and_for_leaks_and_never_for_memory(query: str) -> None:
+def test_a_query_asks_for_load_or_for_time_and_never_for_memory(query: str) -> None:
     metrics = {selector.name for selector in selectors(parsed(query))}
 
-    assert len(metrics & LOAD) == 1
-    assert metrics - LOAD <= {"headroom_leak_state"}
+    assert any(metrics <= asked for asked in ASKED)
 
 
 def test_the_hpa_asks_for_what_the_adapter_is_told_to_offer() -> None:
@@ -83,7 +87,7 @@ def test_an_average_stands_for_the_engines_that_are_left_out() -> None:
     assert {each["pods"]["target"]["type"] for each in HPA["spec"]["metrics"]} == {"AverageValue"}
 
 
-def series(pod: str, *, waiting: int, kv: float, leaking: bool) -> list[dict[str, str]]:
+def series(pod: str, *, waiting: int, running: int, leaking: bool) -> list[dict[str, str]]:
     """Return a pod of two data-parallel engines and two GPUs, of which the second leaks or not."""
     target = f'namespace="vllm",pod="{pod}",job="vllm/vllm-headroom",instance="{pod}:9839"'
     gpus = [(gpu, int(leaking and gpu == "1")) for gpu in ("0", "1")]
@@ -93,7 +97,8 @@ def series(pod: str, *, waiting: int, kv: float, leaking: bool) -> list[dict[str
             for engine in ("0", "1")
             for name, value in (
                 ("headroom_engine_requests_waiting", waiting),
-                ("headroom_engine_kv_cache_used_ratio", kv),
+                ("headroom_engine_requests_running", running),
+                ("headroom_engine_additional_requests", 4 - running),
             )
         ),
         *(
@@ -117,22 +122,26 @@ def answers(values: dict[str, float]) -> list[dict[str, Any]]:
     ("query", "all_well", "one_leaks"),
     [
         (KEDA_QUERIES["queue"], {"": 26}, {"": 5}),
-        (KEDA_QUERIES["kv-cache"], {"": 0.5}, {"": 0.375}),
+        (KEDA_QUERIES["room"], {"": 0.5}, {"": 0.375}),
         (HPA_QUERIES["queue"], {"vllm-a": 4, "vllm-b": 6, "vllm-c": 68}, {"vllm-a": 4, "vllm-b": 6}),
         (
-            HPA_QUERIES["kv-cache"],
+            HPA_QUERIES["room"],
             {"vllm-a": 0.25, "vllm-b": 0.5, "vllm-c": 0.75},
             {"vllm-a": 0.25, "vllm-b": 0.5},
         ),
     ],
-    ids=["keda queue", "keda kv-cache", "hpa queue", "hpa kv-cache"],
+    ids=["keda queue", "keda room", "hpa queue", "hpa room"],
 )
 def test_an_engine_that_leaks_does_not_count(
     tmp_path: Path, query: str, all_well: dict[str, float], one_leaks: dict[str, float]
 ) -> None:
     def pods(*leaking: str) -> list[dict[str, str]]:
-        load = (("vllm-a", 2, 0.25), ("vllm-b", 3, 0.5), ("vllm-c", 34, 0.75))
-        return [each for pod, waits, kv in load for each in series(pod, waiting=waits, kv=kv, leaking=pod in leaking)]
+        load = (("vllm-a", 2, 1), ("vllm-b", 3, 2), ("vllm-c", 34, 3))
+        return [
+            each
+            for pod, waits, runs in load
+            for each in series(pod, waiting=waits, running=runs, leaking=pod in leaking)
+        ]
 
     nothing: dict[str, float] = {}
     cases = ((pods(), all_well), (pods("vllm-c"), one_leaks), (pods("vllm-a", "vllm-b", "vllm-c"), nothing))
@@ -143,6 +152,34 @@ def test_an_engine_that_leaks_does_not_count(
             "promql_expr_test": [{"expr": query, "eval_time": "1m", "exp_samples": answers(expected)}],
         }
         for fed, expected in cases
+    ]
+    file.write_text(yaml.safe_dump({"tests": tests}))
+
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not on the PATH: install Prometheus")
+def test_an_engine_about_to_end_has_its_successor_before(tmp_path: Path) -> None:
+    def fleet(*left: int) -> list[dict[str, str]]:
+        targets = [f'namespace="vllm",pod="vllm-{place}",gpu="0",uuid="GPU-{place}"' for place in range(4)]
+        ups = [{"series": f"headroom_gpu_up{{{target}}}", "values": "1x1"} for target in targets]
+        times = zip(targets, left, strict=False)
+        return ups + [
+            {"series": f"headroom_time_to_oom_seconds_lower{{{target}}}", "values": f"{seconds}x1"}
+            for target, seconds in times
+        ]
+
+    cases = ((fleet(), 0.0), (fleet(7200), 0.0), (fleet(600, 7200), 1.25), (fleet(600, 60, 60, 60), 2.0))
+    file = tmp_path / "test.yaml"
+    asked = KEDA_QUERIES["leaving"]
+    tests = [
+        {
+            "input_series": fed,
+            "promql_expr_test": [{"expr": asked, "eval_time": "1m", "exp_samples": answers({"": value})}],
+        }
+        for fed, value in cases
     ]
     file.write_text(yaml.safe_dump({"tests": tests}))
 

@@ -68,7 +68,7 @@ ENVIRONMENT = [
     ("ENGINE_HEADERS", '{"X-Key": "hunter2\\r\\nX-Evil: 1"}', HEADERS),
     ("ENGINE_URI", "hunter2", "not a setting, did you mean HEADROOM_ENGINE_URL?"),
     ("engine_url", "hunter2", "not a setting, did you mean HEADROOM_ENGINE_URL?"),
-    ("INTERVAL", "5", "not a setting, did you mean HEADROOM_SAMPLE_INTERVAL_SECONDS?"),
+    ("INTERVAL", "5", "not a setting, did you mean HEADROOM_CANARY_INTERVAL_SECONDS or HEADROOM_SAMPLE_INTERVAL_SECONDS?"),
     ("PORT", "9839", "not a setting, did you mean HEADROOM_LISTEN_PORT?"),
     ("COLOUR", "blue", "not a setting, see --help"),
     ("", "x", "not a setting, see --help"),

@@ -11,7 +11,7 @@ from tests.settings import load
 from tests.unit.sizing.models import FOLDER, config_text, model
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.text import settings_yaml
+from vllm_headroom.config.yaml_file import settings_yaml
 
 TINY = FOLDER / "tiny.json"
 

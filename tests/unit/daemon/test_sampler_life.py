@@ -1,16 +1,15 @@
-"""The engine's life in the sampler: what is told of it, once, and what is made of hidden processes."""
+"""The engine's life in the sampler: what is told of it, once, and what a fault in following it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from structlog.testing import capture_logs
 
 from tests.samples import engine, page, values
-from tests.unit.daemon.test_sampler import Processes, Said, parsed, ticked
-from tests.unit.derive.life.watch import REFUSED, WHOLE, WORKER
+from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, ticked
+from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
@@ -18,13 +17,13 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, ProcessReadings, Sample
+from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample
 from vllm_headroom.vocabulary import LeakState
 
+ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid="GPU-0", name="H100", memory=MEMORY),))
 
-def sampler(
-    said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed, engine_is_here: bool = False
-) -> Sampler:
+
+def sampler(said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
@@ -32,7 +31,6 @@ def sampler(
         derivations=derivations(),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
-        engine_is_here=engine_is_here,
     )
 
 
@@ -96,37 +94,47 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("here", "seen", "up"),
-    [
-        (True, readings(engine=(), sees_others=False), 0.0),
-        (False, readings(engine=(), sees_others=False), 1.0),
-        (True, readings(engine=(), sees_others=True), 1.0),
-        (True, readings(engine=(WORKER,), sees_others=False), 1.0),
-    ],
-    ids=["hidden", "the engine is elsewhere", "others show", "the engine shows"],
-)
-def test_processes_that_cannot_show_are_a_failed_source(here: bool, seen: ProcessReadings, up: float) -> None:  # noqa: FBT001
-    with capture_logs() as lines:
-        samples = ticked(sampler(Said(processes=seen), engine_is_here=here))
+class Unfit(float):
+    """A count that the following of lives fails at, and nothing else."""
 
-    assert values(samples, catalog.SOURCE_UP)[("process",)] == up
-    assert any(
-        "shareProcessNamespace" in line.get("problem", "") and "hidepid" in line["problem"] for line in lines
-    ) == (up == 0)
+    __hash__ = float.__hash__
 
-
-def test_a_life_that_cannot_be_followed_costs_its_own_series(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def __eq__(self, other: object) -> bool:
         raise ZeroDivisionError
 
-    subject = sampler(Said(processes=readings()), parse=lambda _: page(engine(running=1.0)))
-    with monkeypatch.context() as patched, capture_logs() as lines:
-        patched.setattr("vllm_headroom.daemon.sampler.lived", broken)
-        ticked(subject)
+
+def stepping(text: str) -> EnginePage:
+    """Return the page of an engine that runs one request and has taken so many steps, or some that cannot be told."""
+    return page(engine(running=1.0, finished_total=1.0, steps_total=Unfit() if text == "unfit" else float(text)))
+
+
+def test_a_life_that_cannot_be_followed_costs_its_own_series_and_every_verdict() -> None:
+    said = Said(engine="1", processes=readings(), gpus=ONE_GPU)
+    subject = sampler(said, parse=stepping)
+    ticked(subject)
+    said.engine = "unfit"
+    with capture_logs() as lines:
         samples = ticked(subject)
 
     assert not values(samples, catalog.ENGINE_STATE)
     assert values(samples, catalog.ENGINE_RUNNING)
+    assert {labels[-1] for labels, value in values(samples, catalog.LEAK_STATE).items() if value} == {"unknown"}
     assert [line["event"] for line in lines if "derivation" in line] == ["derivation failed, its series are absent"]
+    said.engine = "2"
     assert state(ticked(subject)) == "serving"
+
+
+def test_what_was_counted_of_lives_outlives_a_fault_in_following_them() -> None:
+    said = Said(processes=readings())
+    subject = sampler(said, parse=stepping)
+    for engines, processes in (("3", WHOLE), (REFUSED, ()), ("3", WHOLE)):
+        said.engine, said.processes = engines, readings(engine=processes)
+        ticked(subject)
+    said.engine = "unfit"
+    assert not values(ticked(subject), catalog.ENGINE_STATE)
+
+    said.engine = "4"
+    samples = ticked(subject)
+
+    assert values(samples, catalog.ENGINE_RESTARTS) == {(): 1.0}
+    assert values(samples, catalog.ENGINE_EXITS)[("gone",)] == 1

@@ -2,42 +2,143 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.samples import engine, failure, page, snapshot
+from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.page import landing_page
-from vllm_headroom.model import Published, Sample
+from vllm_headroom.expose.history import History
+from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import Sample
+from vllm_headroom.vocabulary import Source
 
 GPU = ("0", "GPU-a")
-
-
-def shown(*samples: Sample, notice: str = "") -> str:
-    return landing_page(Published(samples=samples, monotonic_seconds=0.0), version="1.2.3", notice=notice)
+EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
 
 
 def test_before_the_first_sample_the_page_says_so() -> None:
-    assert "No sample has been published yet." in landing_page(None, version="1.2.3", notice="")
+    shown = landing_page(EMPTY)
+
+    assert "No sample has been published yet." in shown
+    assert "<title>NOT KNOWN: sidecar" in shown
 
 
-def test_what_is_known_is_shown_and_what_is_not_is_called_unknown() -> None:
-    html = shown(
-        Sample(catalog.GPU_INFO, (*GPU, "H100", "process"), 1.0), Sample(catalog.GPU_MEMORY_USED, GPU, 3 * 2**30)
+def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
+    shown = landing_page(
+        view(
+            [
+                Sample(catalog.GPU_INFO, (*GPU, "H100", "process"), 1.0),
+                Sample(catalog.GPU_MEMORY_FREE, GPU, 3.0 * 2**30),
+            ]
+        )
     )
 
-    assert "<td>3.00 GiB</td>" in html
-    assert "<td>unknown</td>" in html
+    assert "<td class=number>3.00 GiB</td>" in shown
+    assert "<td class=number>not known</td>" in shown
 
 
-def test_a_failed_source_stands_out() -> None:
-    html = shown(Sample(catalog.SOURCE_UP, ("engine",), 0.0), Sample(catalog.SOURCE_READ_SECONDS, ("engine",), 0.0125))
+def test_a_failed_source_says_its_cause() -> None:
+    samples = (
+        Sample(catalog.SOURCE_UP, ("engine",), 0.0),
+        Sample(catalog.SOURCE_READ_SECONDS, ("engine",), 0.0125),
+        Sample(catalog.SOURCE_LAST_SUCCESS, ("engine",), NOW - 60),
+    )
+    silent = replace(snapshot(engines=failure(Source.ENGINE)), time_seconds=NOW)
 
-    assert '<td>engine</td><td><span class="bad">failed</span></td><td>12.5 ms</td>' in html
+    shown = landing_page(view(samples, at=silent))
+
+    assert "<b class=alarm>failed</b>" in shown
+    assert "<td>12.5 ms</td><td>1 min 0 s before</td><td class=text>unreachable: it failed</td>" in shown
+
+
+def test_the_leak_is_the_first_thing_that_is_read() -> None:
+    shown = landing_page(day(gpus=2, leaking=frozenset({1})))
+
+    first = shown.index("<li class=alarm>")
+    assert shown.startswith("<!doctype html>")
+    assert "<title>ALARM: GPU 1" in shown
+    assert "out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
+    assert first < shown.index("<li class=good>")
+    assert shown.index("<b>GPU 1</b>") < shown.index("<b>GPU 0</b>")
+
+
+def test_the_forecast_is_drawn_where_there_is_one() -> None:
+    leaking, healthy = landing_page(day(leaking=frozenset({0}))), landing_page(day())
+
+    assert ('class="ahead"' in leaking, 'class="edge"' in leaking) == (True, True)
+    assert 'class="ahead"' not in healthy
+    assert 'class="zero"' in healthy
+
+
+def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
+    shown = landing_page(day(unwell="not turned for 40 s"))
+
+    assert "<title>ALARM: sidecar" in shown
+    assert "The sidecar does not sample: not turned for 40 s" in shown
+
+
+@pytest.mark.parametrize(
+    ("runbooks", "link"),
+    [
+        ("https://wiki/books", "https://wiki/books/HeadroomGpuMemoryLeak"),
+        ("https://wiki/{alert}.html", "https://wiki/HeadroomGpuMemoryLeak.html"),
+        (None, None),
+    ],
+)
+def test_a_runbook_is_linked_where_it_is_known(runbooks: str | None, link: str | None) -> None:
+    found = re.findall(r'<a href="(https[^"]*)"', landing_page(day(leaking=frozenset({0}), runbooks=runbooks)))
+
+    assert found == ([] if link is None else [link])
 
 
 def test_names_from_outside_cannot_write_html() -> None:
-    html = shown(Sample(catalog.ENGINE_INFO, ("<script>", "0", "vllm"), 1.0))
+    silent = replace(snapshot(engines=page(engine(model_name="<script>"))), time_seconds=NOW)
 
-    assert "<script>" not in html
-    assert "&lt;script&gt; / 0" in html
+    shown = landing_page(view([Sample(catalog.ENGINE_INFO, ("<script>", "0", "vllm"), 1.0)], at=silent))
+
+    assert "<script>" not in shown
+    assert "&lt;script&gt; / 0" in shown
 
 
 def test_a_notice_is_shown() -> None:
-    assert '<p class="notice">simulated &amp; fast</p>' in shown(notice="simulated & fast")
+    assert '<p class="notice">simulated &amp; fast</p>' in landing_page(view(notice="simulated & fast"))
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 16])
+def test_a_day_of_many_gpus_is_a_small_page(gpus: int) -> None:
+    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}), hours=24)).encode()) <= 60_000
+
+
+def test_every_element_is_closed() -> None:
+    class Balance(HTMLParser):
+        open: list[str] = []  # noqa: RUF012 - of this one parse
+
+        def handle_starttag(self, tag: str, _attrs: list[tuple[str, str | None]]) -> None:
+            if tag not in {"meta", "link"}:
+                self.open.append(tag)
+
+        def handle_startendtag(self, tag: str, _attrs: list[tuple[str, str | None]]) -> None:
+            """Take what closes itself for closed."""
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    parser = Balance()
+    parser.feed(landing_page(day(leaking=frozenset({0}))))
+
+    assert parser.open == []
+
+
+def test_the_page_may_load_nothing_and_runs_nothing() -> None:
+    shown = landing_page(day())
+    policy = dict(html(shown).headers)["Content-Security-Policy"]
+
+    assert "default-src 'none'" in policy
+    assert "script" not in shown
+    assert re.findall(r'(?:src|href)="(?!/|data:image/svg)', shown) == []
+    assert " style=" not in shown

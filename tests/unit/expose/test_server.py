@@ -37,6 +37,7 @@ async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIter
     handler = application(
         metrics=MetricsPage(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7")),
         page=lambda _: html("<p>hello</p>"),
+        snapshot=lambda _: text(200, "{}"),
         unhealthy=lambda: problem,
         ready=lambda: ready,
     )
@@ -107,7 +108,10 @@ def test_the_page_for_people_is_html() -> None:
 def test_other_paths_say_which_there_are_and_other_methods_are_refused() -> None:
     missing = fetched("/metric")
 
-    assert (missing.status_code, missing.text) == (404, "not found: there are /, /metrics, /healthz and /readyz\n")
+    assert (missing.status_code, missing.text) == (
+        404,
+        "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live\n",
+    )
     assert fetched("/metrics", method="POST").status_code == 405
 
 

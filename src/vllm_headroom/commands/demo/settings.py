@@ -23,7 +23,7 @@ def _known(scenario: str) -> str:
 class DemoSettings(Settings):
     """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
 
-    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith("engine_"))
+    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
 
     scenario: Annotated[str, AfterValidator(_known)] = setting(
         SCENARIOS[0],

@@ -50,7 +50,7 @@ async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
     """Look at everything at the same time, and return one finding for each name."""
     sight, port, state, trace = await asyncio.gather(
         look(settings, proc),
-        listen_port(settings.listen_host, settings.listen_port),
+        listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         state_dir(settings.state_dir),
         trace_file(settings.trace_file),
     )

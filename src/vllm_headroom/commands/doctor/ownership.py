@@ -18,6 +18,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import Selection, pids_are_true
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.vocabulary import Attribution
 
 HOW: Final = {
@@ -86,7 +87,7 @@ def _none(sight: Sight) -> Why:
     """Return why automatic attribution took none of several GPUs."""
     processes, name_them = sight.processes, _named(sight)
     if isinstance(processes, Failure):
-        return State.MISSING, NOT_ATTRIBUTED, (name_them,)
+        return State.MISSING, NOT_ATTRIBUTED, (*(SEE_THE_PROCESSES if processes == HIDDEN else ()), name_them)
     if processes.ambiguous_roots:
         return State.MISSING, AMBIGUOUS, (*SAY_WHICH_PORT, name_them)
     if isinstance(sight.page, Failure):

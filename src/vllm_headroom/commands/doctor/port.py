@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import socket
+import ssl
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -12,26 +15,33 @@ from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
+from vllm_headroom.expose.web.config import WebConfigError, read_web_config
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import wanted_samples
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Reason
 
 ANSWER_SECONDS: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::"})
 USUAL_PORTS: Final = (9839, 9840)
 ANOTHER_HOST: Final = setting("HEADROOM_LISTEN_HOST=  # nothing: all interfaces")
+PEM_BEGIN: Final = "-----BEGIN CERTIFICATE-----"
+PEM_END: Final = "-----END CERTIFICATE-----"
+"""What a file of certificates has around each; the first one is shown."""
 
 
-async def listen_port(host: str, port: int) -> Finding:
-    """Tell whether the daemon serves at its address already, or could."""
+async def listen_port(host: str, port: int, web_config: Path | None = None) -> Finding:
+    """Tell whether the daemon serves at its address already, or could.
+
+    Behind TLS it is known by the certificate that `web_config` names; what asks for more is told as such.
+    """
     if port == 0:
         text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
         return Finding(name=Name.LISTEN_PORT, state=State.NOT_APPLICABLE, text=text)
-    version = await _daemon(host, port)
-    if version is not None:
-        text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
-        return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+    serving = await _serving("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
+    if serving is not None:
+        return serving
     try:
         await Worker[None]("listen").call(lambda: listen(host, port).close(), ANSWER_SECONDS)
     except TimeoutError:
@@ -56,11 +66,61 @@ def _another_port(port: int) -> Fix:
     return setting(f"HEADROOM_LISTEN_PORT={next(other for other in USUAL_PORTS if other != port)}")
 
 
-async def _daemon(host: str, port: int) -> str | None:
-    """Return the version of the daemon that serves there; None where none does."""
-    url = httpx.URL(scheme="http", host="127.0.0.1" if host in EVERY_INTERFACE else host, port=port, path="/metrics")
+async def _serving(host: str, port: int, web_config: Path | None) -> Finding | None:
+    """Tell of the daemon that serves there, or of what may be one; None where there is none."""
+    url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetched(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
-    samples = page if isinstance(page, Failure) else wanted_samples(page, catalog.BUILD_INFO.name)
+    if isinstance(page, Failure):
+        return await _locked(page, host, port, web_config)
+    samples = wanted_samples(page, catalog.BUILD_INFO.name)
     if isinstance(samples, Failure) or not samples:
         return None
-    return samples[0].labels.get("version", "")
+    version = samples[0].labels.get("version", "")
+    text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
+    return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+
+
+async def _locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Finding | None:
+    """Return what stands behind a password or TLS there; None where neither does."""
+    if failure.reason is Reason.UNAUTHORIZED:
+        return _untold(f"port {port} asks for a user and a password")
+    try:
+        shown = await Worker[bytes | None]("tls").call(lambda: _certificate(host, port), 2 * ANSWER_SECONDS)
+    except TimeoutError:
+        return None
+    if shown is None:
+        return None
+    if web_config is not None and shown == _own_certificate(web_config):
+        text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
+        return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+    return _untold(f"port {port} speaks TLS")
+
+
+def _untold(found: str) -> Finding:
+    text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one cannot be told from here"
+    return Finding(name=Name.LISTEN_PORT, state=State.UNKNOWN, text=text)
+
+
+def _certificate(host: str, port: int) -> bytes | None:
+    """Return the certificate that is shown there, None where no TLS is spoken."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it is looked at, and told nothing
+    try:
+        with (
+            socket.create_connection((host, port), ANSWER_SECONDS) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            return secured.getpeercert(binary_form=True)
+    except OSError:
+        return None
+
+
+def _own_certificate(web_config: Path) -> bytes | None:
+    try:
+        tls = read_web_config(web_config).tls
+        if tls is None:
+            return None
+        first = tls.cert_file.read_text().partition(PEM_END)[0].partition(PEM_BEGIN)[2]
+        return ssl.PEM_cert_to_DER_cert(f"{PEM_BEGIN}{first}{PEM_END}")
+    except (OSError, ValueError, WebConfigError):
+        return None

@@ -12,6 +12,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.vocabulary import Reason
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
@@ -29,7 +30,7 @@ def processes(sight: Sight) -> Finding:
     """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
     found = sight.processes
     if isinstance(found, Failure):
-        return _without(State.MISSING, found.message, STUCK if found.reason is Reason.TIMEOUT else SHOW_PROC)
+        return _without(State.MISSING, found.message, *_fixes(found))
     if found.engine:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
@@ -79,6 +80,12 @@ def process_memory(sight: Sight) -> Finding:
 
 def _without(state: State, text: str, *fixes: Fix) -> Finding:
     return Finding(name=Name.PROCESSES, state=state, text=text, absent=WITHOUT_PROCESSES, fixes=fixes)
+
+
+def _fixes(failure: Failure) -> tuple[Fix, ...]:
+    if failure == HIDDEN:
+        return *SEE_THE_PROCESSES, SHOW_PROC
+    return (STUCK if failure.reason is Reason.TIMEOUT else SHOW_PROC,)
 
 
 def _namespace(found: ProcessReadings) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.replay.curves import Curves
+from vllm_headroom.commands.replay.picture import picture
 from vllm_headroom.commands.replay.report import document, verdict
 from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshot_of
 from vllm_headroom.trace.read import recorded, usable
 from vllm_headroom.trace.replay import Watch
@@ -44,6 +47,7 @@ def options(parser: Parser) -> None:
     """Add the options to the parser."""
     parser.add_argument("trace", metavar="TRACE", nargs="?", type=TRACE, help="the trace, - for standard input")
     parser.add_argument("--fail-on-leak", action="store_true", help="end with status 1 when there was an alarm")
+    parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
     add = parser.add_argument_group("history", HISTORY).add_argument
     add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
     add("--start", metavar="TIME", help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
@@ -70,8 +74,17 @@ class Replayed:
         self.fails = given.fail_on_leak
         for snapshot in _past(given):
             self.watch.step(snapshot)
-            if not given.json:
+            if given.svg or not given.json:
                 self.curves.step(snapshot)
+        if given.svg:
+            _write(given.svg, picture(self.watch, self.curves))
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"--svg {file}: cannot be written: {error.strerror}") from error
 
 
 def _run(given: Namespace) -> Replayed:

@@ -3,59 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Final
 
 from vllm_headroom.derive.page_facts import running_requests
+from vllm_headroom.expose.drawing import Point, Stretch
 from vllm_headroom.model import Failure, Snapshot
-
-Point = tuple[float, float | None]
-"""Seconds and a value; None where it could not be read."""
-
-Stretch = list[tuple[float, float]]
-"""Points to be joined by a line."""
 
 MARGIN: Final = 0.05
 
 
 class Curves:
-    """Collects what is drawn: the memory held on each GPU, by UUID, and the running requests."""
+    """Collects what is drawn: the memory free and the memory held by the engine on each GPU, and the running requests.
+
+    `free` is empty of values in a trace that does not tell how large the GPUs are.
+    """
 
     def __init__(self) -> None:
-        self.gpus: dict[str, list[Point]] = {}
+        self.free: dict[str, list[Point]] = {}
+        self.held: dict[str, list[Point]] = {}
         self.running: list[Point] = []
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample; a GPU that is missing from it could not be read."""
-        now = snapshot.time_seconds
-        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-        held = {gpu.reading.uuid: gpu.held_bytes for gpu in gpus}
-        for uuid in held:
-            self.gpus.setdefault(uuid, [])
-        for uuid, points in self.gpus.items():
-            points.append((now, held.get(uuid)))
-        page = snapshot.engines
+        now, page = snapshot.time_seconds, snapshot.engines
+        gpus = {gpu.reading.uuid: gpu for gpu in (() if isinstance(snapshot.gpus, Failure) else snapshot.gpus)}
+        for uuid in {**self.held, **gpus}:
+            gpu = gpus.get(uuid)
+            memory = None if gpu is None else gpu.reading.memory
+            self.free.setdefault(uuid, []).append((now, None if memory is None else memory.free_bytes))
+            self.held.setdefault(uuid, []).append((now, None if gpu is None else gpu.held_bytes))
         self.running.append((now, None if isinstance(page, Failure) else running_requests(page)))
-
-
-def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
-    """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
-
-    Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
-    """
-    if not points:
-        return []
-    begin = min(seconds for seconds, _ in points)
-    width = (max(seconds for seconds, _ in points) - begin) / columns or 1.0
-    stretches: list[Stretch] = [[]]
-    for _, group in groupby(points, key=lambda point: int((point[0] - begin) / width)):
-        known = [(seconds, value) for seconds, value in group if value is not None]
-        if known:
-            extremes = {min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])}
-            stretches[-1] += sorted(extremes)
-        elif stretches[-1]:
-            stretches.append([])
-    return [stretch for stretch in stretches if stretch]
 
 
 def limits(stretches: Sequence[Stretch]) -> tuple[float, float]:

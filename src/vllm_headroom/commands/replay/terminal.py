@@ -7,7 +7,8 @@ from typing import Final
 
 import plotext
 
-from vllm_headroom.commands.replay.curves import Curves, Point, Stretch, limits, thinned
+from vllm_headroom.commands.replay.curves import Curves, limits
+from vllm_headroom.expose.drawing import Point, thinned
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB
 
@@ -26,17 +27,26 @@ def drawing(watch: Watch, curves: Curves, *, columns: int) -> list[list[str]]:
     """Return the lines of a chart for each GPU and one of the load, where anything could be read."""
     charts: list[str] = []
     for index, uuid, course in watch.gpus:
-        title = f"GPU {index}: memory held by the engine, GiB"
         alarms = () if course.first is None else (course.first.seconds,)
-        if alarms:
-            title += "; the upright line is the first alarm"
-        charts += _chart(title, curves.gpus[uuid], alarms, unit=GIB, columns=columns, lines=MEMORY_LINES)
+        mark = "; the upright line is the first alarm" if alarms else ""
+        free = [point for point in curves.free[uuid] if point[1] is not None]
+        what = "free memory, down to zero" if free else "memory held by the engine"
+        points = curves.free[uuid] if free else curves.held[uuid]
+        title = f"GPU {index}: {what}, GiB{mark}"
+        charts += _chart(title, points, alarms, unit=GIB, columns=columns, lines=MEMORY_LINES, to_zero=bool(free))
     charts += _chart("running requests", curves.running, (), unit=1.0, columns=columns, lines=LOAD_LINES)
     return [[line.rstrip() for line in str(plotext.uncolorize(chart)).splitlines()] for chart in charts]
 
 
 def _chart(
-    title: str, points: list[Point], marks: tuple[float, ...], *, unit: float, columns: int, lines: int
+    title: str,
+    points: list[Point],
+    marks: tuple[float, ...],
+    *,
+    unit: float,
+    columns: int,
+    lines: int,
+    to_zero: bool = False,
 ) -> list[str]:
     """Return one chart; none where nothing could be read."""
     stretches = thinned(points, DOTS * (columns - FRAME))
@@ -50,12 +60,13 @@ def _chart(
         plotext.plot(times, [value / unit for value in values], marker="braille")
     for seconds in marks:
         plotext.vline(seconds)
-    _axes(stretches, points, unit, lines)
+    low, high = limits(stretches)
+    _axes(points, (0.0 if to_zero else low / unit, high / unit), lines)
     return [f"{title}\n{plotext.build()}"]
 
 
-def _axes(stretches: list[Stretch], points: list[Point], unit: float, lines: int) -> None:
-    low, high = (end / unit for end in limits(stretches))
+def _axes(points: list[Point], ends: tuple[float, float], lines: int) -> None:
+    low, high = ends
     plotext.ylim(low, high)
     levels = [low + (high - low) * step / (lines // 3) for step in range(lines // 3 + 1)]
     plotext.yticks(levels, [f"{level:9.{_decimals(high - low)}f}" for level in levels])

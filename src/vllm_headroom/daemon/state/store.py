@@ -13,6 +13,7 @@ import structlog
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
 from vllm_headroom.daemon.state.file import STATE, File, Unusable
+from vllm_headroom.daemon.state.history import HISTORY
 from vllm_headroom.daemon.state.identity import Identity, foreign, identity
 from vllm_headroom.daemon.state.lives import LIVES, KeptLives
 from vllm_headroom.derive.life.follow import LIFE, LifeState
@@ -34,6 +35,7 @@ FILE_SECONDS: Final = 2.0
 SET_ASIDE: Final = {
     STATE.name: "saved state set aside, the leak detector starts afresh",
     LIVES.name: "saved state set aside, the engine's restarts are counted afresh",
+    HISTORY.name: "saved curves set aside, the page draws afresh",
 }
 
 
@@ -81,6 +83,8 @@ class Keeper:
             await self._try(
                 LIVES.name, partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds
             )
+        if self._is_read and HISTORY.name in states:
+            await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
         if not self._is_read or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
@@ -92,14 +96,15 @@ class Keeper:
         )
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _first_read(self) -> dict[str, LifeState]:
-        """Read both files, and return the engine's lives; what cannot be read is looked at again at the next tick."""
-        lives = await self._read(LIVES)
-        if LIVES.name in self._failing:
+    async def _first_read(self) -> dict[str, Any]:
+        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
+        lives, history = await self._read(LIVES), await self._read(HISTORY)
+        if self._failing & {LIVES.name, HISTORY.name}:
             return {}
         self._saved = await self._read(STATE)
         self._is_read = not self._failing
-        return {LIFE: LifeState(lives=lives.lives)} if lives is not None and self._is_read else {}
+        found = {LIFE: None if lives is None else LifeState(lives=lives.lives), HISTORY.name: history}
+        return {name: state for name, state in found.items() if state is not None and self._is_read}
 
     async def _read(self, file: File[T]) -> T | None:
         try:

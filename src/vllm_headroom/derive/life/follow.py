@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from vllm_headroom.derive.life.computing import Computing, computed
 from vllm_headroom.derive.life.exits import rooms
 from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
@@ -37,7 +38,13 @@ class LifeState:
     movements: dict[Labels, Movement] = field(default_factory=dict)
     answered_seconds: float | None = None
     answered: bool = False
+    computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
+
+
+def forgotten(state: LifeState) -> LifeState:
+    """Return the state without what may have made a look at it fail: what was counted so far stays."""
+    return LifeState(lives=replace(state.lives, newest=None))
 
 
 def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
@@ -47,16 +54,19 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     | --- | --- | --- |
     | answers | any | serving; asleep where an engine says so |
     | answers | a core or worker of this life has gone | stalled |
-    | answers, work but no movement for 60 s on any rank | any | stalled |
+    | answers, work (also a canary's) but no movement for 60 s on any rank | any | stalled |
     | answers, no engine on it | none seen | unknown: whose page is it? |
     | does not answer | none | down |
     | does not answer, never did in this life | there | starting |
-    | does not answer, did in this life | there | what it was; from 60 s on stalled |
+    | does not answer, did in this life | there | what it was; from 60 s on stalled, unknown while its server computes |
     | answers what cannot be read | there | unknown; what it was for 60 s where it could be read before |
 
     Where the engine's processes cannot be seen, they are there while its GPUs hold more than half of the most that they
     held in this life, or, before it was ready, 5 % of their size; where its memory is not known either, a refused
     connection is down and silence is unknown.
+
+    A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
+    spins. These cannot be told apart from here, so that none of them is said.
     """
     now = snapshot.monotonic_seconds
     newest = state.lives.newest
@@ -68,7 +78,9 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     movements = movements if seen.page is None else moved(movements, seen.page, now)
     answered = seen.answer is Answer.GIVEN
     since = now if answered or state.answered_seconds is None else state.answered_seconds
+    computing = computed(state.computing, seen.processes, now)
     state = replace(state, lives=lives, movements=movements, answered_seconds=since, answered=answered)
+    state = replace(state, computing=computing)
     state = replace(state, state=_state(state, seen, now))
     return state, replace(snapshot, life=_life(state, seen, now))
 
@@ -85,7 +97,8 @@ def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
         return EngineState.STARTING
     if state.answered_seconds is not None and now - state.answered_seconds < STALLED_SECONDS:
         return state.state
-    return EngineState.UNKNOWN if seen.answer is Answer.UNREADABLE else EngineState.STALLED
+    computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
+    return EngineState.UNKNOWN if computes or seen.answer is Answer.UNREADABLE else EngineState.STALLED
 
 
 def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
@@ -93,7 +106,7 @@ def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
         return EngineState.UNKNOWN
     if awake(seen.page) is False:
         return EngineState.ASLEEP
-    age = progress_age(state.movements, now)
+    age = progress_age(state.movements, now, seen.owed_since)
     if _broken(state.lives.newest, seen) or (age is not None and age >= STALLED_SECONDS):
         return EngineState.STALLED
     return EngineState.SERVING
@@ -113,6 +126,8 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in EXITS),
-        progress_age_seconds=None if state.state is EngineState.ASLEEP else progress_age(movements, now),
+        progress_age_seconds=None
+        if state.state is EngineState.ASLEEP
+        else progress_age(movements, now, seen.owed_since),
         stranded=stranded(movements, now),
     )

@@ -18,11 +18,15 @@ Labels = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movement:
-    """What one engine had counted, when that last changed and since when it has been idle, on the monotonic clock."""
+    """What one engine had counted, when that last changed and since when it has been idle, on the monotonic clock.
+
+    `moved_seconds` is of its work, and now while it has none; `done_seconds` is when its tokens or steps last changed.
+    """
 
     counted: tuple[float | None, ...]
     busy: bool
     moved_seconds: float
+    done_seconds: float
     idle_seconds: float | None
     kv_used_ratio: float | None
 
@@ -32,9 +36,16 @@ def moved(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> di
     return {engine_labels(engine): _of(before.get(engine_labels(engine)), engine, now) for engine in named(page)}
 
 
-def progress_age(movements: Mapping[Labels, Movement], now: float) -> float | None:
-    """Return the longest time in which an engine that has work has not moved; None where none has work."""
-    return max((now - each.moved_seconds for each in movements.values() if each.busy), default=None)
+def progress_age(movements: Mapping[Labels, Movement], now: float, owed_since: float | None = None) -> float | None:
+    """Return the longest time in which an engine that has work has not moved; None where none has work.
+
+    A request of the daemon's own that has waited since `owed_since` is work, be it on the page or not: the gauges of a
+    core that hangs show what was there before. It is as old as what was done last, whoever had asked for it.
+    """
+    ages = [now - each.moved_seconds for each in movements.values() if each.busy]
+    if owed_since is not None and movements:
+        ages.append(now - max(owed_since, *(each.done_seconds for each in movements.values())))
+    return max(ages, default=None)
 
 
 def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
@@ -53,15 +64,21 @@ def worked(page: EnginePage) -> bool:
 
 def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
     counted, busy = _counted(engine), bool(engine.running or engine.waiting)
-    same = before is not None and before.busy and before.counted == counted
+    same = before is not None and before.counted == counted
+    done = before is not None and before.counted[_DONE] == counted[_DONE]
     rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
     return Movement(
         counted=counted,
         busy=busy,
-        moved_seconds=before.moved_seconds if before is not None and same else now,
+        moved_seconds=before.moved_seconds if before is not None and before.busy and same else now,
+        done_seconds=before.done_seconds if before is not None and done else now,
         idle_seconds=None if busy or engine.running is None else rested,
         kv_used_ratio=engine.kv_used_ratio,
     )
+
+
+_DONE: Final = slice(1, 4)
+"""Tokens and steps: a request that is given up counts as finished and frees its share of the cache."""
 
 
 def _counted(engine: EngineReading) -> tuple[float | None, ...]:

@@ -29,7 +29,8 @@ _BEFORE_WORK: Final = {
 def in_service(step: Step[State]) -> Step[State]:
     """Return the step over what belongs to a working life: of all else it sees no page, no process and no held memory.
 
-    While weights load, memory grows without bound and without work: a leak by all that a detector can tell.
+    While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
+    known to belong to a working life is taken not to.
     """
     return lambda state, snapshot: step(state, snapshot if _works(snapshot) else _without_engine(snapshot))
 
@@ -39,16 +40,17 @@ def leaks_in_service(step: Step[State]) -> Step[State]:
 
     def shown(state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
         state, samples = in_service(step)(state, snapshot)
-        if snapshot.life is None or _works(snapshot):
+        if _works(snapshot):
             return state, samples
+        engine = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
         rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
-        return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(snapshot.life.state, LeakState.UNKNOWN)))
+        return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 
     return shown
 
 
 def _works(snapshot: Snapshot) -> bool:
-    return snapshot.life is None or snapshot.life.in_service
+    return snapshot.life is not None and snapshot.life.in_service
 
 
 def _without_engine(snapshot: Snapshot) -> Snapshot:

@@ -41,6 +41,7 @@ class Signs:
 
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
+    `owed_since` is since when a request of the daemon's own has waited.
     """
 
     answer: Answer
@@ -51,6 +52,7 @@ class Signs:
     finished_total: float | None
     processes: tuple[EngineProcess, ...] | None
     held_bytes: int | None
+    owed_since: float | None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -68,15 +70,17 @@ class Signs:
 def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
     """Return what the snapshot shows, given what was known of the sight and the most this life held while it served.
 
-    That an engine which was `asleep` holds little tells nothing of its end.
+    That an engine which was `asleep` holds little tells nothing of its end, nor does the rest where one of its GPUs
+    cannot be read.
     """
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
     processes = None if isinstance(snapshot.processes, Failure) else snapshot.processes
     if processes or (processes is not None and page is not None):
         sighted = bool(processes)
     held_bytes, total_bytes = _held(snapshot)
+    whole = all(gpu.held_bytes is not None for gpu in owned(snapshot))
     alive: bool | None = None if held_bytes is None else held_bytes > _least(total_bytes, top_bytes)
-    alive = alive or None if asleep else alive
+    alive = alive or None if asleep or not whole else alive
     if processes or (processes is not None and sighted is not False):
         alive = bool(processes)
     return Signs(
@@ -88,6 +92,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         finished_total=None if page is None else finished(page),
         processes=processes,
         held_bytes=held_bytes,
+        owed_since=snapshot.unanswered_since_seconds,
     )
 
 

@@ -13,6 +13,9 @@ _START_BYTES: Final = 4096
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
 
+_MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
+"""How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
+
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
@@ -29,6 +32,7 @@ class ProcEntry:
     parent_pid: int
     started_seconds: float
     command: tuple[str, ...]
+    name: str = ""
 
 
 def pids(proc: Path) -> frozenset[int]:
@@ -36,17 +40,30 @@ def pids(proc: Path) -> frozenset[int]:
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
-def entry(proc: Path, pid: int) -> ProcEntry | None:
-    """Return the process, or None when it has gone or is a zombie."""
+def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
+    """Return the process, or None when it has gone or is a zombie.
+
+    `known` is what was returned before: it is returned again where name, parent and start are the same, and the command
+    line is read anew only if a program of this name may have another one by now. Every other program that takes the
+    place of one, and every title, brings its name.
+    """
     try:
         name, fields = _stat(proc, pid)
+        if fields[0] == "Z":
+            return None
+        if known is not None and _is_unchanged(known, name, fields):
+            return known
         arguments = _start_of(proc, pid, "cmdline").rstrip(b"\0")
     except (OSError, ValueError):
         return None
-    if fields[0] == "Z":
-        return None
     command = _arguments(arguments) if arguments else (name,)
-    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command)
+    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command, name=name)
+
+
+def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
+    if name.startswith(_MAY_BE_VLLM):
+        return False
+    return (known.name, known.parent_pid, known.started_seconds) == (name, int(fields[1]), _started(fields))
 
 
 def command(proc: Path, pid: int) -> tuple[str, ...]:
@@ -58,8 +75,8 @@ def command(proc: Path, pid: int) -> tuple[str, ...]:
     return _arguments(arguments) if arguments else ()
 
 
-def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
-    """Return the process's resident memory, or None when it has gone or another has got its pid.
+def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
+    """Return the process's resident bytes and CPU seconds, or None when it has gone or another has got its pid.
 
     A process that is exiting has no memory left and counts as gone.
     """
@@ -69,7 +86,7 @@ def resident_bytes(proc: Path, process: ProcEntry) -> int | None:
     except (OSError, ValueError, IndexError):
         return None
     same = fields[0] != "Z" and _started(fields) == process.started_seconds
-    return pages * _PAGE_BYTES if same and pages else None
+    return (pages * _PAGE_BYTES, _computed(fields)) if same and pages else None
 
 
 def boot_time_seconds(proc: Path) -> float:
@@ -114,6 +131,11 @@ def _start_of(proc: Path, pid: int, name: str) -> bytes:
 
 def _arguments(arguments: bytes) -> tuple[str, ...]:
     return tuple(arguments.decode(errors="replace").split("\0"))
+
+
+def _computed(fields: list[str]) -> float:
+    """Return the CPU time of all threads, in user mode and in the kernel (fields 14 and 15)."""
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
 
 
 def _started(fields: list[str]) -> float:

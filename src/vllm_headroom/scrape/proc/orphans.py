@@ -33,6 +33,8 @@ class Orphans:
             if pid in self._left or not roots & (ancestors(entries, pid) | {pid})
         }
         left = self._left.keys()
+        if not left:
+            return frozenset()
         return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid))
 
     def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:

@@ -20,6 +20,16 @@ from vllm_headroom.vocabulary import Reason, Role, Source
 
 _FIRST: Final = 1
 
+HIDDEN: Final = Failure(
+    source=Source.PROCESS,
+    reason=Reason.UNAVAILABLE,
+    message=(
+        "no process but the daemon's own can be seen, though the engine's page is served on this machine: share the"
+        " pod's processes (shareProcessNamespace: true), or mount /proc without hidepid"
+    ),
+)
+"""What cannot be seen is not nothing: an empty list would say that the engine is down."""
+
 
 class Processes:
     """Finds the processes of the vLLM that serves `engine_port` under `proc`, and measures them.
@@ -27,17 +37,21 @@ class Processes:
     A process that is new is looked at once. Each is looked at again within `rescan_seconds` of `monotonic`, because it
     gets its title only after it has started: a share at every reading, so that no reading of a full host takes long.
     All of them are whenever one of the engine's has gone.
+
+    `engine_is_here` is whether the engine's page is served on this machine: then its processes must be able to show.
     """
 
     def __init__(
         self,
         *,
         engine_port: int,
+        engine_is_here: bool = False,
         proc: Path = Path("/proc"),
         monotonic: Callable[[], float],
         rescan_seconds: float = 15.0,
     ) -> None:
         self._engine_port = engine_port
+        self._engine_is_here = engine_is_here
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
@@ -48,14 +62,14 @@ class Processes:
         self._orphans = Orphans()
         self._orphaned: frozenset[int] = frozenset()
         self._sees_others = True
-        self._worker = Worker[ProcessReadings]("processes")
+        self._worker = Worker[ProcessReadings | Failure]("processes")
 
     async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
         """Return the engine's processes that are alive, and every pid that shows.
 
         Which of several engines it is, `roots.engine_roots` says.
         Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
-        TIMEOUT until it lets go. UNAVAILABLE where there is no /proc.
+        TIMEOUT until it lets go. UNAVAILABLE where there is no /proc, and HIDDEN where the engine cannot show in it.
         """
         try:
             return await self._worker.call(self._read, timeout_seconds)
@@ -69,7 +83,7 @@ class Processes:
             message = f"{self._proc} cannot be read ({error.strerror or error}): mount it, readable for this user"
             return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=message)
 
-    def _read(self) -> ProcessReadings:
+    def _read(self) -> ProcessReadings | Failure:
         pids = proc_files.pids(self._proc)
         if not pids >= self._roles.keys():
             self._forget()
@@ -77,6 +91,8 @@ class Processes:
         if len(engine) < len(self._roles):
             self._forget()
             engine = self._engine(pids)
+        if self._engine_is_here and not (engine or self._sees_others):
+            return HIDDEN
         sees_host_pids = proc_files.sees_host_pids(self._proc)
         return ProcessReadings(
             engine=engine,
@@ -84,7 +100,6 @@ class Processes:
             sees_host_pids=sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             orphans=self._orphaned,
-            sees_others=self._sees_others,
         )
 
     def _forget(self) -> None:
@@ -105,7 +120,7 @@ class Processes:
         self._looked_at_seconds = now
         due = frozenset(islice(self._entries, ceil(share * len(self._entries))))
         kept = {pid: entry for pid, entry in self._entries.items() if pid in pids and pid not in due}
-        looked = ((pid, proc_files.entry(self._proc, pid)) for pid in pids if pid not in kept)
+        looked = ((pid, proc_files.entry(self._proc, pid, self._entries.get(pid))) for pid in pids if pid not in kept)
         return kept | {pid: entry for pid, entry in looked if entry}
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
@@ -121,11 +136,17 @@ class Processes:
         return roles
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
-        rss_bytes = proc_files.resident_bytes(self._proc, entry)
-        if rss_bytes is None:
+        usage = proc_files.usage(self._proc, entry)
+        if usage is None:
             return None
-        started_at_seconds = self._boot_time_seconds + entry.started_seconds
-        return EngineProcess(pid=entry.pid, role=role, rss_bytes=rss_bytes, started_at_seconds=started_at_seconds)
+        rss_bytes, cpu_seconds = usage
+        return EngineProcess(
+            pid=entry.pid,
+            role=role,
+            rss_bytes=rss_bytes,
+            started_at_seconds=self._boot_time_seconds + entry.started_seconds,
+            cpu_seconds=cpu_seconds,
+        )
 
     @cached_property
     def _boot_time_seconds(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.servers import server_of, titled_role
@@ -36,6 +37,7 @@ def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
     return (None if forked else named_role(process.command)) or Role.OTHER
 
 
+@lru_cache(maxsize=512)  # asked of every process whenever one comes or goes
 def named_role(command: tuple[str, ...]) -> Role | None:
     """Return the role that a title or a server's command line tells; None where it is no engine's."""
     return titled_role(command[0]) or (Role.API_SERVER if server_of(command) else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Final
 
 from vllm_headroom.vocabulary import Role
@@ -99,10 +98,15 @@ SERVERS: Final = (
 that its source gives them."""
 
 
+_MENTIONED: Final = re.compile("|".join(sorted({each[0].partition(".")[0] for s in SERVERS for each in s.commands})))
+
+
 def server_of(command: tuple[str, ...]) -> Server | None:
     """Return the kind of server whose command line this is, and not only one that mentions it."""
+    if not any(_MENTIONED.search(word) for word in command):  # most of a host's processes, told in a microsecond
+        return None
     program, *arguments = _past_interpreter(command)
-    name = PurePath(program).name
+    name = _base(program)
     for server in SERVERS:
         if program.endswith(server.scripts) if server.scripts else False:
             return server
@@ -137,9 +141,13 @@ def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
     return port
 
 
+def _base(program: str) -> str:
+    return program.rstrip("/").rpartition("/")[2]
+
+
 def _past_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command line of the script or module that an interpreter runs, else the command line itself."""
-    if not _INTERPRETER.fullmatch(PurePath(command[0]).name):
+    if not _INTERPRETER.fullmatch(_base(command[0])):
         return command
     rest = command[1:]
     while rest and rest[0].startswith("-") and not _MODULE_OPTION.fullmatch(rest[0]):

@@ -21,6 +21,9 @@ CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426
 """The pid of the engine's core, which holds its GPU memory."""
 
+STRANGER: Final = (2, 1, "/usr/sbin/sshd")
+"""A process that is neither the engine's nor the doctor's own: without one, /proc counts as hidden."""
+
 RECORDED: Final = (
     (FOLDER / "vllm-0.32.0" / "load-waiting.prom")
     .read_text()
@@ -63,7 +66,7 @@ def examined(proc: Path | None = None, /, **settings: str) -> dict[Name, Finding
     environ = {f"HEADROOM_{name}": value for name, value in {"LISTEN_PORT": "0", **settings}.items()}
     with tempfile.TemporaryDirectory() as folder:
         if proc is None:
-            ProcTree(Path(folder))
+            ProcTree(Path(folder)).add(*STRANGER)
         findings = asyncio.run(examine(load([], environ), proc or Path(folder)))
     assert [finding.name for finding in findings] == list(Name), "one finding for each name, in this order"
     return {finding.name: finding for finding in findings}
@@ -74,6 +77,7 @@ def proc(folder: Path, server: Vllm | None = None, *, namespace: str = CONTAINER
     path = folder / "proc"
     path.mkdir()
     tree = ProcTree(path, namespace=namespace)
+    tree.add(*STRANGER)
     if server is not None:
         for pid in range(4380, 4380 + servers):
             tree.add(pid, 1, "python3", "/venv/bin/vllm", "serve", "tiny", "--port", str(server.port))

@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
+import bcrypt
 import pytest
 
+from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
+from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
 from vllm_headroom.commands.doctor.finding import Finding, Name, State
 
 SERVED = 'headroom_build_info{version="0.1.0",revision="",python_version="3.13.0"} 1.0\n'
 
 
-def listen_port(port: int, host: str = "127.0.0.1") -> Finding:
-    return examined(LISTEN_PORT=str(port), LISTEN_HOST=host)[Name.LISTEN_PORT]
+def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Finding:
+    return examined(LISTEN_PORT=str(port), LISTEN_HOST=host, **settings)[Name.LISTEN_PORT]
 
 
 def test_a_free_port_is_told_as_free_and_stays_so() -> None:
@@ -43,6 +47,48 @@ def test_a_port_that_another_program_has_is_missing(answer: Answer) -> None:
     assert found.state is State.MISSING
     assert found.text == f"port {server.port} is taken by something that does not answer as vllm-headroom"
     assert lines(found) == ["HEADROOM_LISTEN_PORT=9839"]
+
+
+@pytest.fixture
+def web_config(tmp_path: Path) -> Path:
+    """Ask for TLS, and for certificates of clients, of which the doctor has none."""
+    for name in ("server", "client"):
+        write_self_signed(tmp_path, name)
+    asked = "client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.crt"
+    file = tmp_path / "web.config.yml"
+    file.write_text(f"tls_server_config: {{cert_file: server.crt, key_file: server.key, {asked}}}\n")
+    return file
+
+
+def test_a_daemon_behind_tls_is_known_by_its_certificate(web_config: Path) -> None:
+    with daemon(WEB_CONFIG_FILE=str(web_config)) as running:
+        port = int(running.url.rpartition(":")[2])
+        known = listen_port(port, WEB_CONFIG_FILE=str(web_config))
+        unknown = listen_port(port)
+
+    text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
+    assert (known.state, known.text) == (State.OK, text)
+    assert unknown.state is State.UNKNOWN
+    assert unknown.text.startswith(f"port {port} speaks TLS, as a daemon with HEADROOM_WEB_CONFIG_FILE does")
+
+
+def test_another_certificate_is_another_server(web_config: Path) -> None:
+    with daemon(WEB_CONFIG_FILE=str(web_config)) as running:
+        port = int(running.url.rpartition(":")[2])
+        (web_config.parent / "server.crt").write_bytes((web_config.parent / "client.crt").read_bytes())
+
+        assert listen_port(port, WEB_CONFIG_FILE=str(web_config)).state is State.UNKNOWN
+
+
+def test_a_daemon_with_users_is_told_to_ask_for_a_password(tmp_path: Path) -> None:
+    file = tmp_path / "web.config.yml"
+    file.write_text(f"basic_auth_users: {{prometheus: {bcrypt.hashpw(b'any', bcrypt.gensalt(4)).decode()}}}\n")
+    with daemon(WEB_CONFIG_FILE=str(file)) as running:
+        port = int(running.url.rpartition(":")[2])
+        found = listen_port(port, WEB_CONFIG_FILE=str(file))
+
+    assert found.state is State.UNKNOWN
+    assert found.text.startswith(f"port {port} asks for a user and a password, as a daemon")
 
 
 def test_an_address_of_another_machine_is_missing() -> None:

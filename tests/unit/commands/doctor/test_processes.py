@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.nvml.library import GIB, FakeNvml
-from tests.fakes.proc_tree import HOST
+from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
 from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.scrape.proc.reader import HIDDEN
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -74,6 +75,31 @@ def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:
     assert "cannot be read" in findings[Name.PROCESSES].text
     assert findings[Name.PROCESSES].fixes
     assert findings[Name.PROCESS_MEMORY].state is State.UNKNOWN
+
+
+@pytest.mark.parametrize("namespace", [CONTAINER, HOST])
+def test_a_proc_that_hides_the_engine_is_missing_whether_its_page_answers_or_not(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path, namespace: str
+) -> None:
+    ProcTree(tmp_path, namespace=namespace)
+
+    for url in (vllm.url, "http://127.0.0.1:1"):
+        findings = examined(tmp_path, ENGINE_URL=url)
+
+        assert len(nvml.gpus) > 1
+        assert findings[Name.PROCESSES].text == HIDDEN.message
+        assert {"shareProcessNamespace: true", "ProtectProc=default"} <= set(lines(findings[Name.PROCESSES]))
+        assert "shareProcessNamespace: true" in lines(findings[Name.GPU_ATTRIBUTION])
+        assert {findings[name].state for name in (Name.PROCESSES, Name.GPU_ATTRIBUTION)} == {State.MISSING}
+
+
+def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) -> None:
+    ProcTree(tmp_path)
+
+    found = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")[Name.PROCESSES]
+
+    assert found.state is State.UNKNOWN
+    assert found.text.startswith("vLLM's are not among the ")
 
 
 def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:

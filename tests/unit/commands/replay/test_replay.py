@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -184,7 +185,7 @@ def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak:
     assert "GPU 0 (GPU-a): LEAKING; leaking at the end." in lines
     for told in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
         assert any(line.strip().startswith(told) for line in lines), told
-    assert "GPU 0: memory held by the engine, GiB; the upright line is the first alarm" in lines
+    assert "GPU 0: free memory, down to zero, GiB; the upright line is the first alarm" in lines
     assert "running requests" in lines
     assert max(map(len, lines)) <= 90
     assert "\x1b" not in process.stdout
@@ -295,3 +296,21 @@ def test_a_replay_imports_nothing_of_the_daemon(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("record", [lambda: flat(0.5), lambda: leaking(0.5)])
 def test_the_same_trace_gives_the_same_answer(record: Callable[[], Iterable[dict[str, Any]]]) -> None:
     assert answer(record()) == answer(record())
+
+
+def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak: str) -> None:
+    file = tmp_path / "leak.svg"
+
+    assert replay("-", "--svg", str(file), "--json", trace=leak).returncode == 0
+
+    drawn = file.read_text(encoding="utf-8")
+    ET.fromstring(drawn)  # noqa: S314 - of our own
+    assert "GPU 0: free memory, down to zero; leaking at the end" in drawn
+    assert 'class="ahead"' in drawn
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, leak: str) -> None:
+    done = replay("-", "--svg", str(tmp_path / "none" / "leak.svg"), trace=leak)
+
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot be written: No such file or directory" in done.stderr

@@ -17,9 +17,9 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Life, Sample, Snapshot
 from vllm_headroom.scrape.worker import Worker
-from vllm_headroom.vocabulary import Role
+from vllm_headroom.vocabulary import EngineState, Role
 
 GIB: Final = 2**30
 MIB: Final = 2**20
@@ -61,7 +61,7 @@ def seen(
         gpus=(device(step),) if gpus is None else gpus,
         processes=(worker,),
     )
-    return replace(at, monotonic_seconds=at.monotonic_seconds + shift)
+    return replace(at, monotonic_seconds=at.monotonic_seconds + shift, life=Life(state=EngineState.SERVING))
 
 
 def followed(memory: Memory, snapshots: Iterable[Snapshot]) -> Iterator[tuple[Memory, tuple[Sample, ...]]]:

@@ -23,7 +23,7 @@ from tests.unit.derive.life.watch import (
 )
 from vllm_headroom.derive.life.follow import LifeState
 from vllm_headroom.model import Life
-from vllm_headroom.vocabulary import ExitReason
+from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
 def exits(life: Life) -> dict[ExitReason, int]:
@@ -96,6 +96,16 @@ def test_unseen_it_ends_when_its_memory_is_let_go() -> None:
     assert exits(watch.look(REFUSED, gpus=(card(70),), after=600)) == {}
     assert exits(watch.look(REFUSED, gpus=(card(1),))) == {ExitReason.GONE: 1}
     assert watch.look(REFUSED, gpus=(card(10),)).restarts == 1
+
+
+def test_unseen_it_has_not_ended_because_one_of_its_gpus_cannot_be_read() -> None:
+    both = (card(35), card(35, uuid="GPU-b"))
+    watch = serving(processes=UNSEEN, gpus=both)
+
+    life = watch.look(SILENT, gpus=(both[0], replace(both[1], held_bytes=None)))
+
+    assert (life.state, exits(life)) == (EngineState.SERVING, {})
+    assert exits(watch.look(SILENT, gpus=(card(1), card(1, uuid="GPU-b")))) == {ExitReason.GONE: 1}
 
 
 def test_unseen_a_sleeper_that_does_not_answer_has_not_ended() -> None:

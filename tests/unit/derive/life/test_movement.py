@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.samples import AN_ENGINE, engine, page
-from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
+from tests.unit.derive.life.watch import REFUSED, SILENT, Watch, serving, working
+from vllm_headroom.derive.life.follow import STALLED_SECONDS
 from vllm_headroom.derive.life.movement import IDLE_SECONDS
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.vocabulary import EngineState
 
 
 def test_the_age_grows_until_something_moves() -> None:
@@ -61,3 +66,42 @@ def test_a_request_that_waits_keeps_it_from_being_stranded() -> None:
     watch.look(waiting)
 
     assert watch.look(waiting, after=3600).stranded == ()
+
+
+IDLE = working(20, running=0.0)
+
+
+def test_an_idle_engine_that_owes_a_canary_its_answer_stalls_after_a_minute() -> None:
+    watch = serving()
+    asked = watch.at
+
+    assert watch.look(IDLE, owed_since=asked, after=STALLED_SECONDS - 1).state is EngineState.SERVING
+    stalled = watch.look(IDLE, owed_since=asked, after=1)
+    assert (stalled.state, stalled.progress_age_seconds) == (EngineState.STALLED, STALLED_SECONDS)
+    answered = watch.look(IDLE)
+    assert (answered.state, answered.progress_age_seconds) == (EngineState.SERVING, None)
+
+
+def test_a_canary_is_as_old_as_what_was_done_last() -> None:
+    watch = serving()
+    asked = watch.at
+    watch.look(working(25), owed_since=asked, after=600)
+
+    assert watch.look(gave_up(), owed_since=asked, after=7).progress_age_seconds == 7
+    assert watch.look(working(27, running=0.0), owed_since=asked, after=7).progress_age_seconds == 0
+
+
+def gave_up() -> EnginePage:
+    """Return the page of an idle engine that has given up a request since it had finished 25."""
+    (reading,) = working(25, running=0.0).engines
+    return page(replace(reading, finished_total=26.0))
+
+
+@pytest.mark.parametrize("page_failure", [REFUSED, SILENT])
+def test_a_canary_says_nothing_of_an_engine_that_sleeps_or_has_no_page(page_failure: Failure) -> None:
+    watch = serving()
+    asleep = watch.look(working(20, running=0.0, awake=False), owed_since=watch.at, after=600)
+    gone = watch.look(page_failure, owed_since=watch.at, after=5)
+
+    assert (asleep.state, asleep.progress_age_seconds) == (EngineState.ASLEEP, None)
+    assert gone.progress_age_seconds is None

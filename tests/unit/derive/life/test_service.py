@@ -68,15 +68,16 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
     loading, watch = snapshot(engines=REFUSED, gpus=(card(30),), processes=WHOLE), Watch()
     watch.look(REFUSED)
     assert watch.seen is not None
+    assert loading.life is None
 
     for each in (watch.seen, loading):
         in_service(step)(None, each)
 
-    assert isinstance(shown[0].engines, Failure)
-    assert not isinstance(shown[0].gpus, Failure)
-    assert [gpu.held_bytes for gpu in shown[0].gpus] == [None]
-    assert shown[0].processes == ()
-    assert shown[1] is loading, "where nobody follows the life, all is shown"
+    for each in shown:
+        assert isinstance(each.engines, Failure)
+        assert not isinstance(each.gpus, Failure)
+        assert [gpu.held_bytes for gpu in each.gpus] == [None]
+        assert each.processes == ()
 
 
 def followed(watch: Watch, *, minutes: int, loads: tuple[EngineProcess, ...]) -> set[str]:
@@ -100,20 +101,21 @@ def test_a_load_is_no_leak_however_long_and_an_engine_that_never_worked_is_not_s
     assert followed(serving(), minutes=minutes, loads=NEXT) == {"warming_up"}
 
 
-def test_of_a_dead_or_sleeping_engine_that_never_worked_no_leak_state_is_made_up() -> None:
+def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up() -> None:
     leak = next(each for each in derivations() if each.name == "leak")
 
-    def said(watch: Watch) -> set[str]:
-        assert watch.seen is not None
-        _, samples = answer(leak, leak.initial, watch.seen)
+    def said(snapshot: Snapshot | None) -> set[str]:
+        assert snapshot is not None
+        _, samples = answer(leak, leak.initial, snapshot)
         return {labels[2] for labels, value in values(samples, catalog.LEAK_STATE).items() if value}
 
     down, asleep = serving(), Watch()
     down.look(REFUSED, processes=())
     asleep.look(working(0, running=0.0, awake=False))
 
-    assert said(down) == {"unknown"}
-    assert said(asleep) == {"asleep"}
+    assert said(down.seen) == {"unknown"}
+    assert said(asleep.seen) == {"asleep"}
+    assert said(snapshot(engines=working(20))) == {"unknown"}, "whose life is not known"
 
 
 def test_the_hit_ratio_ends_with_its_life() -> None:
@@ -145,7 +147,7 @@ def test_what_is_known_of_a_life_is_exported() -> None:
     assert not values(samples, catalog.ENGINE_KV_STRANDED)
 
 
-def test_nothing_is_exported_where_nobody_follows_the_life() -> None:
+def test_nothing_is_exported_of_a_life_that_is_not_known() -> None:
     none: tuple[Sample, ...] = ()
 
     assert life(snapshot()) == none

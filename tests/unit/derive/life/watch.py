@@ -63,13 +63,14 @@ class Watch:
         processes: tuple[EngineProcess, ...] | Failure | None = None,
         gpus: tuple[Gpu, ...] | Failure | None = None,
         after: float = STEP_SECONDS,
+        owed_since: float | None = None,
     ) -> Life:
-        """Look `after` so many seconds, and return what is known then."""
+        """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
         self.at += after
         self._processes = self._processes if processes is None else processes
         self._gpus = self._gpus if gpus is None else gpus
         now = snapshot(at=self.at, engines=engines, gpus=self._gpus, processes=self._processes)
-        self.state, self.seen = lived(self.state, now)
+        self.state, self.seen = lived(self.state, replace(now, unanswered_since_seconds=owed_since))
         assert self.seen.life is not None
         return self.seen.life
 

@@ -108,6 +108,24 @@ def test_a_process_with_a_title_is_found_and_measured(processes: Processes, star
     assert {core.pid, os.getpid(), 1} <= read(processes).visible_pids
 
 
+def test_cpu_time_is_taken_by_what_computes_and_by_nothing_that_is_stopped(processes: Processes, start: Start) -> None:
+    core = start("echo $$; exec -a VLLM::EngineCore bash -c 'while :; do :; done'")
+
+    def seconds() -> float:
+        process = found(processes, core.pid)
+        assert process is not None
+        assert process.cpu_seconds is not None
+        return process.cpu_seconds
+
+    wait_until(lambda: seconds() > 0.1)
+    os.kill(core.pid, signal.SIGSTOP)
+    wait_until(lambda: ") T " in Path(f"/proc/{core.pid}/stat").read_text())
+    stopped = seconds()
+    time.sleep(0.2)
+
+    assert seconds() == stopped
+
+
 def test_what_a_process_of_the_engine_starts_is_the_engines(processes: Processes, start: Start) -> None:
     child = start("exec -a VLLM::Worker_TP1 bash -c 'sleep 60 & echo $!; wait'")
 
@@ -153,5 +171,5 @@ def test_a_process_in_a_namespace_of_its_own_knows_it_is_not_in_the_first() -> N
 
     assert result.stdout == (
         "ProcessReadings(engine=(), visible_pids=frozenset({1}), sees_host_pids=False, ambiguous_roots=0,"
-        " orphans=frozenset(), sees_others=False)\n"
+        " orphans=frozenset())\n"
     )

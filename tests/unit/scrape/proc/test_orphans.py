@@ -120,22 +120,3 @@ def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
     tree.add(7, 1, *SERVER)
 
     assert seen(processes) == ({7: Role.API_SERVER}, frozenset())
-
-
-def test_others_are_seen_where_more_than_the_daemons_own_line_can_be_read(tmp_path: Path) -> None:
-    tree = ProcTree(tmp_path)
-    processes = Processes(engine_port=8000, proc=tree.path, monotonic=Clock())
-    assert not read(processes).sees_others
-
-    tree.add(5, 9999, "a child of the daemon's")
-    assert not read(processes).sees_others
-    tree.add(6, 0, "/pause")
-    assert read(processes).sees_others
-
-
-def test_where_the_first_process_is_hidden_so_is_the_engine(tmp_path: Path) -> None:
-    tree = ProcTree(tmp_path)
-    tree.add(6, 0, "sh")
-    tree.remove(1)
-
-    assert not read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock())).sees_others

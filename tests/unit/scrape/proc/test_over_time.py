@@ -78,9 +78,9 @@ def test_a_reading_looks_again_at_a_share_of_the_processes_only(
     read(processes)
     looked: list[int] = []
 
-    def entry(proc: Path, pid: int) -> ProcEntry | None:
+    def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
         looked.append(pid)
-        return found(proc, pid)
+        return found(proc, pid, known)
 
     found = files.entry
     monkeypatch.setattr(files, "entry", entry)

@@ -37,7 +37,7 @@ def roles(processes: Processes) -> dict[int, Role]:
 
 
 def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes) -> None:
-    tree.add(4380, 1, *SERVER, started_ticks=112293, rss_pages=157450)
+    tree.add(4380, 1, *SERVER, started_ticks=112293, rss_pages=157450, cpu_ticks=(700, 50))
     tree.add(4426, 4380, "VLLM::EngineCore", *[""] * 138, started_ticks=113917, rss_pages=148451)
     tree.add(4425, 4380, "python3.11", "-B", "-c", "from multiprocessing.resource_tracker import main;main(32)")
     tree.add(5000, 1, "nginx")
@@ -49,6 +49,7 @@ def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes
         role=Role.API_SERVER,
         rss_bytes=157450 * PAGE_BYTES,
         started_at_seconds=BOOT_SECONDS + 112293 / TICKS,
+        cpu_seconds=750 / TICKS,
     )
     assert (core.pid, core.role, core.rss_bytes) == (4426, Role.ENGINE_CORE, 148451 * PAGE_BYTES)
     assert tracker.role is Role.OTHER

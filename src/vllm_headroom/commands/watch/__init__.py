@@ -1,0 +1,1 @@
+"""The verdict and its curves in the terminal, live."""

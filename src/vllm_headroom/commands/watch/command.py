@@ -1,0 +1,118 @@
+"""The command `watch`: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+import sys
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Final
+
+import httpx
+
+from vllm_headroom.commands.cli import Command, say
+from vllm_headroom.commands.watch.sidecar import TIMEOUT_SECONDS, Document, ask
+from vllm_headroom.config.kinds import FILE, url
+from vllm_headroom.config.options import Parser
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.vocabulary import CONTROLS
+
+DESCRIPTION: Final = """\
+Shows what a sidecar says, live: its verdict on each GPU, the engine and the
+host, free memory of the last day, and the time that is left.
+"""
+
+EPILOG: Final = """\
+On a terminal it draws until Ctrl-C, where rich is installed (pip install
+'vllm-headroom[terminal]'), else it writes a line when something changes. It
+ends with status 0; with --json, which asks once, with 2 without an answer.
+
+Example:
+  vllm-headroom watch http://gpu-7:9839
+  kubectl exec -it POD -c vllm-headroom -- vllm-headroom watch
+"""
+
+HERE: Final = "http://127.0.0.1:9839"
+EVERY_SECONDS: Final = 2.0
+NARROWEST: Final = 20
+PATH: Final = "/snapshot.json"
+
+Ask = Callable[[], Awaitable[Document | str]]
+
+
+def _options(parser: Parser) -> None:
+    parser.add_argument("url", metavar="URL", nargs="?", type=url(HERE), help=f"the sidecar, else {HERE}")
+    parser.add_argument("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
+
+
+async def _run(given: Namespace) -> Document | None:
+    where = (given.url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
+    trusted = ssl.create_default_context(cafile=given.ca_file)
+    async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, verify=trusted, trust_env=False) as client:
+        if given.json:
+            found = await ask(client, where)
+            if isinstance(found, str):
+                raise BadInput(found)
+            return found
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        follow = _live if sys.stdout.isatty() and find_spec("rich") else _lines
+        await follow(lambda: ask(client, where), where.host, stopped)
+    return None
+
+
+async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
+    """Draw on the whole terminal until it is stopped, and leave it as it was."""
+    from rich.live import Live  # noqa: PLC0415 - --json and lines need no drawing
+    from rich.text import Text  # noqa: PLC0415 - the same
+
+    from vllm_headroom.commands.watch.frame import frame  # noqa: PLC0415 - the same
+
+    with Live(screen=True, auto_refresh=False) as live:
+        while not stopped.is_set():
+            found = await asked()
+            width = max(NARROWEST, live.console.width - 1)
+            shown = Text(found, style="bold red") if isinstance(found, str) else frame(found, host, width)
+            live.update(shown, refresh=True)
+            await _pause(stopped)
+
+
+async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
+    """Write what is said, and again what changed in it: a level or a subject, not each figure."""
+    before: set[str] = set()
+    while not stopped.is_set():
+        found = await asked()
+        said = {found: found} if isinstance(found, str) else dict(_told(found))
+        for key, line in said.items():
+            if key not in before:
+                say(line.translate(CONTROLS))
+        before = set(said)
+        await _pause(stopped)
+
+
+def _told(document: Document) -> Iterable[tuple[str, str]]:
+    """Yield what tells a verdict from the one before, and its line."""
+    for verdict in document["verdicts"]:
+        level, subject = verdict["level"], verdict["subject"]
+        yield f"{subject} {level} {verdict['alert']}", f"{level}: {verdict['sentence']}"
+
+
+async def _pause(stopped: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(stopped.wait(), EVERY_SECONDS)
+
+
+COMMAND: Final[Command[Document | None]] = Command(
+    usage="%(prog)s [OPTION]... [URL]",
+    description=DESCRIPTION,
+    epilog=EPILOG,
+    options=_options,
+    run=_run,
+    document=lambda document: document or {},
+    status=lambda _: 0,
+)

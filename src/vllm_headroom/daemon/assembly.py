@@ -1,0 +1,90 @@
+"""The inner parts of the daemon, as the settings want them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.config.settings import Settings
+from vllm_headroom.daemon.build import version
+from vllm_headroom.daemon.canary import Canary
+from vllm_headroom.daemon.life import Heartbeat
+from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.gates.gates import GATES, Rules, gates
+from vllm_headroom.expose.web.door import Door
+from vllm_headroom.model import Snapshot
+from vllm_headroom.parse import parse_engines
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.sizing.footprint import token_bytes
+from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom.vocabulary import GateName
+
+RECORD_SECONDS: Final = 1.0
+"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
+
+Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
+"""Returns states that an earlier process kept, by derivation."""
+
+
+def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
+    """Return the straight line from the sources to what is published."""
+    return Sampler(
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        parse=partial(parse_engines, profile=settings.profile),
+        selection=settings.selection,
+        derivations=derivations(
+            reported_bytes=settings.reported_bytes,
+            kv_bytes_per_token=settings.kv_bytes_per_token,
+            model=token_bytes(settings.model_shape),
+            baseline_bytes_per_request=settings.baseline_bytes_per_request,
+        ),
+        clock=parts.clock,
+        gpu_timeout_seconds=min(GPU_TIMEOUT_SECONDS, settings.sample_interval_seconds),
+        recall=recall,
+        judge=partial(gates, _gate_rules(settings)),
+        canary=canary,
+    )
+
+
+def _gate_rules(settings: Settings) -> Rules:
+    return Rules(
+        ready_seconds=settings.gate_ready_seconds,
+        ready_most_seconds=settings.gate_ready_most_seconds,
+        live_seconds=settings.gate_live_seconds,
+        name=settings.gate_name or socket.gethostname(),
+    )
+
+
+def gate_of(sampler: Sampler, heartbeat: Heartbeat) -> Callable[[GateName], str | None]:
+    """Return what says why a gate is closed; while the sampling loop does not turn, all are open."""
+    return lambda name: None if heartbeat.unhealthy() else sampler.states[GATES].reason(name)
+
+
+def canary_of(parts: Parts, interval_seconds: float | None) -> Canary | None:
+    """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
+    if parts.asked is None or interval_seconds is None:
+        return None
+    return Canary(parts.asked.ask, interval_seconds, parts.clock)
+
+
+def door_of(file: Path) -> Door:
+    """Return the door; passwords have a thread of their own, since each takes its time on purpose."""
+    return Door(file, Worker[Any]("web").call, Worker[Any]("passwords").call)
+
+
+def keeper_of(folder: Path, clock: Clock) -> Keeper:
+    """Return what keeps the state."""
+    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
+
+
+def recorder_of(file: Path, max_bytes: int) -> Recorder:
+    """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
+    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call, timeout_seconds=RECORD_SECONDS)

@@ -1,0 +1,83 @@
+"""When to ask an idle engine for a token, and since when it has not answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+import structlog
+
+from vllm_headroom.clock import Clock
+from vllm_headroom.derive.page_facts import awake, named
+from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.vocabulary import EngineState
+
+log = structlog.get_logger()
+
+RETRY_SECONDS: Final = 10.0
+"""An engine that did not answer is asked again so soon: an error that passes is over before it counts as a hang."""
+
+SAID: Final = {
+    True: "canary is answered",
+    False: "canary is not answered",
+    None: "canary cannot be asked: the engine must serve its model at /v1/completions to this sidecar's credentials",
+}
+
+
+class Asked(Protocol):
+    """Whom the canary asks."""
+
+    async def ask(self, model_name: str) -> bool | None:
+        """Return whether the model completed a token; None where that cannot be asked; never raise."""
+
+    async def close(self) -> None:
+        """Let go of the connections."""
+
+
+class Canary:
+    """Asks one request at a time, on a task of its own, and only while the engine is awake and has nothing to do.
+
+    `since_seconds` is since when, on the monotonic clock, it has not been answered; None while it is.
+    """
+
+    def __init__(self, ask: Callable[[str], Awaitable[bool | None]], interval_seconds: float, clock: Clock) -> None:
+        self.since_seconds: float | None = None
+        self._ask = ask
+        self._interval_seconds = interval_seconds
+        self._clock = clock
+        self._said: bool | None = True
+
+    async def run(self, snapshot: Callable[[], Snapshot | None]) -> None:
+        """Ask, and wait, for ever; `snapshot` returns the newest one."""
+        while True:
+            doubted = self.since_seconds is not None
+            seconds = min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
+            await self._clock.sleep_until(self._clock.monotonic() + seconds)
+            await self.turn(snapshot())
+
+    async def turn(self, snapshot: Snapshot | None) -> None:
+        """Ask once, unless the engine of this snapshot is not known to be idle."""
+        model_name = None if snapshot is None else _idle_model(snapshot)
+        if model_name is None:
+            self.since_seconds = None
+            return
+        if self.since_seconds is None:
+            self.since_seconds = self._clock.monotonic()
+        answered = await self._ask(model_name)
+        if answered is not False:
+            self.since_seconds = None
+        if answered is not self._said:
+            tell = log.info if answered else log.warning
+            tell(SAID[answered])
+        self._said = answered
+
+
+def _idle_model(snapshot: Snapshot) -> str | None:
+    """Return a model of the server while all its engines are there, awake and known to have nothing to do."""
+    if isinstance(snapshot.engines, Failure) or snapshot.life is None or awake(snapshot.engines) is False:
+        return None
+    engines = named(snapshot.engines)
+    if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:
+        return None
+    idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
+    return engines[0].model_name if idle else None

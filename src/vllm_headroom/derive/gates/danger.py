@@ -1,0 +1,122 @@
+"""Whether memory is about to run out, or what waits cannot be served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.page_facts import finished, together
+from vllm_headroom.model import Failure, Gpu, Snapshot, Values
+from vllm_headroom.units import duration, size
+from vllm_headroom.vocabulary import EngineState
+
+WIDER: Final = 1.5
+"""A gate that is closed opens when things are half as well again as what closed it."""
+
+BURST_SECONDS: Final = 600.0
+PEAK_SECONDS: Final = 60.0
+"""How long a peak is seen for (`headroom_gpu_memory_used_peak_bytes`)."""
+
+LEAST_BURST_BYTES: Final = 64 * 2**20
+RATE_SECONDS: Final = 120.0
+WAIT_SECONDS: Final = 300.0
+"""Whoever comes last would wait for longer than any client does."""
+
+URGENT_SECONDS: Final = 300.0
+"""With minutes left a replica does not stay open for the others' sake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Danger:
+    """Why traffic should stay away; `urgent` where the end is minutes away."""
+
+    text: str
+    urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """What is remembered: of each GPU what was used and what bursts took above it, and the requests finished.
+
+    Each is a tuple of monotonic seconds and a value, as old as it is of use.
+    """
+
+    used: tuple[tuple[float, str, int], ...] = ()
+    bursts: tuple[tuple[float, str, int], ...] = ()
+    finished: tuple[tuple[float, float], ...] = ()
+
+
+def watched(before: Watched, snapshot: Snapshot) -> Watched:
+    """Return what is remembered after a sample."""
+    now = snapshot.monotonic_seconds
+    used = [each for each in before.used if now - PEAK_SECONDS <= each[0] <= now]
+    bursts = [each for each in before.bursts if now - BURST_SECONDS <= each[0] <= now]
+    for gpu in _owned(snapshot):
+        memory, uuid = gpu.reading.memory, gpu.reading.uuid
+        if memory is None:
+            continue
+        used.append((now, uuid, memory.used_bytes))
+        burst = (gpu.reading.used_peak_bytes or 0) - max(n_bytes for _, whose, n_bytes in used if whose == uuid)
+        if burst >= LEAST_BURST_BYTES and _is_in_service(snapshot):
+            bursts.append((now, uuid, burst))
+    return Watched(used=tuple(used), bursts=tuple(bursts), finished=_finished(before, snapshot, now))
+
+
+def danger(known: Watched, snapshot: Snapshot, values: Values, *, least_seconds: float, closed: bool) -> Danger | None:
+    """Return why traffic should stay away, None while nothing is known that says so.
+
+    `least_seconds` is the time that must be left by the lower bound; of a gate that is `closed` more is asked.
+    """
+    wanted = least_seconds * (WIDER if closed else 1.0)
+    times = {f"GPU {gpu}": left for (gpu, _), left in values.of(catalog.TIME_TO_OOM_LOWER).items()}
+    for whose, left in sorted(times.items(), key=lambda each: each[1]):
+        if left < wanted:
+            return Danger(text=f"{whose} may be out of memory in {duration(left)}", urgent=left < URGENT_SECONDS)
+    return _burst(known, snapshot, WIDER if closed else 1.0) or _queue(known, snapshot)
+
+
+def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
+    for gpu in _owned(snapshot):
+        memory, uuid = gpu.reading.memory, gpu.reading.uuid
+        most = max((burst for _, whose, burst in known.bursts if whose == uuid), default=0)
+        if memory is not None and memory.free_bytes < factor * most:
+            free = size(memory.free_bytes)
+            text = f"GPU {gpu.reading.index} has {free} free, and a burst took {size(most)} within ten minutes"
+            return Danger(text=text)
+    return None
+
+
+def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
+    if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
+        return Danger(text="the engine has work and makes no progress")
+    waiting = (
+        None if isinstance(snapshot.engines, Failure) else together(each.waiting for each in snapshot.engines.engines)
+    )
+    if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
+        return None
+    (began, first), (now, last) = known.finished[0], known.finished[-1]
+    if now - began < 0.75 * RATE_SECONDS:
+        return None
+    rate = (last - first) / (now - began)
+    if waiting <= rate * WAIT_SECONDS:
+        return None
+    text = f"{waiting:.0f} requests wait and {60 * rate:.1f} a minute are finished"
+    return Danger(text=text)
+
+
+def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
+    total = None if isinstance(snapshot.engines, Failure) else finished(snapshot.engines)
+    kept = tuple(each for each in before.finished if now - RATE_SECONDS <= each[0] <= now)
+    if total is None or not _is_in_service(snapshot) or (kept and total < kept[-1][1]):
+        return ()
+    return (*kept, (now, total))
+
+
+def _is_in_service(snapshot: Snapshot) -> bool:
+    return snapshot.life is not None and snapshot.life.in_service
+
+
+def _owned(snapshot: Snapshot) -> tuple[Gpu, ...]:
+    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+    return tuple(gpu for gpu in gpus if gpu.attribution is not None)

@@ -1,0 +1,89 @@
+"""When an engine that leaks is best begun anew: at the lowest load before its end, one replica after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.derive.gates.place import share
+from vllm_headroom.derive.page_facts import running_requests
+from vllm_headroom.model import Failure, Snapshot, Values
+from vllm_headroom.units import duration
+from vllm_headroom.vocabulary import LeakState
+
+HOUR_SECONDS: Final = 3600.0
+HOURS: Final = 24
+MARGIN_SECONDS: Final = 300.0
+"""What a drain and the kubelet's own patience take, before the end may come."""
+
+FAILS_SECONDS: Final = 600.0
+"""A kubelet that has not acted by then does not ask this gate."""
+
+WEIGHT: Final = 0.02
+"""Of a sample in an hour's load: some fifty samples, minutes, settle it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The gate: `reason` is why the engine is to be begun anew, None while it is not; `life` is when its life began.
+
+    `loads` are the requests that run in each hour of the day in UTC, None where none was seen. `failed_at` is when it
+    last failed, at first when it was made: a daemon that just began does not know when that was.
+    """
+
+    reason: str | None = None
+    failed_at: float | None = None
+    life: float | None = None
+    loads: tuple[float | None, ...] = (None,) * HOURS
+
+
+def live(state: Live, snapshot: Snapshot, values: Values, *, least_between_seconds: float, name: str) -> Live:
+    """Return the gate after a sample; what is not known never fails it."""
+    now = snapshot.monotonic_seconds
+    began = None if snapshot.life is None else snapshot.life.began_seconds
+    failed_at = now if state.failed_at is None or state.failed_at > now else state.failed_at
+    following = replace(state, failed_at=failed_at, life=began, loads=_loads(state.loads, snapshot))
+    if state.reason is not None:
+        over = began != state.life or now - failed_at >= FAILS_SECONDS
+        return replace(following, reason=None) if over else following
+    if now - failed_at < least_between_seconds:
+        return following
+    left = _left(values)
+    if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name)):
+        return following
+    text = f"the engine leaks and may be out of memory in {duration(left)}: begun anew while load is low"
+    return replace(following, reason=text, failed_at=now)
+
+
+def _left(values: Values) -> float | None:
+    """Return the lower bound of the time that is left on the GPU that leaks worst; None where none surely leaks."""
+    leaking = [labels[:-1] for labels, held in values.of(catalog.LEAK_STATE).items() if held and labels[-1] == LEAK]
+    return min(
+        (left for gpu in leaking if (left := values.value(catalog.TIME_TO_OOM_LOWER, *gpu)) is not None), default=None
+    )
+
+
+LEAK: Final = LeakState.LEAKING
+
+
+def _is_time(loads: tuple[float | None, ...], now: float, left: float, share_of_name: float) -> bool:
+    """Return whether this is the moment: replicas are spread over the hour, and over the last one by what is left."""
+    if left <= HOUR_SECONDS + MARGIN_SECONDS:
+        return left <= MARGIN_SECONDS + share_of_name * HOUR_SECONDS
+    hours = [int(now // HOUR_SECONDS) + ahead for ahead in range(int((left - MARGIN_SECONDS) // HOUR_SECONDS) + 1)]
+    known = [loads[hour % HOURS] for hour in hours[:HOURS]]
+    present, others = known[0], [load for load in known if load is not None]
+    if present is None or len(others) < len(known):
+        return False
+    return present <= min(others) and now % HOUR_SECONDS >= share_of_name * HOUR_SECONDS
+
+
+def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:
+    running = None if isinstance(snapshot.engines, Failure) else running_requests(snapshot.engines)
+    if running is None:
+        return before
+    hour = int(snapshot.time_seconds // HOUR_SECONDS) % HOURS
+    old = before[hour]
+    new = running if old is None else old + WEIGHT * (running - old)
+    return (*before[:hour], new, *before[hour + 1 :])

@@ -1,0 +1,68 @@
+"""Whether the pod should stand in its Service: closed while memory is about to run out, and never for long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from vllm_headroom.derive.gates.danger import Danger, Watched, danger, watched
+from vllm_headroom.derive.gates.place import has_the_watch
+from vllm_headroom.model import Snapshot, Values
+
+CLOSE_AFTER_SECONDS: Final = 10.0
+"""Two samples at the default interval: one alone closes nothing."""
+
+OPEN_AFTER_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The gate: `reason` is why it is closed, None while it is open; times are monotonic."""
+
+    reason: str | None = None
+    closed_at: float | None = None
+    bad_since: float | None = None
+    good_since: float | None = None
+    rests_until: float | None = None
+    known: Watched = field(default_factory=Watched)
+
+
+def ready(
+    state: Ready, snapshot: Snapshot, values: Values, *, least_seconds: float, most_seconds: float, name: str
+) -> Ready:
+    """Return the gate after a sample.
+
+    It is closed for `most_seconds` at most and then stays open for as long. While it is this replica's turn it stays
+    open, unless its own end is minutes away: what befalls all replicas at once does not empty their Service.
+    """
+    known, now, closed = watched(state.known, snapshot), snapshot.monotonic_seconds, state.reason is not None
+    found = danger(known, snapshot, values, least_seconds=least_seconds, closed=closed)
+    if found is not None and not found.urgent and has_the_watch(name, snapshot.time_seconds, most_seconds):
+        found = None
+    state = replace(
+        state,
+        known=known,
+        bad_since=None if found is None else _since(state.bad_since, now),
+        good_since=None if found is not None else _since(state.good_since, now),
+    )
+    return _closed(state, found, now, most_seconds) if closed else _open(state, found, now)
+
+
+def _open(state: Ready, found: Danger | None, now: float) -> Ready:
+    rests = state.rests_until is not None and now < state.rests_until
+    if found is None or state.bad_since is None or rests or now - state.bad_since < CLOSE_AFTER_SECONDS:
+        return state
+    return replace(state, reason=found.text, closed_at=now)
+
+
+def _closed(state: Ready, found: Danger | None, now: float, most_seconds: float) -> Ready:
+    opened = replace(state, reason=None, closed_at=None, bad_since=None)
+    if state.closed_at is None or now - state.closed_at >= most_seconds:
+        return replace(opened, rests_until=now + most_seconds)
+    if found is None and state.good_since is not None and now - state.good_since >= OPEN_AFTER_SECONDS:
+        return opened
+    return state if found is None else replace(state, reason=found.text)
+
+
+def _since(before: float | None, now: float) -> float:
+    return now if before is None or before > now else before

@@ -1,0 +1,159 @@
+"""What is to be said of each GPU, of the engine and of its host memory, in a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.model import Failure, Sample, Snapshot, Values, Verdict
+from vllm_headroom.units import duration, size
+from vllm_headroom.vocabulary import EngineState, LeakState, Level
+
+HOUR_SECONDS: Final = 3600.0
+"""With less than this left, HeadroomOutOfMemorySoon pages."""
+
+NEIGHBOUR_BYTES: Final = 2**30
+"""What others hold is worth a word from here on, as HeadroomNeighbourGrowing has it; contexts alone are smaller."""
+
+STRANDED: Final = 0.05
+"""As HeadroomKvCacheStranded."""
+
+ENGINE_SAYS: Final = {
+    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no process of it", "HeadroomEngineDown"),
+    EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
+    EngineState.STALLED: (Level.ALARM, "is stalled: it has work and makes no progress", "HeadroomEngineStalled"),
+    EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
+    EngineState.SERVING: (Level.GOOD, "serves", None),
+    EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
+}
+
+
+def verdicts(snapshot: Snapshot, samples: Iterable[Sample]) -> tuple[Verdict, ...]:
+    """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
+    values = Values(samples)
+    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(values))
+    return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
+
+
+def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+    if isinstance(snapshot.gpus, Failure):
+        text = f"The GPUs cannot be read: {snapshot.gpus.message}"
+        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_ended(text), alert="HeadroomSourceDown")
+        return
+    owned = [gpu for gpu in snapshot.gpus if gpu.attribution is not None]
+    if not owned:
+        text = "No GPU is known to be the engine's: no GPU memory is judged."
+        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
+    for gpu in sorted(owned, key=lambda each: each.reading.index):
+        yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid)
+
+
+def _gpu(values: Values, gpu: str, uuid: str) -> Verdict:
+    name = f"GPU {gpu}"
+    said = partial(Verdict, subject=name)
+    if values.value(catalog.GPU_UP, gpu, uuid) == 0:
+        text = f"{name} cannot be read: it is lost, or its driver does not answer."
+        return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
+    state = values.state(catalog.LEAK_STATE, gpu, uuid)
+    if state in (LeakState.LEAKING, LeakState.GROWING):
+        return _leak(values, gpu, uuid, sure=state == LeakState.LEAKING)
+    free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
+    room = "" if free is None else f"; {size(free)} are free"
+    level, text = _quiet(values, state, name, (gpu, uuid))
+    others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
+    if others < NEIGHBOUR_BYTES:
+        return said(level=level, sentence=f"{text}{room}.")
+    text = f"{text}; other processes hold {size(others)} of it{room}."
+    return said(level=Level.WARNING, sentence=text, alert="HeadroomNeighbourGrowing")
+
+
+def _quiet(values: Values, state: str | None, name: str, labels: tuple[str, str]) -> tuple[Level, str]:
+    """Return what to say where nothing is found to grow."""
+    if state == LeakState.STABLE:
+        return Level.GOOD, f"{name} shows no leak"
+    if state == LeakState.WARMING_UP:
+        return Level.UNKNOWN, f"{name}: too early to tell whether it leaks"
+    if state == LeakState.UNSETTLED:
+        return Level.GOOD, f"{name} shows no leak so far, under a load that changes"
+    if state == LeakState.ASLEEP:
+        held = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
+        return Level.GOOD, f"{name}: the engine sleeps" + ("" if held is None else f" and holds {size(held)}")
+    return Level.UNKNOWN, f"{name}: whether it leaks is not known"
+
+
+def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
+    left = values.value(catalog.TIME_TO_OOM, gpu, uuid)
+    least = values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
+    rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
+    verb = "leaks" if sure else "may leak"
+    soon = left is not None and left < HOUR_SECONDS
+    alert = ("HeadroomOutOfMemorySoon" if soon else "HeadroomGpuMemoryLeak") if sure else "HeadroomGpuMemoryGrowing"
+    return Verdict(
+        subject=f"GPU {gpu}",
+        level=Level.ALARM if sure or soon else Level.WARNING,
+        sentence=f"GPU {gpu} {verb}{rate}{_left(left, least)}.",
+        alert=alert,
+    )
+
+
+def _rate(per_request: float | None, per_second: float | None) -> str:
+    if per_request is not None:
+        return f" {size(1000 * per_request)} per 1,000 requests"
+    return "" if per_second is None else f" {size(HOUR_SECONDS * per_second)} an hour"
+
+
+def _left(seconds: float | None, least_seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    least = "" if least_seconds is None else f", {duration(least_seconds)} at the least"
+    return f": out of memory in {duration(seconds)}{least}"
+
+
+def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+    state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
+    level, text, alert = ENGINE_SAYS[state]
+    if isinstance(snapshot.engines, Failure):
+        cause = f"; {snapshot.engines.message}"
+    else:
+        cause = _load(values) if state is EngineState.SERVING else ""
+    yield Verdict(subject="engine", level=level, sentence=_ended(f"The engine {text}{cause}"), alert=alert)
+    stranded = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
+    if stranded > STRANDED:
+        text = f"{100 * stranded:.0f} % of the KV cache is held by no request."
+        yield Verdict(subject="engine", level=Level.WARNING, sentence=text, alert="HeadroomKvCacheStranded")
+
+
+def _load(values: Values) -> str:
+    counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
+    words = [f"{sum(found.values()):.0f} {word}" for metric, word in counted if (found := values.of(metric))]
+    used = values.of(catalog.ENGINE_KV_USED).values()
+    more = values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
+    words += [f"KV cache {100 * max(used):.0f} % used"] if used else []
+    words += [f"room for {sum(more):.0f} more"] if more else []
+    return f": {', '.join(words)}" if words else ""
+
+
+def _host(values: Values) -> Iterator[Verdict]:
+    found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
+    for role, state in found.items():
+        if state in (LeakState.LEAKING, LeakState.GROWING):
+            verb = "leaks" if state == LeakState.LEAKING else "may leak"
+            rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
+            text = f"Host memory of {role} {verb}{rate}."
+            level = Level.ALARM if state == LeakState.LEAKING else Level.WARNING
+            yield Verdict(subject="host memory", level=level, sentence=text, alert="HeadroomHostMemoryLeak")
+    if found and not set(found.values()) & {LeakState.LEAKING, LeakState.GROWING}:
+        held = sum(values.of(catalog.HOST_MEMORY).values())
+        tells = bool({LeakState.STABLE, LeakState.UNSETTLED} & set(found.values()))
+        text = "shows no leak" if tells else "is watched, too early to tell whether it leaks"
+        yield Verdict(
+            subject="host memory",
+            level=Level.GOOD if tells else Level.UNKNOWN,
+            sentence=f"Host memory {text}; the engine's processes hold {size(held)}.",
+        )
+
+
+def _ended(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,141 @@
+"""Curves over time as SVG, for the page, for files and for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Final
+
+Point = tuple[float, float | None]
+"""Seconds and a value; None where it could not be read."""
+
+Stretch = list[tuple[float, float]]
+"""Points to be joined by a line."""
+
+STYLE: Final = (
+    ":root{--ink:#1b1f24;--dim:#57606a;--line:#d0d7de;--ground:#fff;--good:#1a7f37;--unknown:#57606a;--warning:#8a5a00;"
+    "--alarm:#b42318;--room:#0969da;--peak:#8250df}"
+    "@media(prefers-color-scheme:dark){:root{--ink:#e6edf3;--dim:#9ba6b2;--line:#30363d;--ground:#0d1117;--good:#4ac26b;"
+    "--unknown:#9ba6b2;--warning:#e3b341;--alarm:#ff8177;--room:#6cb6ff;--peak:#c297ff}}"
+    "svg .area{fill:var(--room);fill-opacity:.18}svg .line{fill:none;stroke:var(--room);stroke-width:2}"
+    "svg .peak{fill:none;stroke:var(--peak);stroke-width:1}svg .zero{stroke:var(--alarm);stroke-width:3}"
+    "svg .now,svg .mark{stroke:var(--dim);stroke-dasharray:3 3}svg .ahead{stroke:var(--alarm);stroke-width:2;"
+    "stroke-dasharray:6 4;fill:none}svg .edge{fill:var(--alarm);fill-opacity:.15}"
+    "svg path,svg line{vector-effect:non-scaling-stroke}svg text{fill:var(--dim);font:13px system-ui,sans-serif}"
+)
+"""Colours by what is drawn, in the light and in the dark; each text on its ground has a contrast of 4.5 and more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Where times from `begin` to `end` and values from 0 to `top` lie in a box of `width` by `height`."""
+
+    begin: float
+    end: float
+    top: float
+    width: float = 1000.0
+    height: float = 200.0
+
+    def x(self, seconds: float) -> float:
+        """Return how far from the left a time is."""
+        return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
+
+    def y(self, value: float) -> float:
+        """Return how far from the upper edge a value is."""
+        return self.height * (1 - min(max(value / (self.top or 1.0), 0.0), 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """From a value at a time to zero after `seconds`; after `least_seconds` at the earliest, where that is known."""
+
+    begin: float
+    value: float
+    seconds: float
+    least_seconds: float | None = None
+
+
+def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
+    """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
+
+    Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
+    """
+    if not points:
+        return []
+    begin = min(seconds for seconds, _ in points)
+    width = (max(seconds for seconds, _ in points) - begin) / columns or 1.0
+    stretches: list[Stretch] = [[]]
+    for _, group in groupby(points, key=lambda point: int((point[0] - begin) / width)):
+        known = [(seconds, value) for seconds, value in group if value is not None]
+        if known:
+            extremes = {min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])}
+            stretches[-1] += sorted(extremes)
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
+
+
+def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
+    """Return the curve; `kind` is its class in STYLE. A stretch of one point is a dot as wide as the line."""
+    path = "".join(_path(frame, stretch) + ("h.1" if len(stretch) == 1 else "") for stretch in stretches)
+    return f'<path class="{kind}" d="{path}"/>' if path else ""
+
+
+def area(frame: Frame, stretches: Iterable[Stretch]) -> str:
+    """Return what lies between the curve and zero."""
+    ground = frame.height
+    path = "".join(
+        f"{_path(frame, stretch)}V{ground:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in stretches if stretch
+    )
+    return f'<path class="area" d="{path}"/>' if path else ""
+
+
+def zero(frame: Frame) -> str:
+    """Return the line that nobody wants to reach."""
+    return f'<line class="zero" x1="0" x2="{frame.width:.0f}" y1="{frame.height:.0f}" y2="{frame.height:.0f}"/>'
+
+
+def upright(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
+    """Return a line at a time; none where it lies outside."""
+    if not frame.begin <= seconds <= frame.end:
+        return ""
+    x = frame.x(seconds)
+    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{frame.height:.0f}"/>'
+
+
+def ahead(frame: Frame, forecast: Forecast) -> str:
+    """Return the way to zero, and shaded what lies between it and its lower edge; both are cut off at the frame."""
+    begin = forecast.begin, forecast.value
+    likely = _until(frame, forecast, forecast.seconds)
+    drawn = line(frame, [[begin, likely]], kind="ahead")
+    if forecast.least_seconds is None:
+        return drawn
+    least = _until(frame, forecast, forecast.least_seconds)
+    reached = least[0] if least[1] == 0 else likely[0]
+    corners = [begin, least, (reached, least[1]), (likely[0], least[1]), likely]
+    return f'<path class="edge" d="{_path(frame, corners)}Z"/>{drawn}'
+
+
+def _until(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
+    """Return the end of a straight way to zero within `seconds`, in the frame."""
+    share = min(1.0, (frame.end - forecast.begin) / seconds) if seconds > 0 else 1.0
+    return forecast.begin + share * seconds, (1 - share) * forecast.value
+
+
+def _path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
+    points = [f"{frame.x(seconds):.1f} {frame.y(value):.1f}" for seconds, value in stretch]
+    return f"M{'L'.join(points)}" if points else ""
+
+
+def picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
+    """Return the box with its shapes; `title` says to those who do not see it what it shows.
+
+    `stretch` lets the box take any shape that it is given, as a page does; texts within would be bent by it.
+    """
+    shape = ' preserveAspectRatio="none"' if stretch else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"{shape} role="img"'
+        f' aria-label="{escape(title)}">{"".join(shapes)}</svg>'
+    )

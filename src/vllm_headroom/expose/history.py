@@ -1,0 +1,154 @@
+"""Free memory and load of the last day, a point a minute, and what changed in it."""
+
+from __future__ import annotations
+
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import isnan, nan
+from typing import Final
+
+from vllm_headroom.expose.drawing import Point
+from vllm_headroom.model import Failure, Gpu, Snapshot, Verdict
+from vllm_headroom.vocabulary import EngineState, Level
+
+STEP_SECONDS: Final = 60
+POINTS: Final = 1440
+"""A day: for eight GPUs 75 kB."""
+
+MOST_GPUS: Final = 64
+MOST_EVENTS: Final = 50
+FORMAT: Final = 1
+"""To be raised when the fields of what is kept, or what they mean, change."""
+
+TYPE: Final = "f"
+"""Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that changed, in seconds since the epoch."""
+
+    seconds: float
+    level: Level
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptCurve:
+    """A day's values, as floats of 32 bits in base64, under the name of what they are of."""
+
+    name: str
+    values: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptHistory:
+    """The history as it is kept over a restart of the daemon; `minute` is that of the newest point."""
+
+    format: int = FORMAT
+    minute: int | None = None
+    curves: tuple[KeptCurve, ...] = ()
+    events: tuple[Event, ...] = ()
+
+
+class History:
+    """A ring of a day: of each GPU of the engine's the free memory, now and at its peaks, and the running requests.
+
+    The lowest of a minute is kept of the memory and the highest of the requests, so that no peak is lost.
+    """
+
+    def __init__(self) -> None:
+        self.events: tuple[Event, ...] = ()
+        self._minute: int | None = None
+        self._curves: dict[str, array[float]] = {}
+        self._said: dict[str, tuple[str | None, Level]] | None = None
+
+    def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
+        """Add what one tick saw; where the clock was set back the day begins anew."""
+        minute = int(snapshot.time_seconds // STEP_SECONDS)
+        if self._minute is None or minute < self._minute:
+            self._curves = {}
+        else:
+            self._forget(min(minute - self._minute, POINTS))
+        self._minute = minute
+        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+            if gpu.attribution is not None and len(self._curves) < 2 * MOST_GPUS:
+                self._gpu(gpu)
+        if running is not None:
+            self._add("running", running, max)
+        self._note(snapshot, verdicts)
+
+    def free(self, uuid: str) -> list[Point]:
+        """Return the free memory of a GPU, oldest first, in bytes."""
+        return self._points(f"free {uuid}")
+
+    def free_at_peak(self, uuid: str) -> list[Point]:
+        """Return what was free when most of a GPU was in use, oldest first, in bytes."""
+        return self._points(f"peak {uuid}")
+
+    def running(self) -> list[Point]:
+        """Return the running requests, oldest first."""
+        return self._points("running")
+
+    def kept(self) -> KeptHistory:
+        """Return what a later process takes up."""
+        curves = (KeptCurve(name=name, values=b64encode(curve).decode()) for name, curve in self._curves.items())
+        return KeptHistory(minute=self._minute, curves=tuple(curves), events=self.events)
+
+    def take_up(self, kept: KeptHistory) -> None:
+        """Go on from what an earlier process kept; curves of another length are left out."""
+        self._minute, self.events = kept.minute, kept.events[-MOST_EVENTS:]
+        decoded = {each.name: array(TYPE, b64decode(each.values)) for each in kept.curves[: 2 * MOST_GPUS + 1]}
+        self._curves = {name: curve for name, curve in decoded.items() if len(curve) == POINTS}
+
+    def _gpu(self, gpu: Gpu) -> None:
+        memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes
+        if memory is None:
+            return
+        self._add(f"free {gpu.reading.uuid}", memory.free_bytes, min)
+        if peak_bytes is not None:
+            at_peak = max(0, memory.free_bytes + memory.used_bytes - max(peak_bytes, memory.used_bytes))
+            self._add(f"peak {gpu.reading.uuid}", at_peak, min)
+
+    def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
+        curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)
+        slot = (self._minute or 0) % POINTS
+        curve[slot] = value if isnan(curve[slot]) else chosen(curve[slot], value)
+
+    def _forget(self, minutes: int) -> None:
+        """Make the slots of the minutes up to now empty."""
+        for ahead in range(1, minutes + 1):
+            slot = ((self._minute or 0) + ahead) % POINTS
+            for curve in self._curves.values():
+                curve[slot] = nan
+
+    def _points(self, name: str) -> list[Point]:
+        curve, newest = self._curves.get(name), self._minute
+        if curve is None or newest is None:
+            return []
+        oldest = newest - POINTS + 1
+        values = [*curve[oldest % POINTS :], *curve[: oldest % POINTS]]
+        first = next((place for place, value in enumerate(values) if not isnan(value)), POINTS)
+        return [
+            (float((oldest + place) * STEP_SECONDS), None if isnan(values[place]) else values[place])
+            for place in range(first, POINTS)
+        ]
+
+    def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
+        """Note the verdicts that changed; the figures in them change always."""
+        state = None if snapshot.life is None else snapshot.life.state
+        said = {each.subject: (each.alert or _named(each, state), each.level) for each in verdicts}
+        texts = {each.subject: each.sentence for each in verdicts}
+        if self._said is not None:
+            changed = [subject for subject, what in said.items() if self._said.get(subject) != what]
+            events = [
+                Event(seconds=snapshot.time_seconds, level=said[subject][1], text=texts[subject]) for subject in changed
+            ]
+            self.events = (*self.events, *events)[-MOST_EVENTS:]
+        self._said = said
+
+
+def _named(verdict: Verdict, state: EngineState | None) -> str | None:
+    return None if state is None or verdict.subject != "engine" else str(state)

@@ -1,0 +1,122 @@
+"""Free memory of each GPU down to zero, with what is expected, and the load beneath it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from html import escape
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.expose import drawing
+from vllm_headroom.expose.drawing import Forecast, Frame, Point
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import Failure, Gpu, Snapshot
+from vllm_headroom.units import duration, size
+from vllm_headroom.vocabulary import Level
+
+MOST_COLUMNS: Final = 480
+"""Of all curves together: two points of 10 characters each make 10 kB, and the page stays below 60."""
+
+LEAST_COLUMNS: Final = 40
+MOST_GPUS: Final = 16
+HOUR_SECONDS: Final = 3600.0
+MARGIN: Final = 1.15
+AHEAD: Final = 0.5
+"""With an end in sight, the past that is drawn is twice as long as what is left, and at least an hour."""
+
+USUAL: Final = 0.9
+"""An engine that starts leaves the card empty for minutes: what nine in ten points stay below sets the scale."""
+
+
+def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
+    """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load."""
+    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+    owned = [gpu for gpu in gpus if gpu.attribution is not None][:MOST_GPUS]
+    columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
+    places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
+    yield "<div class=rooms>"
+    for gpu in sorted(owned, key=lambda each: places.get(f"GPU {each.reading.index}", 0)):
+        if free := view.history.free(gpu.reading.uuid):
+            yield _room(view, gpu, free, snapshot.time_seconds, columns)
+    yield "</div>"
+    running = view.history.running()
+    if any(running):
+        yield _load(running, columns)
+
+
+def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> str:
+    at_peak = view.history.free_at_peak(gpu.reading.uuid)
+    labels = str(gpu.reading.index), gpu.reading.uuid
+    forecast = _forecast(view, labels, now)
+    begin, end = _span(free[0][0], now, forecast)
+    free, at_peak = ([point for point in points if point[0] >= begin] for points in (free, at_peak))
+    frame = Frame(begin=begin, end=end, top=_top(free))
+    past = drawing.thinned(free, columns)
+    shapes = [
+        drawing.area(frame, past),
+        drawing.line(frame, past, kind="line"),
+        drawing.line(frame, drawing.thinned(at_peak, columns), kind="peak"),
+        *(drawing.upright(frame, event.seconds) for event in view.history.events if event.level is Level.ALARM),
+        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
+        drawing.zero(frame),
+    ]
+    title = f"Free memory of GPU {labels[0]}, from {_clock(begin)} to {_clock(end)}, down to zero"
+    return (
+        f"<figure><figcaption><b>GPU {labels[0]}</b> {escape(gpu.reading.name)}: {_caption(view, labels)}</figcaption>"
+        f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
+        f"{_axis(begin, now, end, forecast)}</figure>"
+    )
+
+
+def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
+    """Return the times that the picture begins and ends at."""
+    if forecast is None:
+        return min(first, now - HOUR_SECONDS), now
+    past = max(HOUR_SECONDS, min(now - first, forecast.seconds / AHEAD))
+    return now - past, now + min(MARGIN * forecast.seconds, AHEAD * past)
+
+
+def _top(points: list[Point]) -> float:
+    known = sorted(value for _, value in points if value is not None)
+    return MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
+
+
+def _forecast(view: View, labels: tuple[str, str], now: float) -> Forecast | None:
+    left = view.values.value(catalog.TIME_TO_OOM, *labels)
+    free = view.values.value(catalog.GPU_MEMORY_FREE, *labels)
+    if left is None or free is None:
+        return None
+    least = view.values.value(catalog.TIME_TO_OOM_LOWER, *labels)
+    return Forecast(begin=now, value=free, seconds=left, least_seconds=least)
+
+
+def _caption(view: View, labels: tuple[str, str]) -> str:
+    free = view.values.value(catalog.GPU_MEMORY_FREE, *labels)
+    total = view.values.value(catalog.GPU_MEMORY_TOTAL, *labels)
+    of = "" if total is None else f" of {size(total)}"
+    return "memory not known now" if free is None else f"{size(free)} free{of}; the thin line is what peaks left"
+
+
+def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
+    words = [f"{duration(now - begin)} before", f"now, {_clock(now)}"]
+    if forecast is not None:
+        oom = now + forecast.seconds
+        words.append(f"out of memory {_clock(oom)}" if oom <= end else f"{_clock(end)}; full in {duration(oom - now)}")
+    return f"<div class=axis>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
+
+
+def _load(running: list[Point], columns: int) -> str:
+    top = max((value for _, value in running if value is not None), default=1.0)
+    frame = Frame(begin=running[0][0], end=running[-1][0], top=MARGIN * top or 1.0, height=40.0)
+    stretches = drawing.thinned(running, columns)
+    shapes = (drawing.area(frame, stretches), drawing.line(frame, stretches, kind="line"))
+    title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"
+    return (
+        f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
+        f"{drawing.picture(frame, shapes, title=title)}{_axis(frame.begin, frame.end, frame.end, None)}</figure>"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%MZ")

@@ -1,0 +1,100 @@
+"""Who holds what, what the engines do, and which sources answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Final
+
+from vllm_headroom import catalog
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import Failure, Metric, Snapshot, Values
+from vllm_headroom.units import duration, gib
+
+HOLDERS: Final = ("engine", "other", "unattributed")
+NOT_KNOWN: Final = "not known"
+
+
+def tables(view: View, snapshot: Snapshot) -> Iterator[str]:
+    """Yield the tables that have rows."""
+    values = view.values
+    yield _table(
+        "Who holds the memory", ("GPU", "of the engine by", *HOLDERS, "free", "total"), _gpus(values), numbers=2
+    )
+    yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), numbers=1)
+    yield _table(
+        "Sources", ("source", "last reading", "took", "last worked", "cause and cure"), _sources(values, snapshot)
+    )
+
+
+def _gpus(values: Values) -> Iterator[tuple[str, ...]]:
+    for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
+        held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
+        room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
+        yield (f"{gpu} {name}", attribution or "not the engine's", *map(_gib, (*held, *room)))
+
+
+def _engines(values: Values) -> Iterator[tuple[str, ...]]:
+    for model_name, engine, _profile in values.of(catalog.ENGINE_INFO):
+        shown = (
+            NOT_KNOWN if (value := values.value(metric, model_name, engine)) is None else form.format(value)
+            for _, metric, form in ENGINE
+        )
+        yield (f"{model_name} / {engine}", *shown)
+
+
+ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
+    ("running", catalog.ENGINE_RUNNING, "{:.0f}"),
+    ("waiting", catalog.ENGINE_WAITING, "{:.0f}"),
+    ("KV cache used", catalog.ENGINE_KV_USED, "{:.1%}"),
+    ("prefix hits, 5 min", catalog.ENGINE_PREFIX_HIT_RATIO, "{:.1%}"),
+    ("more requests fit", catalog.ENGINE_ADDITIONAL_REQUESTS, "{:.0f}"),
+)
+
+
+def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
+    parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
+    failures = {str(part.source): part for part in parts if isinstance(part, Failure)}
+    for (source,), up in values.of(catalog.SOURCE_UP).items():
+        took = values.value(catalog.SOURCE_READ_SECONDS, source)
+        worked = values.value(catalog.SOURCE_LAST_SUCCESS, source)
+        ago = "never" if worked is None else f"{duration(max(0.0, snapshot.time_seconds - worked))} before"
+        failure = failures.get(source)
+        yield (
+            source,
+            "answers" if up else "failed",
+            NOT_KNOWN if took is None else f"{1000 * took:.1f} ms",
+            "this time" if up else ago,
+            "" if failure is None else f"{failure.reason}: {failure.message}",
+        )
+
+
+def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, numbers: int | None = None) -> str:
+    """Return a table with a heading, nothing without rows; columns from the one of number `numbers` on are figures."""
+    lines = "".join(
+        f"<tr>{''.join(_cell(cell, place, numbers) for place, cell in enumerate(row))}</tr>" for row in rows
+    )
+    titles = "".join(f"<th scope=col{_class(place, numbers)}>{escape(each)}</th>" for place, each in enumerate(head))
+    if not lines:
+        return ""
+    return (
+        f'<h2>{escape(title)}</h2><div class=wide role=region tabindex=0 aria-label="{escape(title)}">'
+        f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _cell(text: str, place: int, numbers: int | None) -> str:
+    if place == 0:
+        return f"<th scope=row>{escape(text)}</th>"
+    failed = "<b class=alarm>failed</b>" if text == "failed" else escape(text)
+    return f"<td{_class(place, numbers)}>{failed}</td>"
+
+
+def _class(place: int, numbers: int | None) -> str:
+    if numbers is None:
+        return " class=text" if place == 4 else ""  # noqa: PLR2004 - the only column of sentences, that of causes
+    return " class=number" if place >= numbers else ""
+
+
+def _gib(n_bytes: float | None) -> str:
+    return NOT_KNOWN if n_bytes is None else gib(n_bytes)

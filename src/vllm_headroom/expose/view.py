@@ -1,0 +1,33 @@
+"""What the page and the snapshot show: one moment of the daemon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_headroom.expose.history import History
+from vllm_headroom.model import Snapshot, Values, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The last sample and its values with what is said of them, none before there was one; `age_seconds` is its age.
+
+    `unwell` is why the sampling loop does not turn, `notice` what else people must know, `runbooks` where they are.
+    """
+
+    version: str
+    interval_seconds: float
+    history: History
+    snapshot: Snapshot | None = None
+    values: Values = Values(())  # noqa: RUF009 - it is never changed
+    verdicts: tuple[Verdict, ...] = ()
+    age_seconds: float = 0.0
+    unwell: str | None = None
+    notice: str = ""
+    runbooks: str | None = None
+
+    def runbook(self, alert: str | None) -> str | None:
+        """Return where the runbook of an alert is; None where that is not known."""
+        if alert is None or self.runbooks is None:
+            return None
+        return self.runbooks.replace("{alert}", alert) if "{alert}" in self.runbooks else f"{self.runbooks}/{alert}"

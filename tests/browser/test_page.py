@@ -1,0 +1,106 @@
+"""The page in a real Chromium: nothing hangs over, and axe-core finds nothing wrong, in light and dark."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.samples import failure, gpu
+from tests.unit.expose.views import NOW, day, view
+from vllm_headroom.expose.history import History
+from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import Snapshot
+from vllm_headroom.vocabulary import Source
+
+pytestmark = pytest.mark.browser
+
+FOLDER: Final = Path(os.environ.get("BROWSER_FOLDER", ".browser"))
+WIDTHS: Final = (390, 768, 1400)
+SCHEMES: Final = {"light": "preferredColorScheme=1", "dark": "preferredColorScheme=0"}
+JUDGE: Final = """
+axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'best-practice']}).then(found => {
+  document.body.dataset.found = JSON.stringify({
+    problems: found.violations.map(v => v.id + ': ' + v.nodes.map(n => n.html).join(' | ')),
+    checked: found.passes.length,
+    overhang: document.documentElement.scrollWidth - window.innerWidth,
+    ground: getComputedStyle(document.body).backgroundColor,
+  });
+});
+"""
+
+
+def nothing_seen() -> View:
+    return View(version="1", interval_seconds=5.0, history=History())
+
+
+def all_failed() -> View:
+    silent = Snapshot(
+        time_seconds=NOW,
+        monotonic_seconds=0.0,
+        engines=failure(Source.ENGINE),
+        gpus=failure(Source.NVML),
+        processes=failure(Source.PROCESS),
+    )
+    return view(at=silent)
+
+
+SCENES: Final = {
+    "healthy": day,
+    "leak": lambda: day(leaking=frozenset({0})),
+    "eight": lambda: day(gpus=8, leaking=frozenset({3})),
+    "unwell": lambda: day(unwell="not turned for 40 s", notice="simulated: scenario leak", runbooks="https://wiki"),
+    "failed": all_failed,
+    "empty": nothing_seen,
+    "foreign": lambda: view(
+        at=Snapshot(
+            time_seconds=NOW, monotonic_seconds=0.0, engines=failure(Source.ENGINE), gpus=(gpu(),), processes=()
+        )
+    ),
+}
+
+
+def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any]:
+    """Return what axe-core and the layout say of a page."""
+    axe = (FOLDER / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
+    still = re.sub(r'<meta http-equiv="refresh"[^>]*>', "", page)
+    file = folder / "page.html"
+    file.write_text(
+        still.replace("</body>", f"<script>{axe}</script><script>{JUDGE}</script></body>"), encoding="utf-8"
+    )
+    command = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings={SCHEMES[scheme]}")
+    sized = (f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000")
+    dumped = subprocess.run(
+        [*command, *sized, "--dump-dom", file.as_uri()], capture_output=True, text=True, check=True, timeout=300
+    )
+    found = re.search(r'data-found="([^"]*)"', dumped.stdout)
+    assert found, dumped.stderr[-2000:]
+    result: dict[str, Any] = json.loads(unescape(found[1]))
+    return result
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scene", SCENES)
+def test_everyone_can_read_it(tmp_path: Path, scene: str, width: int, scheme: str) -> None:
+    found = judged(landing_page(SCENES[scene]()), tmp_path, width=width, scheme=scheme)
+
+    assert found["problems"] == []
+    assert found["checked"] > 5
+    assert found["overhang"] <= 0
+    assert (found["ground"] == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_the_judge_finds_what_is_wrong(tmp_path: Path) -> None:
+    pale = landing_page(day()).replace("--dim:#57606a", "--dim:#cccccc")
+
+    found = judged(pale, tmp_path, width=768, scheme="light")
+
+    assert any(problem.startswith("color-contrast") for problem in found["problems"])

@@ -1,0 +1,39 @@
+"""A GPU, a port, and what looks like a vLLM on both."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.life import Start
+from tests.e2e.vllm import Vllm
+from tests.fakes.nvml.library import FakeGpu, FakeNvml
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> FakeNvml:
+    return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a")])
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def begin(name: str = "first", **how: Any) -> Vllm:
+            vllm = Vllm(tmp_path / name, nvml, port, **how)
+            stack.callback(vllm.end)
+            return vllm
+
+        yield begin

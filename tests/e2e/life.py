@@ -1,0 +1,30 @@
+"""A daemon that is told of a life of vLLM, on a clock that runs faster, and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.e2e.vllm import Vllm
+from tests.fakes.nvml.library import FakeNvml
+from tests.process import Daemon, Page
+
+HURRIED = {"module": "tests.e2e.hurried", "SPEED": "20"}
+STATES = ("unknown", "down", "starting", "serving", "stalled", "asleep")
+Start = Callable[..., Vllm]
+
+
+def settings(port: int, nvml: FakeNvml, **more: str) -> dict[str, str]:
+    return {"ENGINE_URL": f"http://127.0.0.1:{port}", **HURRIED, **nvml.environment(), **more}
+
+
+def state(page: Page) -> str:
+    (found,) = (state for state in STATES if page.value("engine_state", state=state) == 1)
+    return found
+
+
+def last_look(page: Page) -> float:
+    return page.value("source_last_success_timestamp_seconds", source="nvml")
+
+
+def becomes(running: Daemon, wanted: str) -> Page:
+    return running.sees(lambda page: state(page) == wanted, f"the engine is {wanted}")

@@ -1,0 +1,60 @@
+"""The day's curves outlive the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.samples import gpu, snapshot
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.state.history import HISTORY
+from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.derive.leak.baseline import Baselines
+from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.expose.history import Event, History, KeptHistory
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Level
+
+
+def past() -> History:
+    history = History()
+    history.step(snapshot(gpus=(gpu(),)), (), 3.0)
+    return history
+
+
+def keeper(folder: Path) -> Keeper:
+    return Keeper(folder=folder, call=Worker[Any]("test").call, clock=SystemClock(), version="1")
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    kept = replace(past().kept(), events=(Event(seconds=1.0, level=Level.ALARM, text="it leaks"),))
+
+    HISTORY.write(tmp_path, kept)
+
+    assert HISTORY.read(tmp_path) == kept
+    assert (tmp_path / HISTORY.name).stat().st_size < 2**15
+
+
+def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
+    async def live() -> dict[str, Any]:
+        seen = snapshot()
+        before = keeper(tmp_path)
+        await before.recall(seen)
+        await before.save({HISTORY.name: past().kept(), "leak": LeakMemory(), "baseline": Baselines()})
+        return dict(await keeper(tmp_path).recall(seen))
+
+    kept = asyncio.run(live())[HISTORY.name]
+
+    assert isinstance(kept, KeptHistory)
+    after = History()
+    after.take_up(kept)
+    assert after.free("GPU-a") == past().free("GPU-a")
+
+
+def test_a_damaged_file_is_set_aside_and_the_rest_is_taken_up(tmp_path: Path) -> None:
+    (tmp_path / HISTORY.name).write_text("{")
+
+    assert HISTORY.name not in asyncio.run(keeper(tmp_path).recall(snapshot()))
+    assert (tmp_path / f"{HISTORY.name}.bad").exists()

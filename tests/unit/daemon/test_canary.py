@@ -1,0 +1,141 @@
+"""When a canary asks, and since when it says that it waits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.samples import engine, failure, page, snapshot
+from vllm_headroom.daemon.canary import RETRY_SECONDS, Canary
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Life, Snapshot
+from vllm_headroom.vocabulary import EngineState, Source
+
+INTERVAL_SECONDS = 300.0
+RESTING = engine(running=0.0, waiting=0.0, awake=True)
+
+
+class Clock:
+    """Stands still but for waits, which take no time; the last of them never ends."""
+
+    def __init__(self, waits: int = 0) -> None:
+        self.now = 1000.0
+        self.waits: list[float] = []
+        self._left = waits
+
+    def time(self) -> float:
+        raise AssertionError
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep_until(self, monotonic_seconds: float) -> None:
+        if not self._left:
+            raise asyncio.CancelledError
+        self._left -= 1
+        self.waits.append(monotonic_seconds - self.now)
+        self.now = monotonic_seconds
+
+
+class Engine:
+    """Answers as it is told, and counts."""
+
+    def __init__(self, answers: list[bool | None]) -> None:
+        self.answers = answers
+        self.models: list[str] = []
+
+    async def ask(self, model_name: str) -> bool | None:
+        self.models.append(model_name)
+        return self.answers.pop(0)
+
+
+def seen(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> Snapshot:
+    return lived(page(*(engines or (RESTING,))), state)
+
+
+def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVING) -> Snapshot:
+    return replace(snapshot(engines=engines), life=Life(state=state))
+
+
+def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
+    for each in snapshots:
+        asyncio.run(canary.turn(each))
+
+
+@pytest.mark.parametrize("state", [EngineState.SERVING, EngineState.STALLED])
+@pytest.mark.parametrize("awake", [True, None])
+def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bool | None) -> None:  # noqa: FBT001
+    asked = Engine([True])
+
+    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock()), seen(replace(RESTING, awake=awake), state=state))
+
+    assert asked.models == ["m"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        seen(replace(RESTING, running=1.0)),
+        seen(replace(RESTING, waiting=1.0)),
+        seen(RESTING, replace(RESTING, engine="1", running=1.0)),
+        seen(replace(RESTING, running=None)),
+        seen(replace(RESTING, waiting=None)),
+        seen(replace(RESTING, awake=False)),
+        seen(replace(RESTING, model_name="")),
+        lived(page()),
+        lived(failure(Source.ENGINE)),
+        replace(seen(), life=None),
+        *(seen(state=state) for state in EngineState if state not in (EngineState.SERVING, EngineState.STALLED)),
+    ],
+)
+def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
+    asked = Engine([False])
+    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock())
+    turned(canary, seen())
+    assert canary.since_seconds == 1000.0
+
+    turned(canary, other)
+
+    assert asked.models == ["m"]
+    assert canary.since_seconds is None
+
+
+def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
+    async def waiting() -> tuple[float | None, float | None]:
+        answer = asyncio.Future[bool | None]()
+
+        async def ask(_: str) -> bool | None:
+            return await answer
+
+        canary = Canary(ask, INTERVAL_SECONDS, Clock())
+        turn = asyncio.create_task(canary.turn(seen()))
+        await asyncio.sleep(0)
+        pending = canary.since_seconds
+        answer.set_result(True)
+        await turn
+        return pending, canary.since_seconds
+
+    assert asyncio.run(waiting()) == (1000.0, None)
+
+
+def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time() -> None:
+    clock, asked = Clock(waits=5), Engine([True, False, False, True, None])
+    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock), list[float | None]()
+
+    def newest() -> Snapshot:
+        owed.append(canary.since_seconds)
+        return seen()
+
+    with capture_logs() as lines, pytest.raises(asyncio.CancelledError):
+        asyncio.run(canary.run(newest))
+
+    assert clock.waits == [INTERVAL_SECONDS, INTERVAL_SECONDS, RETRY_SECONDS, RETRY_SECONDS, INTERVAL_SECONDS]
+    assert owed == [None, None, 1600.0, 1600.0, None]
+    assert [line["event"].split(":")[0] for line in lines] == [
+        "canary is not answered",
+        "canary is answered",
+        "canary cannot be asked",
+    ]

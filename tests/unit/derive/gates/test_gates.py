@@ -1,0 +1,39 @@
+"""Both gates together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.samples import A_GPU, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.derivation import answer
+from vllm_headroom.derive.gates.gates import Gates, Rules, gates
+from vllm_headroom.model import Life, Sample
+from vllm_headroom.vocabulary import EngineState, GateName
+
+OFF = Rules(ready_seconds=None, ready_most_seconds=900.0, live_seconds=None, name="vllm-1")
+SOON = (Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 10.0),)
+
+
+def after(rules: Rules, samples: tuple[Sample, ...] = SOON) -> tuple[Gates, dict[tuple[str, ...], float]]:
+    question = gates(rules, samples)
+    state: Gates = question.initial
+    found: tuple[Sample, ...] = ()
+    for seconds in range(0, 60, 5):
+        seen = replace(snapshot(at=float(seconds)), life=Life(state=EngineState.SERVING))
+        state, found = answer(question, state, seen)
+    return state, values(found, catalog.GATE_OPEN)
+
+
+def test_a_gate_that_is_not_configured_is_open_and_has_no_series() -> None:
+    state, shown = after(OFF)
+
+    assert [state.reason(name) for name in GateName] == [None, None]
+    assert shown == {}
+
+
+def test_a_closed_gate_is_0() -> None:
+    state, shown = after(replace(OFF, ready_seconds=600.0, live_seconds=3600.0))
+
+    assert state.reason(GateName.READY) is not None
+    assert shown == {("ready",): 0.0, ("live",): 1.0}

@@ -1,0 +1,128 @@
+"""When an engine that leaks is begun anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from tests.samples import A_GPU, engine, page, snapshot
+from vllm_headroom import catalog
+from vllm_headroom.derive.gates.live import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, live
+from vllm_headroom.derive.gates.place import share
+from vllm_headroom.model import Life, Sample, Snapshot, Values
+from vllm_headroom.vocabulary import EngineState, LeakState
+
+DAY: Final = 24 * HOUR_SECONDS
+MIDNIGHT: Final = 1_760_000_000.0 // DAY * DAY
+BETWEEN: Final = 6 * HOUR_SECONDS
+STEP: Final = 60.0
+
+
+def load(hour: float) -> float:
+    """Return requests that run at an hour of the day, the fewest half past four in the morning."""
+    return 20.0 + 2.0 * abs((hour - 4.5 + 12.0) % 24.0 - 12.0)
+
+
+def at(seconds: float, *, life: float = 1.0) -> Snapshot:
+    running = load(seconds % DAY / HOUR_SECONDS)
+    made = replace(snapshot(at=seconds, engines=page(engine(running=running))), time_seconds=MIDNIGHT + seconds)
+    return replace(made, life=Life(state=EngineState.SERVING, began_seconds=life))
+
+
+def leak(seconds: float, state: LeakState = LeakState.LEAKING) -> Values:
+    return Values([Sample(catalog.LEAK_STATE, (*A_GPU, state), 1.0), Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, seconds)])
+
+
+QUIET: Final = Values(())
+
+
+def follow(
+    until: float,
+    *,
+    end: float,
+    name: str = "vllm-0",
+    state: Live | None = None,
+    begin: float = 0.0,
+    leaks: LeakState = LeakState.LEAKING,
+    known_from: float = 0.0,
+) -> tuple[float | None, Live]:
+    """Return when the gate first fails, and its state; the leak is seen from `begin` on and ends at `end`."""
+    following, now = state or Live(), known_from
+    while now < until:
+        values = leak(end - now, leaks) if now >= begin else QUIET
+        following = live(following, at(now), values, least_between_seconds=BETWEEN, name=name)
+        if following.reason is not None:
+            return now, following
+        now += STEP
+    return None, following
+
+
+def test_a_healthy_engine_lives() -> None:
+    assert follow(3 * DAY, end=9e9, begin=9e9)[0] is None
+
+
+def test_a_leak_is_ended_at_the_quietest_hour_before_its_end() -> None:
+    failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
+
+    assert failed is not None
+    assert 4 * HOUR_SECONDS <= failed % DAY < 5 * HOUR_SECONDS
+    assert failed < 2.5 * DAY
+    assert state.reason is not None
+    assert state.reason.startswith("the engine leaks and may be out of memory in")
+
+
+def test_replicas_do_not_fall_together() -> None:
+    moments = {
+        follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS, name=f"vllm-{each}")[0] for each in range(8)
+    }
+
+    assert None not in moments
+    assert len(moments) == 8
+
+
+def test_with_less_than_an_hour_left_they_are_spread_over_it() -> None:
+    name = "vllm-3"
+    failed, _ = follow(3 * DAY, end=1.5 * DAY, begin=1.5 * DAY - HOUR_SECONDS, name=name)
+
+    assert failed is not None
+    left = 1.5 * DAY - failed
+    assert abs(left - (MARGIN_SECONDS + share(name) * HOUR_SECONDS)) <= 2 * STEP
+
+
+def test_growth_that_is_not_sure_ends_nothing() -> None:
+    assert follow(3 * DAY, end=2.5 * DAY, begin=DAY, leaks=LeakState.GROWING)[0] is None
+
+
+def test_hours_that_were_never_seen_are_not_known_to_be_busier() -> None:
+    begin = 10 * HOUR_SECONDS
+
+    assert follow(13 * HOUR_SECONDS, end=1.5 * DAY, begin=begin, known_from=9 * HOUR_SECONDS)[0] is None
+
+
+def test_a_daemon_that_just_began_fails_nothing_for_a_while() -> None:
+    failed, _ = follow(BETWEEN, end=BETWEEN, begin=0.0)
+
+    assert failed is None
+
+
+def test_it_fails_until_a_new_life_begins_and_not_again_soon() -> None:
+    failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
+    assert failed is not None
+
+    still = live(state, at(failed + STEP), leak(9e5), least_between_seconds=BETWEEN, name="vllm-0")
+    anew = live(still, at(failed + 2 * STEP, life=2.0), QUIET, least_between_seconds=BETWEEN, name="vllm-0")
+
+    assert still.reason is not None
+    assert anew.reason is None
+    assert (
+        follow(failed + BETWEEN - HOUR_SECONDS, end=failed + 400, begin=0.0, state=anew, known_from=failed)[0] is None
+    )
+
+
+def test_a_kubelet_that_does_not_act_is_not_asked_for_ever() -> None:
+    failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
+    assert failed is not None
+
+    after = live(state, at(failed + FAILS_SECONDS), leak(9e5), least_between_seconds=BETWEEN, name="vllm-0")
+
+    assert after.reason is None

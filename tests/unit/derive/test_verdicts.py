@@ -1,0 +1,155 @@
+"""One sentence of each GPU, the engine and its host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import pytest
+
+from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
+from vllm_headroom import catalog
+from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.model import Life, Metric, Sample, Snapshot, Verdict, worst
+from vllm_headroom.units import GIB, MIB
+from vllm_headroom.vocabulary import EngineState, LeakState, Level, Source
+
+HOUR: Final = 3600.0
+
+
+def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ...] = A_GPU) -> Sample:
+    return Sample(metric, (*labels, value), 1.0)
+
+
+def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
+    return replace(snapshot(engines=page(engine()), gpus=(gpu(),)), life=Life(state=life))
+
+
+def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
+    found = [each for each in verdicts(at or seen(), samples) if each.subject == subject]
+    assert found, subject
+    return found[0]
+
+
+LEAK: Final = (
+    Sample(catalog.LEAK_RATE, A_GPU, 100_000.0),
+    Sample(catalog.LEAK_PER_REQUEST, A_GPU, 12.6 * MIB / 1000),
+    Sample(catalog.TIME_TO_OOM, A_GPU, 7.6 * HOUR),
+    Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 5 * HOUR),
+)
+
+
+def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
+    verdict = of("GPU 0", state(LeakState.LEAKING), *LEAK)
+
+    assert verdict.sentence == (
+        "GPU 0 leaks 12.6 MiB per 1,000 requests: out of memory in 7 h 36 min, 5 h 0 min at the least."
+    )
+    assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
+
+
+def test_what_is_not_known_of_a_leak_is_not_said() -> None:
+    assert of("GPU 0", state(LeakState.LEAKING)).sentence == "GPU 0 leaks."
+    assert of("GPU 0", state(LeakState.LEAKING), LEAK[0]).sentence == "GPU 0 leaks 343 MiB an hour."
+
+
+def test_with_less_than_an_hour_left_the_runbook_is_the_pages() -> None:
+    soon = Sample(catalog.TIME_TO_OOM, A_GPU, 1800.0)
+
+    assert of("GPU 0", state(LeakState.LEAKING), soon).alert == "HeadroomOutOfMemorySoon"
+    assert of("GPU 0", state(LeakState.GROWING), soon).level is Level.ALARM
+
+
+def test_growth_is_a_warning_that_claims_less() -> None:
+    verdict = of("GPU 0", state(LeakState.GROWING), LEAK[1])
+
+    assert verdict.sentence == "GPU 0 may leak 12.6 MiB per 1,000 requests."
+    assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomGpuMemoryGrowing")
+
+
+@pytest.mark.parametrize(
+    ("leak", "level", "sentence"),
+    [
+        (LeakState.STABLE, Level.GOOD, "GPU 0 shows no leak; 5 GiB are free."),
+        (LeakState.UNSETTLED, Level.GOOD, "GPU 0 shows no leak so far, under a load that changes; 5 GiB are free."),
+        (LeakState.WARMING_UP, Level.UNKNOWN, "GPU 0: too early to tell whether it leaks; 5 GiB are free."),
+        (LeakState.UNKNOWN, Level.UNKNOWN, "GPU 0: whether it leaks is not known; 5 GiB are free."),
+        (LeakState.ASLEEP, Level.GOOD, "GPU 0: the engine sleeps; 5 GiB are free."),
+    ],
+)
+def test_without_growth_the_free_memory_is_said(leak: LeakState, level: Level, sentence: str) -> None:
+    verdict = of("GPU 0", state(leak), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB))
+
+    assert (verdict.level, verdict.sentence, verdict.alert) == (level, sentence, None)
+
+
+def test_a_neighbour_is_never_all_green() -> None:
+    verdict = of("GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_HELD, (*A_GPU, "other"), 3.0 * GIB))
+
+    assert (verdict.level, verdict.alert) == (Level.WARNING, "HeadroomNeighbourGrowing")
+    assert verdict.sentence == "GPU 0 shows no leak; other processes hold 3 GiB of it."
+
+
+def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
+    assert of("GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_UP, A_GPU, 0.0)).alert == "HeadroomGpuLost"
+
+
+def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
+    unread = replace(seen(), gpus=failure(Source.NVML))
+    unowned = replace(seen(), gpus=(gpu(attribution=None),))
+
+    assert of("GPUs", at=unread).sentence == "The GPUs cannot be read: it failed."
+    assert of("GPUs", at=unowned).level is Level.UNKNOWN
+
+
+@pytest.mark.parametrize("life", list(EngineState))
+def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
+    verdict = of("engine", at=seen(life))
+
+    assert verdict.sentence.startswith("The engine ")
+    assert (verdict.level is Level.ALARM) == (life in {EngineState.DOWN, EngineState.STALLED})
+
+
+def test_a_silent_page_is_told_with_its_cause() -> None:
+    silent = replace(seen(EngineState.DOWN), engines=failure(Source.ENGINE))
+
+    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no process of it; it failed.")
+
+
+def test_a_serving_engine_says_its_load() -> None:
+    samples = (
+        Sample(catalog.ENGINE_RUNNING, ("m", "0"), 4.0),
+        Sample(catalog.ENGINE_RUNNING, ("m", "1"), 3.0),
+        Sample(catalog.ENGINE_KV_USED, ("m", "0"), 0.412),
+        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, ("m", "0"), 9.0),
+    )
+
+    assert of("engine", *samples).sentence == "The engine serves: 7 running, KV cache 41 % used, room for 9 more."
+
+
+def test_a_life_that_nobody_follows_is_not_known() -> None:
+    assert of("engine", at=replace(seen(), life=None)).level is Level.UNKNOWN
+
+
+def test_stranded_blocks_are_a_warning() -> None:
+    found = verdicts(seen(), [Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)])
+
+    assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
+
+
+def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None:
+    core = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("engine_core",))
+    worker = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
+    held = Sample(catalog.HOST_MEMORY, ("worker",), 2.0 * GIB)
+
+    leaking = of("host memory", core, worker, Sample(catalog.HOST_LEAK_RATE, ("engine_core",), 1000.0))
+    assert leaking.sentence == "Host memory of engine_core leaks 3.43 MiB an hour."
+    assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
+
+
+def test_the_worst_comes_first() -> None:
+    found = verdicts(seen(EngineState.DOWN), [state(LeakState.GROWING)])
+
+    assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
+    assert worst(found) is Level.ALARM
+    assert worst(()) is Level.UNKNOWN

@@ -1,0 +1,63 @@
+"""Curves as SVG."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+from vllm_headroom.expose.drawing import Forecast, Frame, ahead, area, line, picture, thinned, upright, zero
+
+FRAME = Frame(begin=0.0, end=100.0, top=10.0, width=100.0, height=10.0)
+
+
+def test_a_curve_goes_from_time_and_value_to_right_and_up() -> None:
+    assert line(FRAME, [[(0.0, 0.0), (50.0, 5.0), (100.0, 10.0)]], kind="line") == (
+        '<path class="line" d="M0.0 10.0L50.0 5.0L100.0 0.0"/>'
+    )
+
+
+def test_an_area_reaches_down_to_zero() -> None:
+    assert area(FRAME, [[(0.0, 5.0), (50.0, 5.0)]]) == '<path class="area" d="M0.0 5.0L50.0 5.0V10H0.0Z"/>'
+
+
+def test_gaps_are_gaps() -> None:
+    stretches = thinned([(0.0, 1.0), (10.0, None), (20.0, None), (30.0, 1.0)], 4)
+
+    assert line(FRAME, stretches, kind="line").count("M") == 2
+
+
+def test_nothing_to_draw_is_nothing() -> None:
+    assert (line(FRAME, [], kind="line"), area(FRAME, [])) == ("", "")
+
+
+def test_values_beyond_the_frame_stay_at_its_edge() -> None:
+    assert FRAME.y(99.0) == 0.0
+    assert FRAME.y(-1.0) == 10.0
+
+
+def test_a_forecast_reaches_zero_when_it_says() -> None:
+    drawn = ahead(FRAME, Forecast(begin=50.0, value=5.0, seconds=40.0))
+
+    assert drawn == '<path class="ahead" d="M50.0 5.0L90.0 10.0"/>'
+
+
+def test_a_forecast_is_cut_off_at_the_frame() -> None:
+    drawn = ahead(FRAME, Forecast(begin=50.0, value=5.0, seconds=100.0, least_seconds=25.0))
+
+    assert 'class="ahead" d="M50.0 5.0L100.0 7.5"' in drawn
+    assert 'class="edge" d="M50.0 5.0L75.0 10.0' in drawn
+
+
+def test_an_end_that_is_now_does_not_divide_by_zero() -> None:
+    assert "L50.0 10.0" in ahead(FRAME, Forecast(begin=50.0, value=5.0, seconds=0.0, least_seconds=0.0))
+
+
+def test_a_mark_outside_is_not_drawn() -> None:
+    assert upright(FRAME, 200.0) == ""
+    assert 'x1="50.0"' in upright(FRAME, 50.0)
+
+
+def test_a_picture_is_xml_and_says_what_it_shows() -> None:
+    root = ET.fromstring(picture(FRAME, (zero(FRAME),), title="<free> & full"))  # noqa: S314 - of our own
+
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == "<free> & full"

@@ -1,0 +1,101 @@
+"""The day's curves and what changed in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from tests.samples import failure, gpu, snapshot
+from vllm_headroom.expose.history import MOST_EVENTS, POINTS, STEP_SECONDS, History
+from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.vocabulary import Level, Source
+
+DAY: Final = POINTS * STEP_SECONDS
+BEGIN: Final = 1_760_000_040.0
+GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0 shows no leak.")
+BAD: Final = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
+
+
+def at(seconds: float, *, used: int = 900, peak: int | None = None) -> Snapshot:
+    return replace(snapshot(gpus=(gpu(used=used, used_peak_bytes=peak),)), time_seconds=BEGIN + seconds)
+
+
+def history(*snapshots: Snapshot) -> History:
+    made = History()
+    for each in snapshots:
+        made.step(each, (), None)
+    return made
+
+
+def test_a_minute_keeps_its_lowest() -> None:
+    seen = history(at(0, used=900), at(5, used=950), at(10, used=910), at(60, used=800))
+
+    assert seen.free("GPU-a") == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
+
+
+def test_what_a_peak_left_is_apart() -> None:
+    assert history(at(0, used=900, peak=990)).free_at_peak("GPU-a") == [(BEGIN, 10.0)]
+    assert history(at(0, used=900, peak=100)).free_at_peak("GPU-a") == [(BEGIN, 100.0)]
+    assert history(at(0)).free_at_peak("GPU-a") == []
+
+
+def test_minutes_without_a_reading_are_gaps() -> None:
+    unread = replace(at(60), gpus=failure(Source.NVML))
+
+    assert history(at(0), unread, at(120)).free("GPU-a") == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+
+
+def test_after_a_day_the_oldest_is_forgotten() -> None:
+    seen = history(at(0, used=1), at(DAY - 60), at(DAY))
+
+    assert [point for point in seen.free("GPU-a") if point[1] is not None] == [
+        (BEGIN + DAY - 60, 100.0),
+        (BEGIN + DAY, 100.0),
+    ]
+
+
+def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
+    assert history(at(0), at(3 * DAY)).free("GPU-a") == [(BEGIN + 3 * DAY, 100.0)]
+
+
+def test_a_clock_that_is_set_back_begins_anew() -> None:
+    assert history(at(600), at(0)).free("GPU-a") == [(BEGIN, 100.0)]
+
+
+def test_a_gpu_of_others_is_not_followed() -> None:
+    others = replace(at(0), gpus=(gpu(attribution=None),))
+
+    assert history(others).free("GPU-a") == []
+
+
+def test_the_most_requests_of_a_minute_are_kept() -> None:
+    made = History()
+    for seconds, running in ((0, 4.0), (5, 9.0), (10, 1.0)):
+        made.step(at(seconds), (), running)
+
+    assert made.running() == [(BEGIN, 9.0)]
+
+
+def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
+    made = History()
+    for seconds, verdict in ((0, GOOD), (5, replace(GOOD, sentence="GPU 0 shows no leak at all.")), (10, BAD)):
+        made.step(at(seconds), (verdict,), None)
+
+    assert [(event.seconds, event.text) for event in made.events] == [(BEGIN + 10, "GPU 0 leaks.")]
+
+
+def test_events_are_bounded() -> None:
+    made = History()
+    for step in range(2 * MOST_EVENTS):
+        made.step(at(step), (BAD if step % 2 else GOOD,), None)
+
+    assert len(made.events) == MOST_EVENTS
+
+
+def test_a_later_process_goes_on_from_what_was_kept() -> None:
+    before, after = history(at(0)), History()
+
+    after.take_up(before.kept())
+    after.step(at(120), (), None)
+
+    assert after.free("GPU-a") == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]

@@ -1,0 +1,71 @@
+"""Moments to show, for the tests of the page and of the snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from tests.samples import engine, gpu, page, snapshot
+from vllm_headroom import catalog
+from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.expose.history import History
+from vllm_headroom.expose.view import View
+from vllm_headroom.model import Gpu, Life, Sample, Snapshot, Values
+from vllm_headroom.units import GIB
+from vllm_headroom.vocabulary import EngineState, LeakState
+
+NOW: Final = 1_760_000_040.0
+TOTAL: Final = 80 * GIB
+LEFT_SECONDS: Final = 4 * 3600.0
+
+
+def view(
+    samples: Iterable[Sample] = (), *, at: Snapshot | None = None, history: History | None = None, **known: Any
+) -> View:
+    """Return what is shown of one moment, with the sentences that belong to it."""
+    made = tuple(samples)
+    seen = at or replace(snapshot(engines=page(engine()), gpus=(gpu(),)), time_seconds=NOW)
+    return View(
+        version="1.2.3",
+        interval_seconds=5.0,
+        history=history or History(),
+        snapshot=seen,
+        values=Values(made),
+        verdicts=verdicts(seen, made),
+        **known,
+    )
+
+
+def device(index: int, free: float) -> Gpu:
+    return gpu(
+        index=index, uuid=f"GPU-{index}", total=TOTAL, used=TOTAL - int(free), used_peak_bytes=TOTAL - int(free) + 1000
+    )
+
+
+def day(*, gpus: int = 1, leaking: frozenset[int] = frozenset(), hours: int = 24, **known: Any) -> View:
+    """Return the end of a day on which the GPUs in `leaking` lost 6 MB a minute."""
+    history, minutes = History(), 60 * hours
+    for minute in range(minutes):
+        lost = 6e6 * minute
+        seen = tuple(device(index, 10e9 - (lost if index in leaking else 0.0)) for index in range(gpus))
+        at = replace(
+            snapshot(gpus=seen), time_seconds=NOW - 60.0 * (minutes - 1 - minute), life=Life(state=EngineState.SERVING)
+        )
+        history.step(at, (), float(minute % 50))
+    return view(_samples(seen, leaking), at=at, history=history, **known)
+
+
+def _samples(gpus: tuple[Gpu, ...], leaking: frozenset[int]) -> Iterable[Sample]:
+    for each in gpus:
+        labels = str(each.reading.index), each.reading.uuid
+        memory = each.reading.memory
+        assert memory is not None
+        yield Sample(catalog.GPU_INFO, (*labels, each.reading.name, "process"), 1.0)
+        yield Sample(catalog.GPU_MEMORY_FREE, labels, float(memory.free_bytes))
+        yield Sample(catalog.GPU_MEMORY_TOTAL, labels, float(memory.total_bytes))
+        leaks = each.reading.index in leaking
+        yield Sample(catalog.LEAK_STATE, (*labels, LeakState.LEAKING if leaks else LeakState.STABLE), 1.0)
+        if leaks:
+            yield Sample(catalog.TIME_TO_OOM, labels, LEFT_SECONDS)
+            yield Sample(catalog.TIME_TO_OOM_LOWER, labels, LEFT_SECONDS / 2)

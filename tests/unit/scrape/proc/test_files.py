@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.scrape.proc.files import entry
+
+SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ProcTree:
+    return ProcTree(tmp_path)
+
+
+def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> None:
+    tree.add(7, 1, "sleep", "600")
+    known = entry(tree.path, 7)
+    (tree.path / "7" / "cmdline").unlink()
+
+    assert known is not None
+    assert entry(tree.path, 7, known) is known
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(("bash",), ("sleep", "600"), id="another program"),
+        pytest.param(("bash",), SERVER, id="a shell becomes the server"),
+        pytest.param(("python3.11", "launcher.py"), SERVER, id="the same interpreter"),
+        pytest.param(("vllm", "bench"), ("vllm", "serve", "m"), id="the same program"),
+        pytest.param(SERVER, ("VLLM::EngineCore",), id="a title"),
+        pytest.param(("VLLM::EngineCore",), ("VLLM::EngineCore_DP0",), id="a title that is cut at the same place"),
+        pytest.param(("ray::IDLE",), ("ray::RayWorkerWrapper.execute_method",), id="an actor"),
+    ],
+)
+def test_what_may_have_changed_is_read_anew(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    tree.add(7, 1, *before)
+    known = entry(tree.path, 7)
+    tree.add(7, 1, *after)
+    found = entry(tree.path, 7, known)
+
+    assert found is not None
+    assert found.command == after
+    assert found == entry(tree.path, 7)
+
+
+def test_another_process_with_the_same_pid_is_read_anew(tree: ProcTree) -> None:
+    tree.add(7, 1, "sleep", "600", started_ticks=5000)
+    known = entry(tree.path, 7)
+    tree.add(7, 1, "sleep", "30", started_ticks=9000)
+
+    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
+
+
+def test_a_parent_that_has_gone_is_seen(tree: ProcTree) -> None:
+    tree.add(7, 6, "sleep", "600")
+    known = entry(tree.path, 7)
+    tree.add(7, 1, "sleep", "600")
+
+    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
+
+
+def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
+    tree.add(7, 1, "sleep", "600")
+    known = entry(tree.path, 7)
+    tree.add(7, 1, "sleep", "600", state="Z")
+
+    assert entry(tree.path, 7, known) is None
