@@ -16,7 +16,7 @@ EXPECTED: Final = {
     "llama-cpp-first-scrape": (
         "llama_cpp",
         EngineReading(
-            model_name="",
+            model_name="llama_cpp",
             engine="0",
             running=0.0,
             waiting=0.0,
@@ -30,7 +30,7 @@ EXPECTED: Final = {
     "llama-cpp-load": (
         "llama_cpp",
         EngineReading(
-            model_name="",
+            model_name="llama_cpp",
             engine="0",
             running=2.0,
             waiting=3.0,
@@ -96,7 +96,7 @@ EXPECTED: Final = {
     "tgi": (
         "tgi",
         EngineReading(
-            model_name="",
+            model_name="tgi",
             engine="0",
             running=5.0,
             waiting=3.0,

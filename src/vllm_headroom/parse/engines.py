@@ -31,12 +31,14 @@ def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fai
 
     A series without a model belongs to every model of its engine, one without model and engine to every engine of the
     page, and one with a model but without an engine to engine "0". While no series names a model, the model is "": in
-    some modes vLLM shows only its settings before the first request, and its budget is one of them.
+    some modes vLLM shows only its settings before the first request, and its budget is one of them. Where an engine's
+    page never names one, the model has the profile's name.
     """
     owned = _owned(profile, samples)
     ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
     named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
-    keys = sorted(named or {("", engine) for engine in ranks}) if owned else []
+    nameless = "" if profile.model_label else profile.name
+    keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
     families = None if len(keys) > MOST_ENGINES else _by_engine(keys, owned)
     if families is None:
         return _beyond(len(keys))

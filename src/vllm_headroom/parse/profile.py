@@ -73,8 +73,8 @@ class Profile:
 
     The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is
     true. Of values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
-    `product` is what people call the engine, `path` where its page is and `switch` what makes it serve one. `absent`
-    says of an input why this engine does not offer it.
+    `model_label` is "" where no series names a model. `product` is what people call the engine, `path` where its page
+    is and `switch` what makes it serve one. `absent` says of an input why this engine does not offer it.
     """
 
     name: str

@@ -83,12 +83,12 @@ def test_used_tokens_of_a_capacity_are_a_ratio() -> None:
     assert one("tgi_batch_current_max_tokens 4096\n").kv_used_ratio is None
 
 
-def test_a_page_without_labels_is_one_engine_without_a_name() -> None:
+def test_a_page_that_never_names_a_model_is_one_engine_of_its_profiles_name() -> None:
     engine = one(
         "llamacpp:requests_processing 2\nllamacpp:prompt_tokens_total 7\nllamacpp:prompt_tokens_cached_total 3\n"
     )
 
-    assert (engine.model_name, engine.engine, engine.running, engine.prompt_tokens_total) == ("", "0", 2, 10)
+    assert (engine.model_name, engine.engine, engine.running, engine.prompt_tokens_total) == ("llama_cpp", "0", 2, 10)
 
 
 def test_the_engine_that_dynamo_runs_tells_more_than_dynamo() -> None:

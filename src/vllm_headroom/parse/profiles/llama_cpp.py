@@ -16,6 +16,7 @@ LLAMA_CPP: Final = Profile(
     product="llama.cpp",
     switch="with --metrics",
     prefixes=("llamacpp:",),
+    model_label="",
     absent=(
         ("requests_finished", "it counts none: growth per request cannot be told"),
         ("preemptions", "a slot is never taken back"),

@@ -14,6 +14,7 @@ TGI: Final = Profile(
     product="Text Generation Inference",
     switch="always",
     prefixes=("tgi_",),
+    model_label="",
     absent=(
         ("preemptions", "it never takes back what a request was given"),
         ("scheduler_steps", "it counts no steps"),

@@ -50,4 +50,4 @@ def test_llama_cpp_counts_no_finished_requests(server: PrometheusServer) -> None
 
     [engine] = records(server, 20)[40]["engines"]
 
-    assert engine == {"model_name": "", "engine": "0", "running": 2}
+    assert engine == {"model_name": "llama_cpp", "engine": "0", "running": 2}
