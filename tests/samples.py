@@ -14,12 +14,15 @@ from vllm_headroom.model import (
     Gpu,
     GpuMemory,
     GpuReading,
+    Inside,
     Metric,
+    ProbedProcess,
+    ProbeReadings,
     ReadingTime,
     Sample,
     Snapshot,
 )
-from vllm_headroom.vocabulary import Attribution, Reason, Source
+from vllm_headroom.vocabulary import Attribution, Reason, Role, Source
 
 A_GPU: Final = ("0", "GPU-a")
 AN_ENGINE: Final = ("m", "0")
@@ -27,6 +30,7 @@ _REASON: Final = {
     Source.ENGINE: Reason.UNREACHABLE,
     Source.NVML: Reason.DRIVER_MISSING,
     Source.PROCESS: Reason.UNAVAILABLE,
+    Source.PROBE: Reason.NOT_FOUND,
 }
 
 
@@ -53,6 +57,7 @@ def gpu(
     held: int | EllipsisType | None = ...,
     attribution: Attribution | None = Attribution.PROCESS,
     memory: bool = True,
+    inside: Inside | None = None,
     **known: Any,
 ) -> Gpu:
     """Return a GPU of the engine's, which is taken to hold all that is used unless `engine` or `held` says."""
@@ -65,7 +70,20 @@ def gpu(
         engine_bytes=engine,
         other_bytes=other,
         held_bytes=held,
+        inside=inside,
     )
+
+
+def probed(**known: Any) -> ProbedProcess:
+    """Return a worker that wrote at second 1000 of the snapshots, and began with the epoch of their clock."""
+    facts: dict[str, Any] = {
+        "pid": 7,
+        "started_at_seconds": 1_760_000_000.0,
+        "written_at_seconds": 1_760_001_000.0,
+        "interval_seconds": 5.0,
+        "role": Role.WORKER,
+    }
+    return ProbedProcess(**facts | known)
 
 
 def snapshot(
@@ -75,6 +93,7 @@ def snapshot(
     gpus: tuple[Gpu, ...] | Failure | None = None,
     processes: tuple[EngineProcess, ...] | Failure = (),
     reading_times: tuple[ReadingTime, ...] = (),
+    probe: ProbeReadings | Failure | None = None,
 ) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0 + at,
@@ -82,6 +101,7 @@ def snapshot(
         engines=page(engine()) if engines is None else engines,
         gpus=(gpu(),) if gpus is None else gpus,
         processes=processes,
+        probe=probe,
         reading_times=reading_times,
     )
 

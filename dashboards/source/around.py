@@ -17,7 +17,10 @@ RUNBOOK: Final = f"{RUNBOOKS}/{CELL}"
 
 
 def variables(*, gpu: bool) -> list[Json]:
-    """Return the variables, each narrowed by those before it; `gpu` is one engine's."""
+    """Return the variables, each narrowed by those before it; `gpu` is of a dashboard of one engine.
+
+    There the engine is one, the worst unless another is chosen: sums over many say nothing of any.
+    """
     source = {
         "name": "datasource",
         "label": "Data source",
@@ -33,7 +36,8 @@ def variables(*, gpu: bool) -> list[Json]:
     }
     made, matchers = [source], ""
     for name in ("cluster", "namespace", "job", "pod", "instance"):
-        made.append(_variable(name, f"headroom_build_info{{{matchers}}}"))
+        one = gpu and name == "instance"
+        made.append(_worst_first(matchers) if one else _variable(name, f"headroom_build_info{{{matchers}}}"))
         matchers += ("," if matchers else "") + f'{name}=~"${name}"'
     made.append(_variable("model_name", f"headroom_engine_info{{{matchers}}}", label="Model"))
     if gpu:  # no allValue: All is the engine's GPUs, not every GPU that can be seen
@@ -59,6 +63,27 @@ def _variable(name: str, series: str, *, label: str = "", everything: str | None
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
     }
     return variable if everything is None else {**variable, "allValue": everything}
+
+
+def _worst_first(matchers: str) -> Json:
+    """Return the choice of one instance: those that leak come first, then those that grow, then the others.
+
+    A sidecar that is gone is among them for a day.
+    """
+    leaks = f'headroom_leak_state{{{matchers},state="leaking"}}'
+    grows = f'headroom_leak_state{{{matchers},state="growing"}}'
+    seen = f"last_over_time(headroom_build_info{{{matchers}}}[1d])"
+    worst = f"sort_desc(max by (instance) (2 * {leaks} or {grows} or 0 * {seen}))"
+    return {
+        **_variable("instance", f"headroom_build_info{{{matchers}}}", everything=None),
+        "definition": f"query_result({worst})",
+        "query": {"query": f"query_result({worst})", "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+        "regex": '/instance="([^"]+)"/',
+        "sort": 0,
+        "includeAll": False,
+        "multi": False,
+        "current": {},
+    }
 
 
 def _annotation(name: str, expr: str, *, title: str, text: str, colour: str) -> Json:

@@ -22,8 +22,9 @@ BAD: Final = "red"
 NEUTRAL: Final = "text"
 UNKNOWN_COLOUR: Final = "#8e8e8e"
 
-SHADES: Final = {"mode": "shades", "fixedColor": ENGINE_COLOUR}
-"""Of the engine's colour, so that of several GPUs none looks good or bad by chance."""
+PALETTE: Final = {"mode": "palette-classic"}
+GPU_COLOURS: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b0b0b0")
+"""Of GPU 0 to 7: Okabe and Ito's, which people who see few colours can tell apart as well."""
 
 STATES: Final = (
     ("unknown", UNKNOWN_COLOUR),

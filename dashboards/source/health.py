@@ -30,7 +30,7 @@ def host_memory() -> Row:
                 "Growth that load does not explain, drawn only while a role is growing or leaking.",
                 [query(f"headroom_host_leak_bytes_per_second{{{TARGET}}}", "{{process}}")],
                 unit="binBps",
-                noValue="no leak seen",
+                noValue="none known",
                 overrides=ROLE_LINES,
             ),
             state_timeline(

@@ -58,7 +58,7 @@ def _rate() -> Json:
         ],
         unit="binBps",
         width=8,
-        noValue="no leak seen",
+        noValue="none known",
         custom={"axisSoftMin": 0},
         overrides=[override("/at (most|least)/", custom__lineWidth=0), *bands],
     )
@@ -81,7 +81,7 @@ def _leaked() -> Json:
         unit="bytes",
         width=5,
         height=8,
-        noValue="no leak seen",
+        noValue="none known",
         text={"titleSize": 14, "valueSize": 28},
         overrides=[override("leaking since", unit="dateTimeAsIsoNoDateIfToday")],
     )

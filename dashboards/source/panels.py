@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dashboards.source.colours import NEUTRAL, SHADES, UNKNOWN_COLOUR
+from dashboards.source.colours import NEUTRAL, PALETTE, UNKNOWN_COLOUR
 from dashboards.source.grafana import DATASOURCE, Json, steps
 
 UNKNOWN: Final = {
@@ -29,7 +29,7 @@ def panel(
     **defaults: Any,
 ) -> Json:
     """Return a panel without id and place, which `dashboard` gives it; `defaults` go into the field configuration."""
-    defaults.setdefault("color", SHADES)
+    defaults.setdefault("color", PALETTE)
     defaults.setdefault("thresholds", steps((None, NEUTRAL)))
     defaults.setdefault("mappings", [])
     return {
@@ -37,6 +37,7 @@ def panel(
         "title": title,
         "description": description,
         "datasource": DATASOURCE,
+        "interval": "15s",
         "gridPos": {"w": width, "h": height},
         "fieldConfig": {"defaults": {**defaults, "unit": unit, "custom": custom or {}}, "overrides": list(overrides)},
         "options": options,
@@ -53,11 +54,13 @@ def stat(
     width: int = 4,
     height: int = 4,
     text: Json | None = None,
+    named: bool = False,
     **more: Any,
 ) -> Json:
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
-    `text` sets the sizes, and puts one below the other. What is unknown is grey, not of the lowest value's colour.
+    `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
+    What is unknown is grey, not of the lowest value's colour.
     """
     options = {
         "colorMode": "value",
@@ -67,7 +70,7 @@ def stat(
         "percentChangeColorMode": "standard",
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "showPercentChange": False,
-        "textMode": "auto",
+        "textMode": "value_and_name" if named else "auto",
         "wideLayout": not text,
         **({"text": text} if text else {}),
     }
@@ -104,8 +107,8 @@ def timeseries(
         **(custom or {}),
     }
     options = {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
-        "tooltip": {"mode": "multi", "sort": "none"},
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": ["lastNotNull"]},
+        "tooltip": {"mode": "multi", "sort": "desc"},
     }
     return panel(
         "timeseries",

@@ -7,6 +7,8 @@ from dashboards.source.colours import (
     ENGINE_COLOUR,
     FREE_COLOUR,
     GOOD,
+    GPU_COLOURS,
+    NEUTRAL,
     OTHER_COLOUR,
     PEAK_COLOUR,
     REPORTED_COLOUR,
@@ -14,20 +16,22 @@ from dashboards.source.colours import (
     RUNNING_COLOUR,
     UNATTRIBUTED_COLOUR,
     UNREPORTED_COLOUR,
+    WARNING,
 )
 from dashboards.source.dashboard import Row
-from dashboards.source.grafana import Json, coloured, on_the_right, override, query, values
+from dashboards.source.grafana import Json, coloured, on_the_right, override, query, steps, values
 from dashboards.source.panels import stat, timeseries
 from dashboards.source.series import (
     ENGINE,
     FREE_FLOOR,
     GPU,
+    MIB,
     RUNNING,
     STATE_VALUES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
-    UNREPORTED,
+    free_at_the_peak,
     leak_state,
     lines_of_held,
     lowest_free,
@@ -37,7 +41,27 @@ from dashboards.source.series import (
 
 def about_to_die() -> Row:
     """Return the row that is read first."""
-    return Row(title="Is it about to die?", panels=[_engine(), _left(), _state(), *_free(), _unreported(), _more()])
+    return Row(
+        title="Is it about to die?",
+        panels=[_alerts(), _engine(), _left(), _least(), _state(), *_free(), _others(), _room()],
+    )
+
+
+def _alerts() -> Json:
+    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",severity=~"page|critical|warning",{TARGET}}}'
+    return stat(
+        "Alerts",
+        "How many of the alerts on this engine are firing, by severity; the incident dashboard names them. None also "
+        "where Prometheus does not evaluate the rules.",
+        [query(f"count by (severity) ({firing})", "{{severity}}")],
+        unit="none",
+        width=2,
+        named=True,
+        noValue="none",
+        thresholds=steps((None, BAD)),
+        overrides=[override("warning", thresholds=steps((None, WARNING)))],
+        links=[{"title": "Incident", "url": "/d/headroom-incident?${__url_time_range}&${__all_variables}"}],
+    )
 
 
 def _engine() -> Json:
@@ -62,9 +86,22 @@ def _left() -> Json:
         "unknown: the engine does not answer, or what it holds cannot be told.",
         [query(time_to_oom(GPU))],
         unit="dtdurations",
-        width=5,
+        width=4,
         noValue="unknown",
         mappings=[TIME_TO_OOM_VALUES],
+        thresholds=TIME_TO_OOM_STEPS,
+    )
+
+
+def _least() -> Json:
+    return stat(
+        "At the least",
+        "The lower bound of the time to out of memory, and the GPU it is of; drawn only while one grows or leaks.",
+        [query(f"bottomk(1, headroom_time_to_oom_seconds_lower{{{GPU}}})", "GPU {{gpu}}")],
+        unit="dtdurations",
+        width=3,
+        named=True,
+        noValue="none",
         thresholds=TIME_TO_OOM_STEPS,
     )
 
@@ -76,6 +113,7 @@ def _state() -> Json:
         "Unsettled: load has just changed, and it waits before it judges.",
         [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu')})")],
         unit="none",
+        width=3,
         noValue="unknown",
         mappings=[STATE_VALUES],
     )
@@ -86,9 +124,10 @@ def _free() -> list[Json]:
         stat(
             "Free now",
             "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
-            [query(f"min(headroom_gpu_memory_free_bytes{{{GPU}}})")],
+            [query(f"bottomk(1, headroom_gpu_memory_free_bytes{{{GPU}}})", "GPU {{gpu}}")],
             unit="bytes",
             width=3,
+            named=True,
             noValue="unknown",
             thresholds=FREE_FLOOR,
         ),
@@ -105,17 +144,55 @@ def _free() -> list[Json]:
     ]
 
 
+def _others() -> Json:
+    return stat(
+        "Held by others",
+        "What processes that are not the engine's hold, of the GPU where they hold most.",
+        [query(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})', "GPU {{gpu}}")],
+        unit="bytes",
+        width=3,
+        named=True,
+        noValue="unknown",
+        thresholds=steps((None, GOOD), (2**30, WARNING)),
+    )
+
+
+def _room() -> Json:
+    """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
+    free = f"headroom_gpu_memory_free_bytes{{{GPU}}}"
+    return timeseries(
+        "Headroom: free memory of each GPU, down to zero",
+        "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
+        "the next long prompt may be the last. A leak is a line that falls while running requests do not rise.",
+        [query(free, "GPU {{gpu}}"), query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"), RUNNING],
+        unit="bytes",
+        width=24,
+        height=10,
+        min=0,
+        thresholds=steps((None, BAD), (512 * MIB, "transparent")),
+        custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
+        overrides=[
+            *(
+                coloured(f"GPU {gpu}{which}", colour, custom__lineWidth=width)
+                for gpu, colour in enumerate(GPU_COLOURS)
+                for which, width in (("", 2), (" at its peaks", 1))
+            ),
+            on_the_right("running requests", RUNNING_COLOUR),
+        ],
+    )
+
+
 def _unreported() -> Json:
     return stat(
         "Unreported",
         "What the engine holds beyond what it reports or was told to use, of the GPU that is furthest off. Up to some "
-        "2 GB lie outside the budget by design: CUDA context, NCCL, graphs.",
+        "2 GB lie outside the budget by design: CUDA context, NCCL, graphs. The alerts go by the engine's own start.",
         [query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})")],
         unit="percentunit",
-        width=3,
+        width=12,
         decimals=1,
         noValue="unknown",
-        thresholds=UNREPORTED,
+        thresholds=steps((None, NEUTRAL)),
     )
 
 
@@ -125,7 +202,7 @@ def _more() -> Json:
         "How many more requests of today's average size the free KV cache takes.",
         [query(f"sum(headroom_engine_additional_requests{{{ENGINE}}})")],
         unit="locale",
-        width=3,
+        width=12,
         decimals=0,
         noValue="unknown",
     )
@@ -133,7 +210,10 @@ def _more() -> Json:
 
 def who_holds_the_memory() -> Row:
     """Return the ledger, and the engine's story beside it."""
-    return Row(title="Who holds the memory, and does vLLM's story match?", panels=[_ledger(), _story()])
+    return Row(
+        title="Who holds the memory, and does vLLM's story match?",
+        panels=[_ledger(), _story(), _parts(), _unreported(), _more()],
+    )
 
 
 def _ledger() -> Json:
@@ -149,6 +229,21 @@ def _ledger() -> Json:
         stacked=True,
         min=0,
         overrides=[*HOLDERS, on_the_right("running requests", RUNNING_COLOUR)],
+    )
+
+
+def _parts() -> Json:
+    return timeseries(
+        "What the engine uses it for",
+        "The engine's own ledger of the GPUs chosen, by the probe inside it: its parts sum to what it holds. "
+        "Fragmented and cached is what torch has reserved and nobody uses; outside torch are CUDA, NCCL and libraries. "
+        "Empty without a probe.",
+        [query(f"sum by (part) (headroom_engine_memory_bytes{{{GPU}}})", "{{part}}")],
+        unit="bytes",
+        width=24,
+        height=8,
+        stacked=True,
+        min=0,
     )
 
 

@@ -123,6 +123,22 @@ ENGINE_KV_STRANDED: Final = _gauge(
     needs=LIVE_SHARE,
 )
 
+ENGINE_MEMORY: Final = _gauge(
+    "engine_memory_bytes",
+    (*GPU, "part"),
+    "What the engine's memory is used for, by the probe in it; where all parts are known they sum to what it holds.",
+)
+ALLOCATOR_ALLOCATED: Final = _gauge(
+    "allocator_allocated_bytes", GPU, "Memory of tensors in torch's caching allocator, by the probe inside the engine."
+)
+ALLOCATOR_RESERVED: Final = _gauge(
+    "allocator_reserved_bytes", GPU, "Memory that torch's caching allocator took, in use or kept."
+)
+ALLOCATOR_RETRIES: Final = _counter(
+    "allocator_retries", GPU, "Allocations that found no memory and were tried again after the cache was flushed."
+)
+ALLOCATOR_OOMS: Final = _counter("allocator_ooms", GPU, "OutOfMemoryErrors that torch raised in the engine.")
+
 MEMORY_REPORTED: Final = _gauge(
     "memory_reported_bytes",
     (*GPU, "basis"),
@@ -154,6 +170,11 @@ LEAK_PER_REQUEST: Final = _gauge(
     "leak_bytes_per_request", GPU, "The same growth per finished request.", needs=("finished_total",)
 )
 LEAKED: Final = _gauge("leaked_bytes", GPU, "Growth since the leak began; absent unless growing or leaking.")
+LEAK_LOCATION: Final = _gauge(
+    "leak_location",
+    (*GPU, "location"),
+    "1 for where it grows: tensors nobody frees, fragmentation, or outside torch; absent unless growing or leaking.",
+)
 TIME_TO_OOM: Final = _gauge(
     "time_to_oom_seconds", GPU, "Time until the device is full at the load to expect; absent unless growing or leaking."
 )

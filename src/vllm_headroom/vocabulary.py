@@ -12,6 +12,7 @@ class Source(StrEnum):
     ENGINE = "engine"
     NVML = "nvml"
     PROCESS = "process"
+    PROBE = "probe"
 
 
 class Reason(StrEnum):
@@ -71,6 +72,14 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.DRIVER_ERROR,
     ),
     Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
+    Source.PROBE: (
+        Reason.UNAVAILABLE,
+        Reason.NO_PERMISSION,
+        Reason.NOT_FOUND,
+        Reason.MALFORMED,
+        Reason.OUT_OF_BOUNDS,
+        Reason.TIMEOUT,
+    ),
 }
 """The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
 
@@ -111,6 +120,26 @@ class ExitReason(StrEnum):
     GONE = "gone"
     OUT_OF_MEMORY = "out_of_memory"
     OOM_KILLED = "oom_killed"
+
+
+class MemoryPart(StrEnum):
+    """What the engine uses GPU memory for; the values of the label `part`."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPHS = "cuda_graphs"
+    OTHER_TENSORS = "other_tensors"
+    FRAGMENTED = "fragmented"
+    CACHED = "cached"
+    OUTSIDE_TORCH = "outside_torch"
+
+
+class LeakLocation(StrEnum):
+    """Where memory grows; the values of the label `location`."""
+
+    TENSORS = "tensors"
+    FRAGMENTATION = "fragmentation"
+    OUTSIDE_TORCH = "outside_torch"
 
 
 class LeakState(StrEnum):

@@ -61,7 +61,8 @@ def seen(text: str) -> Snapshot:
         gpus=beside(),
         processes=(EngineProcess(pid=7, role=Role.ENGINE_CORE, rss_bytes=3 * GIB, started_at_seconds=1.0),),
         reading_times=tuple(
-            ReadingTime(source=source, seconds=0.25, ended_monotonic_seconds=100.0) for source in Source
+            ReadingTime(source=source, seconds=0.25, ended_monotonic_seconds=100.0)
+            for source in (Source.ENGINE, Source.NVML, Source.PROCESS)
         ),
     )
 

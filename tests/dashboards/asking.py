@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tests.dashboards.grafana import ALL, Json, Query, filled, interpolated, label_values, variables
+from tests.dashboards.grafana import ALL, Json, Query, filled, interpolated, is_ranked, label_values, variables
 from tests.dashboards.store import HOURS, SCRAPE_SECONDS, Prometheus
 
 STEP_SECONDS: Final = SCRAPE_SECONDS
@@ -35,9 +35,13 @@ def _variables(
     for variable in variables(dashboard):
         if variable["type"] == "query":
             name, (series, label) = variable["name"], label_values(variable)
-            offered[name] = prometheus.label_values(filled(series, put_in), label)
+            if is_ranked(variable):
+                offered[name] = [each["metric"][label] for each in prometheus.instant(filled(series, put_in))]
+                first = offered[name][0]
+            else:
+                offered[name], first = prometheus.label_values(filled(series, put_in), label), ALL
             assert chosen.get(name) in {None, *offered[name]}, f"{name} offers {offered[name]}"
-            put_in[name] = interpolated(variable, [chosen.get(name, ALL)], offered[name])
+            put_in[name] = interpolated(variable, [chosen.get(name, first)], offered[name])
     return offered, put_in
 
 

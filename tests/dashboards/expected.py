@@ -27,7 +27,7 @@ EMPTY: Final = (
         why="nothing leaks",
         over=EVERYWHERE - LEAKS,
         queries={
-            "headroom": {"Leak rate with its 95 % interval": (), "Leaked": ()},
+            "headroom": {"Leak rate with its 95 % interval": (), "Leaked": (), "At the least": ()},
             "headroom-fleet": {
                 "GPUs, worst first": ("C", "D", "E"),
                 "Models, worst first": ("E", "F"),
@@ -40,7 +40,7 @@ EMPTY: Final = (
         why="nothing is wrong for long enough",
         over=frozenset({"healthy", "restart", "burst", "engine down"}),
         queries={
-            "headroom": {"Alert begins to fire": ()},
+            "headroom": {"Alert begins to fire": (), "Alerts": ()},
             "headroom-fleet": {"Firing alerts": ()},
             "headroom-incident": {"Alert begins to fire": ()},
         },
@@ -58,7 +58,7 @@ EMPTY: Final = (
     Empty(
         why="the neighbour has stopped growing",
         over=frozenset({"neighbour"}),
-        queries={"headroom-fleet": {"Firing alerts": ()}},
+        queries={"headroom": {"Alerts": ()}, "headroom-fleet": {"Firing alerts": ()}},
     ),
     Empty(
         why="no engine starts anew",
@@ -98,7 +98,13 @@ EMPTY: Final = (
         why="what the sidecar does not say now is unknown",
         over=frozenset({"sidecar down"}),
         queries={
-            "headroom": {"Engine": (), "Leak state": (), "Free now": (), "Time to out of memory": ()},
+            "headroom": {
+                "Engine": (),
+                "Leak state": (),
+                "Free now": (),
+                "Held by others": (),
+                "Time to out of memory": (),
+            },
             "headroom-fleet": {
                 "Least time to out of memory": (),
                 "Engines": (),

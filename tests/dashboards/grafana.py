@@ -76,10 +76,18 @@ def variables(dashboard: Json) -> list[Json]:
 
 
 def label_values(variable: Json) -> tuple[str, str]:
-    """Return the series and the label of a variable that lists a label's values, the only kind there may be."""
+    """Return the series and the label of a variable that lists a label's values, or those of a query's answer."""
+    if ranked := re.fullmatch(r"query_result\((.+)\)", variable["query"]["query"], re.DOTALL):
+        assert variable["regex"] == f'/{variable["name"]}="([^"]+)"/'
+        return ranked[1], variable["name"]
     found = re.fullmatch(r"label_values\((.+), *(\w+)\)", variable["query"]["query"], re.DOTALL)
     assert found, f"{variable['name']} is not label_values(series, label)"
     return found[1], found[2]
+
+
+def is_ranked(variable: Json) -> bool:
+    """Return whether a variable offers what a query answers, in its order: one is chosen, the first by itself."""
+    return str(variable["query"]["query"]).startswith("query_result(")
 
 
 def marked(dashboard: Json) -> list[Query]:

@@ -11,7 +11,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
 
-from tests.dashboards.grafana import NAMES, Json, load, panels, variables
+from tests.dashboards.grafana import NAMES, Json, is_ranked, load, panels, variables
 
 ASSETS: Final = Path(__file__).parents[1] / "assets" / "grafana"
 UNITS: Final = frozenset(json.loads((ASSETS / "units.json").read_text(encoding="utf-8")))
@@ -76,12 +76,17 @@ def one_data_source(dashboard: Json) -> Faults:
 
 
 def choosable(dashboard: Json) -> Faults:
-    """Job and instance can be chosen, and every choice can be several or All, labels that do not exist included."""
+    """Job and instance can be chosen, and every choice can be several or All, labels that do not exist included.
+
+    Of those that a query ranks one is chosen.
+    """
     asked = [each for each in variables(dashboard) if each["type"] != "datasource"]
     for missing in {"job", "instance"} - {each["name"] for each in asked}:
         yield Fault(where=missing, what="cannot be chosen")
     for each in asked:
-        wanted = {"type": "query", "multi": True, "includeAll": True, "allValue": ".*", "refresh": 2}
+        wanted: Json = {"type": "query", "multi": True, "includeAll": True, "allValue": ".*", "refresh": 2}
+        if is_ranked(each):
+            wanted = {"type": "query", "multi": False, "includeAll": False, "refresh": 2, "sort": 0}
         for key, value in wanted.items():
             if each.get(key) != value:
                 yield Fault(where=each["name"], what=f"{key} is not {value}")

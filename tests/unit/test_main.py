@@ -130,7 +130,7 @@ def test_only_the_demo_knows_scenarios() -> None:
     ("word", "meant"),
     [
         ("doctr", "did you mean doctor?"),
-        ("x", "accepts run, demo, doctor, plan, preflight, smoke, load, check, advise, replay"),
+        ("x", "accepts run, demo, doctor, plan, preflight, smoke, load, check, advise, watch, replay"),
     ],
 )
 def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:

@@ -92,6 +92,13 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
         example="9500kB",
         shown="learned",
     )
+    probe_dir: Path | None = setting(
+        None,
+        "The folder that the probe inside vLLM writes to, HEADROOM_PROBE_DIR for vLLM too; without it, what only the"
+        " engine's processes know is absent.",
+        accepts="the path of a directory",
+        word="DIRECTORY",
+    )
     listen_host: str = setting(
         "",
         "The address to serve /metrics on.",

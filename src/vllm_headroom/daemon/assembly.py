@@ -37,7 +37,7 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
         parse=partial(parse_engines, profile=settings.profile),
         selection=settings.selection,
         derivations=derivations(

@@ -10,10 +10,12 @@ import httpx
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.canary import Asked
-from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProcessSource
+from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProbeSource, ProcessSource
+from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.http.canary import Canary
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
@@ -34,6 +36,7 @@ class Parts:
     clock: Clock
     notice: str = ""
     asked: Asked | None = None
+    probe: ProbeSource | None = None
 
 
 def real_parts(settings: Settings) -> Parts:
@@ -47,6 +50,7 @@ def real_parts(settings: Settings) -> Parts:
         processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
         asked=None if settings.canary_interval_seconds is None else canary(settings),
+        probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),
     )
 
 

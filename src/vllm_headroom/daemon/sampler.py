@@ -15,12 +15,16 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.derive.inside.ledger import with_inside
+from vllm_headroom.derive.inside.present import told
+from vllm_headroom.derive.inside.schedulers import with_steps
 from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
 from vllm_headroom.model import (
     EnginePage,
     Failure,
     Gpu,
     GpuReadings,
+    ProbedProcess,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -102,6 +106,7 @@ class Sampler:
             engine = group.create_task(self._timed(Source.ENGINE, self._sources.engine.fetch()))
             gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(timeout)))
             process = group.create_task(self._timed(Source.PROCESS, self._sources.processes.read(timeout)))
+            inside = group.create_task(self._inside(timeout))
         (page, engine_time), (readings, gpu_time), (processes, process_time) = (
             engine.result(),
             gpu.result(),
@@ -109,15 +114,29 @@ class Sampler:
         )
         if not isinstance(processes, Failure):
             self._transitions.engines_found(processes.ambiguous_roots)
+        files, probe_time = inside.result()
+        seen = processes if isinstance(processes, Failure) else processes.engine
+        now = self._clock.time()
+        probe = told(files, seen, now)
+        gpus = readings if isinstance(readings, Failure) else self._attribute(readings, processes)
         return Snapshot(
-            time_seconds=self._clock.time(),
+            time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=page if isinstance(page, Failure) else await self._understood(page),
-            gpus=readings if isinstance(readings, Failure) else self._attribute(readings, processes),
-            processes=processes if isinstance(processes, Failure) else processes.engine,
-            reading_times=(engine_time, gpu_time, process_time),
+            engines=with_steps(page if isinstance(page, Failure) else await self._understood(page), probe),
+            gpus=with_inside(gpus, probe),
+            processes=seen,
+            probe=probe,
+            reading_times=(engine_time, gpu_time, process_time, *probe_time),
             unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
         )
+
+    async def _inside(
+        self, timeout_seconds: float
+    ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
+        if self._sources.probe is None:
+            return None, ()
+        files, time = await self._timed(Source.PROBE, self._sources.probe.read(timeout_seconds))
+        return files, (time,)
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
         machine = asyncio.get_running_loop().time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, GpuReadings, ProbedProcess, ProcessReadings
 
 
 class EngineSource(Protocol):
@@ -38,10 +38,18 @@ class ProcessSource(Protocol):
         """Return the engine's processes."""
 
 
+class ProbeSource(Protocol):
+    """Where the probe inside the engine writes."""
+
+    async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
+        """Return what each process wrote last."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What one tick reads, side by side."""
+    """What one tick reads, side by side; `probe` is None where no folder is configured."""
 
     engine: EngineSource
     gpus: GpuSource
     processes: ProcessSource
+    probe: ProbeSource | None = None

@@ -8,7 +8,7 @@ import structlog
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, Gpu, Life, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Sample, Snapshot
 from vllm_headroom.parse import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
 
@@ -51,12 +51,15 @@ class Transitions:
         self._state: EngineState | None = None
         self._exits: dict[ExitReason, int] = {}
         self._found: dict[tuple[str, ...], str] = {}
+        self._stopped: set[tuple[int, float]] = set()
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
         self._source(Source.ENGINE, snapshot.engines)
         self._source(Source.NVML, snapshot.gpus)
         self._source(Source.PROCESS, snapshot.processes)
+        if snapshot.probe is not None:
+            self._probe(snapshot.probe)
         if not isinstance(snapshot.engines, Failure):
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
@@ -121,6 +124,14 @@ class Transitions:
             log.warning("source failed", source=str(source), reason=str(reason), problem=part.message)
         else:
             log.info("source answers", source=str(source))
+
+    def _probe(self, probe: ProbeReadings | Failure) -> None:
+        self._source(Source.PROBE, probe)
+        stopped = () if isinstance(probe, Failure) else tuple(each for each in probe.others if each.stopped)
+        for each in stopped:
+            if (each.pid, each.started_at_seconds) not in self._stopped:
+                log.warning("a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped)
+        self._stopped = {(each.pid, each.started_at_seconds) for each in stopped}
 
     def _page(self, page: EnginePage) -> None:
         offers = any(found for _, found in page.inputs)

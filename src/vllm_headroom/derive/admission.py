@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.inside.schedulers import schedulers
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
+from vllm_headroom.model import EngineReading, Failure, ProbeReadings, Sample, Snapshot
 
 TIMES: Final = 3
 """How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
@@ -36,8 +37,8 @@ def within_batch(
 ) -> Callable[[Batches, Snapshot], tuple[Batches, tuple[Sample, ...]]]:
     """Return the question as a step whose additional requests never exceed what `max_num_seqs` admits.
 
-    vLLM tells that setting nowhere on its page: where the most that ever ran stays the most while others wait for
-    anything but the KV cache, it is the limit.
+    vLLM tells that setting nowhere on its page: where the probe does not either, and the most that ever ran stays the
+    most while others wait for anything but the KV cache, it is the limit.
     """
 
     def step(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
@@ -72,11 +73,23 @@ def _room(state: Batches, snapshot: Snapshot) -> dict[tuple[str, ...], float]:
     """Return how many more may run, for each engine whose limit is known."""
     if isinstance(snapshot.engines, Failure):
         return {}
-    return {
-        engine_labels(engine): batch.most - (engine.running or 0.0)
+    present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
+    told = {labels: each.max_num_seqs for labels, each in schedulers(snapshot.engines, present).items()}
+    limits = {
+        engine_labels(engine): (_limit(state.engines[engine_labels(engine)], told.get(engine_labels(engine))), engine)
         for engine in named(snapshot.engines)
-        if (batch := state.engines[engine_labels(engine)]).waited >= TIMES
     }
+    return {
+        labels: max(0.0, limit - (engine.running or 0.0))
+        for labels, (limit, engine) in limits.items()
+        if limit is not None
+    }
+
+
+def _limit(batch: Batch, told: int | None) -> float | None:
+    if told is not None:
+        return float(told)
+    return batch.most if batch.waited >= TIMES else None
 
 
 def _capped(sample: Sample, room: dict[tuple[str, ...], float]) -> Sample:

@@ -10,9 +10,10 @@ from vllm_headroom.model import EnginePage, Failure, Gpu, Sample, Snapshot
 def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
     """Return what the engine reports for each of its GPUs and what it holds beyond that (signed; bytes and ratio).
 
-    The report is the first there is of: a metric in bytes on the engine's page; its budget, which vLLM takes as
-    gpu_memory_utilization times the device's total (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes replaced it;
-    `configured_bytes` per GPU. Without one, or while the page or the device cannot be read, there is no sample.
+    The report is the first there is of: a metric in bytes on the engine's page; what torch has reserved, by the probe
+    inside the engine; its budget, which vLLM takes as gpu_memory_utilization times the device's total
+    (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes replaced it; `configured_bytes` per GPU. Without one, or
+    while the page or the device cannot be read, there is no sample.
     """
     if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
         return ()
@@ -23,7 +24,7 @@ def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[
 def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple[Sample, ...]:
     if gpu.attribution is None or gpu.reading.memory is None:
         return ()
-    report = _reported(page, gpu.reading.memory.total_bytes, configured_bytes)
+    report = _reported(page, gpu, gpu.reading.memory.total_bytes, configured_bytes)
     if report is None:
         return ()
     basis, reported_bytes = report
@@ -39,11 +40,13 @@ def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple
     )
 
 
-def _reported(page: EnginePage, total_bytes: int, configured_bytes: float | None) -> tuple[str, float] | None:
+def _reported(page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None) -> tuple[str, float] | None:
     """Return the basis and the bytes per GPU; engines that disagree leave it unknown."""
     measured = {engine.memory_bytes for engine in page.engines}
     if len(measured) == 1 and (value := measured.pop()):
         return "metric", value
+    if gpu.inside is not None and gpu.inside.reserved_bytes:
+        return "probe", float(gpu.inside.reserved_bytes)
     budgets = {
         engine.gpu_memory_utilization_ratio for engine in page.engines if engine.kv_cache_memory_bytes is None
     } - {None}

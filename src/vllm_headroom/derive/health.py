@@ -20,18 +20,22 @@ class HealthState:
 
 
 INITIAL: Final = HealthState(
-    failures={(source, reason): 0 for source, reasons in REASONS.items() for reason in reasons}, last_success_seconds={}
+    failures={
+        (source, reason): 0 for source, reasons in REASONS.items() if source is not Source.PROBE for reason in reasons
+    },
+    last_success_seconds={},
 )
+"""The probe's failures are counted from where its folder is first read: not where none is configured."""
 
 
 def health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
     """Return the health series of every source that was read in this snapshot."""
     failed = {
         part.source: part.reason
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes)
+        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
         if isinstance(part, Failure)
     }
-    failures = dict(state.failures)
+    failures = {**_of_probe(snapshot), **state.failures}
     for key in failed.items():
         failures[key] = failures.get(key, 0) + 1
     succeeded = {
@@ -39,6 +43,10 @@ def health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[S
     }
     following = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
     return following, tuple(_samples(following, snapshot.reading_times, failed))
+
+
+def _of_probe(snapshot: Snapshot) -> dict[tuple[Source, Reason], int]:
+    return {} if snapshot.probe is None else {(Source.PROBE, reason): 0 for reason in REASONS[Source.PROBE]}
 
 
 def _samples(

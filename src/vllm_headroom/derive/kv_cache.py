@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from math import floor, isfinite
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import named
+from vllm_headroom.derive.life.signs import owned
+from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
+from vllm_headroom.model import EngineReading, Failure, Inside, Sample, Snapshot
+from vllm_headroom.vocabulary import MemoryPart
 
 TokenBytes = Callable[[str, int | None], int | None]
 """What a token takes in the cache of one engine, by the cache's dtype and the number of its GPUs, None if unknown."""
@@ -19,17 +21,17 @@ def kv_cache(
 ) -> tuple[Sample, ...]:
     """Return KV figures per engine; `bytes_per_token` counts one token on all GPUs of one engine together.
 
-    vLLM tells no bytes per token: without it `model` tells them from the cache's dtype on the page, and where
-    that cannot be, there are tokens and no bytes. What is per running request is absent while nothing runs or nothing
-    is held.
+    vLLM tells no bytes per token: without it they are what the cache takes by the probe over the tokens it can hold, or
+    `model` tells them from the cache's dtype on the page, and where that cannot be, there are tokens and no bytes. What
+    is per running request is absent while nothing runs or nothing is held.
     """
     if isinstance(snapshot.engines, Failure):
         return ()
-    gpus = _gpus(snapshot)
+    gpus, known = _gpus(snapshot), _measured(snapshot) if bytes_per_token is None else bytes_per_token
     return tuple(
         sample
         for engine in named(snapshot.engines)
-        for sample in _of_engine(engine, _known(engine, model, gpus) if bytes_per_token is None else bytes_per_token)
+        for sample in _of_engine(engine, _known(engine, model, gpus) if known is None else known)
     )
 
 
@@ -39,6 +41,19 @@ def _gpus(snapshot: Snapshot) -> int | None:
         return None
     engines = {engine.engine for engine in snapshot.engines.engines}
     return -(-sum(gpu.attribution is not None for gpu in snapshot.gpus) // max(1, len(engines))) or None
+
+
+def _measured(snapshot: Snapshot) -> float | None:
+    """Return what all KV caches take over the tokens that all engines can hold; None where one of them is unknown.
+
+    A cache that sleep has dropped is unknown, not free.
+    """
+    if isinstance(snapshot.engines, Failure):
+        return None
+    inside = [gpu.inside or Inside() for gpu in owned(snapshot)]
+    held_bytes = together(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
+    tokens = together(engine.kv_capacity_tokens for engine in named(snapshot.engines))
+    return held_bytes / tokens if held_bytes and tokens else None
 
 
 def _known(engine: EngineReading, model: TokenBytes | None, gpus: int | None) -> int | None:

@@ -2,13 +2,26 @@
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
 from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings
+from vllm_headroom.model.inside import (
+    AllocatorReading,
+    EngineParts,
+    HostBlock,
+    Inside,
+    OomRecord,
+    PoolReading,
+    ProbedProcess,
+    ProbeReadings,
+    SchedulerReading,
+)
 from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
 from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
+    "AllocatorReading",
     "EnginePage",
+    "EngineParts",
     "EngineProcess",
     "EngineReading",
     "Failure",
@@ -17,12 +30,19 @@ __all__ = [
     "GpuProcess",
     "GpuReading",
     "GpuReadings",
+    "HostBlock",
+    "Inside",
     "Life",
     "Metric",
+    "OomRecord",
+    "PoolReading",
+    "ProbeReadings",
+    "ProbedProcess",
     "ProcessReadings",
     "Published",
     "ReadingTime",
     "Sample",
+    "SchedulerReading",
     "Snapshot",
     "Values",
     "Verdict",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
 from vllm_headroom.vocabulary import Attribution
 
@@ -63,7 +64,8 @@ class Gpu:
     `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
     `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
     and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
-    `process_count` is the number of compute processes NVML lists.
+    `process_count` is the number of compute processes NVML lists. `inside` is what the engine's
+    processes say themselves.
     """
 
     reading: GpuReading
@@ -72,3 +74,4 @@ class Gpu:
     other_bytes: int | None = None
     held_bytes: int | None = None
     process_count: int | None = None
+    inside: Inside | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
 from vllm_headroom.model.gpu import Gpu
+from vllm_headroom.model.inside import ProbeReadings
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
@@ -15,7 +16,8 @@ class Snapshot:
 
     `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic.
     `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
-    `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
+    `probe` is None where no folder is configured. `life` is None where it is not known, as when following it failed:
+    then nothing is gathered for a verdict.
     """
 
     time_seconds: float
@@ -23,6 +25,7 @@ class Snapshot:
     engines: EnginePage | Failure
     gpus: tuple[Gpu, ...] | Failure
     processes: tuple[EngineProcess, ...] | Failure
+    probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     life: Life | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 Interval = tuple[float, float | None]
 """From and to, in the trace's seconds; the end is None where the state lasts to the end of the trace."""
@@ -26,6 +26,7 @@ class Moment:
     time_to_oom_seconds: float | None = None
     time_to_oom_seconds_lower: float | None = None
     by_requests: bool | None = None
+    location: LeakLocation | None = None
 
 
 class Course:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
-from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading
-from vllm_headroom.trace.fields import WrongFieldError, known, number, size, text, truth
-from vllm_headroom.vocabulary import Attribution, Role
+from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, Inside
+from vllm_headroom.parse.fields import WrongFieldError, number, size, text, truth, within
+from vllm_headroom.trace.fields import known
+from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 NO_PID: Final = 0
 """A trace tells processes apart by their start alone."""
@@ -41,7 +42,7 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
 
     One whose holders are unknown for now is without `used`, since a reader takes all that is used for the engine's.
     """
-    memory = gpu.reading.memory
+    memory, inside = gpu.reading.memory, gpu.inside or Inside()
     return known(
         {
             "gpu": gpu.reading.index,
@@ -53,6 +54,9 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
+            "allocated": inside.allocated_bytes,
+            "reserved_by_torch": inside.reserved_bytes,
+            "parts": dict(inside.parts) or None,
         }
     )
 
@@ -75,7 +79,19 @@ def gpu_of(entry: Mapping[str, Any], place: int) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
         process_count=size(entry, "processes"),
+        inside=_inside(entry),
     )
+
+
+def _inside(entry: Mapping[str, Any]) -> Inside | None:
+    """Return what the engine's processes said; parts that are not known here are passed over."""
+    parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
+    found = Inside(
+        allocated_bytes=size(entry, "allocated"),
+        reserved_bytes=size(entry, "reserved_by_torch"),
+        parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),
+    )
+    return None if found == Inside() else found
 
 
 def _memory(used: int | None, total: int | None, reserved: int | None) -> GpuMemory | None:

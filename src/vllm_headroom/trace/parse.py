@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
+from vllm_headroom.parse.fields import WrongFieldError, each
 from vllm_headroom.trace.entries import engine_of, gpu_of, process_of
-from vllm_headroom.trace.fields import WrongFieldError, each, time_of
+from vllm_headroom.trace.fields import time_of
 from vllm_headroom.trace.write import HEADER
 from vllm_headroom.vocabulary import Reason, Source
 

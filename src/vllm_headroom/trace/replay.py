@@ -10,12 +10,13 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
+from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
-from vllm_headroom.vocabulary import LeakState, Role
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
@@ -86,7 +87,9 @@ class Watch:
         old = _tracks(before, on_gpu=bool(place)).get(name)
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
-        course.step(LeakState(state), _moment(self._last_seconds, None if track is None else track.estimate), anew=anew)
+        inside = self._memory.inside.get(name) if place else None
+        estimate = None if track is None else sharpened(track, inside).estimate
+        course.step(LeakState(state), _moment(self._last_seconds, estimate, location(estimate, inside)), anew=anew)
 
 
 def tracks(series: Iterable[Observation]) -> Iterator[Track]:
@@ -105,7 +108,7 @@ def _tracks(memory: LeakMemory, *, on_gpu: bool) -> dict[str, Track]:
     return (memory.gpus if on_gpu else memory.host).tracks
 
 
-def _moment(seconds: float, estimate: Estimate | None) -> Moment:
+def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
     """Return what the detector says of a series; as on the page, without what is no number."""
     if estimate is None:
         return Moment(seconds=seconds)
@@ -119,4 +122,4 @@ def _moment(seconds: float, estimate: Estimate | None) -> Moment:
         "time_to_oom_seconds_lower": estimate.oom_seconds_lower,
     }
     known = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
-    return Moment(seconds=seconds, by_requests=estimate.by_requests, **known)
+    return Moment(seconds=seconds, by_requests=estimate.by_requests, location=where, **known)

@@ -19,16 +19,18 @@ class Labelled:
     truth: dict[str, Any]
 
 
-def generated(name: str, seed: int, hours: float, interval: float, *, attributed: bool = True) -> Labelled:
-    """Return a trace of the generator that draws curves."""
+def generated(
+    name: str, seed: int, hours: float, interval: float, *, attributed: bool = True, probe: bool = False
+) -> Labelled:
+    """Return a trace of the generator that draws curves, which has no allocator that a probe could read."""
     trace = generate.make(name, seed, hours, interval)
     lines = [json.loads(line) for line in generate.lines(trace, attributed)]
     return Labelled(lines[1:], generate.truth(trace))
 
 
-def simulated(name: str, seed: int, *_: float, attributed: bool = True) -> Labelled:
+def simulated(name: str, seed: int, *_: float, attributed: bool = True, probe: bool = False) -> Labelled:
     """Return a trace of the simulator of mechanisms, whose scenarios know their own hours and interval."""
-    course = simulate(name, seed)
+    course = simulate(name, seed, probe=probe)
     return Labelled(course.samples, course.truth())
 
 

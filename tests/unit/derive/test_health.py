@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.samples import failure, only, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.health import INITIAL, health
-from vllm_headroom.model import ReadingTime
+from vllm_headroom.model import ProbeReadings, ReadingTime
 from vllm_headroom.vocabulary import REASONS, Source
 
 
@@ -27,12 +27,23 @@ def test_a_failed_source_is_down_and_the_others_are_up() -> None:
 def test_every_reason_starts_at_zero_and_failures_add_up() -> None:
     state, samples = health(INITIAL, snapshot(reading_times=times()))
     assert set(values(samples, catalog.SOURCE_FAILURES).values()) == {0.0}
-    assert len(values(samples, catalog.SOURCE_FAILURES)) == sum(map(len, REASONS.values()))
+    assert set(values(samples, catalog.SOURCE_FAILURES)) == {
+        (str(source), str(reason)) for source in REASONS if source is not Source.PROBE for reason in REASONS[source]
+    }
 
     for _ in range(3):
         state, samples = health(state, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_FAILURES)[("engine", "unreachable")] == 3.0
+
+
+def test_the_probe_counts_from_where_its_folder_is_read() -> None:
+    state, samples = health(INITIAL, snapshot(probe=ProbeReadings(), reading_times=times()))
+    assert values(samples, catalog.SOURCE_FAILURES)[("probe", "malformed")] == 0.0
+
+    _, samples = health(state, snapshot(probe=failure(Source.PROBE), reading_times=times()))
+
+    assert values(samples, catalog.SOURCE_FAILURES)[("probe", "not_found")] == 1.0
 
 
 def test_the_last_success_stays_while_a_source_fails() -> None:

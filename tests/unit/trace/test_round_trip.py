@@ -11,11 +11,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
-from vllm_headroom.trace.fields import LARGEST
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Failure,
+    Gpu,
+    GpuMemory,
+    GpuReading,
+    Inside,
+    Snapshot,
+)
+from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
-from vllm_headroom.vocabulary import Attribution, Role
+from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -53,7 +63,18 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine_bytes is None else engine_bytes,
         process_count=draw(st.none() | st.integers(0, 9)),
+        inside=_inside(draw),
     )
+
+
+def _inside(draw: st.DrawFn) -> Inside | None:
+    parts = draw(st.dictionaries(st.sampled_from(MemoryPart), SIZES))
+    inside = Inside(
+        allocated_bytes=draw(st.none() | SIZES),
+        reserved_bytes=draw(st.none() | SIZES),
+        parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
+    )
+    return None if inside == Inside() else inside
 
 
 PROCESSES: Final = st.builds(
@@ -121,11 +142,19 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
     }
 
 
+def test_what_is_inside_has_the_names_of_the_contract() -> None:
+    known = Inside(allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
+
+    (entry,) = record_of(snapshot(gpus=(gpu(inside=known),)))["gpus"]
+
+    assert (entry["allocated"], entry["reserved_by_torch"], entry["parts"]) == (5, 6, {"weights": 4})
+
+
 def test_fields_that_have_no_home_yet_are_passed_over() -> None:
     record = record_of(snapshot(gpus=(gpu(used_peak_bytes=950),)))
     (entry,) = record["gpus"]
     assert entry["used_peak"] == 950
-    entry |= {"allocated": 5, "reserved_by_torch": 6, "parts": {"weights": 4}}
+    entry |= {"parts": {"ballast": 4}}
     record["host"] = {"used": 1, "limit": 2, "shm_used": 3, "shm_limit": 4, "oom_kills": 0}
 
     (found,) = snapshots((line(HEADER), json.dumps(record).encode()))

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
 class Origin(StrEnum):
@@ -30,7 +30,8 @@ class Leak:
     """What the leak detector says of one series, a GPU or a role of processes.
 
     `leaked` is whether there was an alarm at any time; the figures are those of its last moment, None where it does not
-    say. `ended_seconds` is when it ended, None where it did not.
+    say. `ended_seconds` is when it ended, None where it did not; `location` is what the probe inside the
+    engine tells.
     """
 
     state: LeakState
@@ -41,6 +42,7 @@ class Leak:
     leaked_bytes: float | None = None
     time_to_oom_seconds: float | None = None
     time_to_oom_seconds_lower: float | None = None
+    location: LeakLocation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from vllm_headroom.commands.check.absolute import costs, discrepancies, preempti
 from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, GROWTH, HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.leaks import leak
 from vllm_headroom.commands.check.options import Limits
+from vllm_headroom.commands.check.parts import part_growths
 from vllm_headroom.commands.check.record import Record, paired
 from vllm_headroom.commands.check.relative import growths
 from vllm_headroom.commands.verdict import Verdict
@@ -28,6 +29,7 @@ def judge(limits: Limits, record: Record, before: Record | None) -> Iterator[Jud
         yield preemptions(record, before, limits.preemptions)
     if limits.growth_ratio is not None and before is not None:
         yield from _each(GROWTH, growths(record, before, limits.growth_ratio))
+        yield from part_growths(record, before, paired(record, before), limits.growth_ratio)
 
 
 def _leaks(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:

@@ -28,6 +28,7 @@ RESTARTS: Final = "engine restarts"
 GROWTH: Final = "GPU memory over baseline"
 HOST_GROWTH: Final = "host memory over baseline"
 CAPACITY: Final = "KV cache against baseline"
+PART_GROWTH: Final = "part over baseline"
 """The names of the limits."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.commands.check.excess import Excesses, Report
+from vllm_headroom.commands.check.parts import Parts
 from vllm_headroom.commands.check.series import Counted, Coverage, Series
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
@@ -30,6 +31,7 @@ class Record:
         self.gpus: dict[str, Series] = {}
         self.indices: dict[str, int] = {}
         self.host: dict[Role, Series] = {}
+        self.parts: dict[str, Parts] = {}
         self.excesses = Excesses(report)
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
@@ -64,6 +66,8 @@ class Record:
             )
             series.total_bytes = series.total_bytes if total_bytes is None else total_bytes
             series.step(seen, running)
+        if running is not None:
+            self._inside(snapshot)
         for role, seen in _roles(snapshot):
             self.host.setdefault(role, Series(role, self._detector.course(role), keeps=self._keeps_host)).step(
                 seen, running
@@ -79,6 +83,11 @@ class Record:
                 observation(gpu, snapshot),
                 None if reading.memory is None else reading.memory.total_bytes,
             )
+
+    def _inside(self, snapshot: Snapshot) -> None:
+        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+            if gpu.inside is not None:
+                self.parts.setdefault(gpu.reading.uuid, Parts()).step(gpu.inside)
 
     def _name(self, uuid: str) -> str:
         return uuid if uuid.startswith("MIG-") else f"GPU {self.indices[uuid]}"

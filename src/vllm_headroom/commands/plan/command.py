@@ -7,15 +7,15 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.commands.plan.document import document
+from vllm_headroom.commands.plan.measured import Planned, parts_of, planned_document, planned_text
 from vllm_headroom.commands.plan.request import SIZES, question
-from vllm_headroom.commands.plan.text import text
 from vllm_headroom.config.kinds import FILE, RATIO, Value, choice, size, tokens, whole
 from vllm_headroom.config.options import Parser
-from vllm_headroom.sizing.estimate import Estimate, estimate, fits
+from vllm_headroom.sizing.estimate import estimate, fits
 from vllm_headroom.sizing.footprint import KV_DTYPES
 from vllm_headroom.sizing.model_file import NAME
 from vllm_headroom.sizing.quantisation import QUANTISED_BYTES
@@ -61,6 +61,8 @@ def options(parser: Parser) -> None:
     parser.add_argument(
         "--typical-len", metavar="TOKENS", type=TOKENS, default=TYPICAL_TOKENS, help="default %(default)s"
     )
+    probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
+    parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
     _model(parser.add_argument_group("the model"))
     _engine(parser.add_argument_group("what vLLM is told, by its own names"))
 
@@ -135,20 +137,20 @@ def _gibibytes(text: str) -> float:
 STATUS: Final = {True: 0, False: 1, None: 2}
 
 
-def _run(given: Namespace) -> Estimate:
+def _run(given: Namespace) -> Planned:
     found = estimate(question(given))
     if found is None:
         raise BadInput("the KV cache's dtype is not known here")
-    return found
+    return Planned(estimate=found, measured=None if given.probe is None else parts_of(Path(given.probe)))
 
 
-COMMAND: Final[Command[Estimate]] = Command(
+COMMAND: Final[Command[Planned]] = Command(
     usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
     options=options,
     run=_run,
-    text=text,
-    document=document,
-    status=lambda found: STATUS[fits(found)],
+    text=planned_text,
+    document=planned_document,
+    status=lambda found: STATUS[fits(found.estimate)],
 )

@@ -8,11 +8,12 @@ from typing import Final
 from vllm_headroom.daemon.state.identity import Identity
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.gpus import Tracks
+from vllm_headroom.derive.leak.inside import moved
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.model import Failure, Snapshot
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """To be raised when the fields of a state, or what they mean, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0
@@ -59,6 +60,7 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
             load=_load(leak.load, shift) if gap <= LOAD_GAP_SECONDS else LoadState(),
             gpus=_moved(gpus, shift),
             host=_moved(leak.host, shift),
+            inside={uuid: moved(track, shift) for uuid, track in leak.inside.items() if uuid in here},
         ),
         baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from vllm_headroom.model import Gpu
+
 MIB = 2**20
 
 
@@ -32,6 +34,12 @@ class Observation:
     neighbours: int | None = None
     awake: bool | None = None
     room_bytes: int | None = None
+
+
+def room(gpu: Gpu) -> int | None:
+    """Return what is left on a device."""
+    memory = gpu.reading.memory
+    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
 
 
 @dataclass(frozen=True, slots=True)

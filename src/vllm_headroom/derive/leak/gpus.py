@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
+from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
+from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
 from vllm_headroom.derive.leak.track import observe, warming_up
 from vllm_headroom.derive.page_facts import awake, finished, life
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
 FORGET_SECONDS: Final = 86400.0
@@ -26,7 +27,9 @@ class Tracks:
     tracks: dict[str, Track] = field(default_factory=dict)
 
 
-def gpu_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
+def gpu_leaks(
+    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks
+) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
     gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
     ours = [gpu for gpu in gpus if gpu.attribution is not None]
@@ -36,7 +39,7 @@ def gpu_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Trac
     for gpu in ours:
         uuid = gpu.reading.uuid
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), observation(gpu, snapshot))
-        samples += _samples(gpu, tracks[uuid], settled=settled)
+        samples += _samples(gpu, tracks[uuid], inside.get(uuid), settled=settled)
     return Tracks(tracks=tracks), tuple(samples)
 
 
@@ -49,10 +52,6 @@ def kept(state: Tracks) -> dict[str, Track]:
 def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
     """Return what the detector is told of a GPU."""
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
-    memory = gpu.reading.memory
-    room = None
-    if memory is not None:
-        room = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
     return Observation(
         seconds=snapshot.monotonic_seconds,
         held_bytes=gpu.held_bytes,
@@ -60,7 +59,7 @@ def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
         life=None if page is None else life(page),
         neighbours=gpu.process_count if gpu.engine_bytes is None else None,
         awake=None if page is None else awake(page),
-        room_bytes=room,
+        room_bytes=room(gpu),
     )
 
 
@@ -79,8 +78,8 @@ def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
     return LeakState.WARMING_UP if warming_up(track) else LeakState.STABLE
 
 
-def _samples(gpu: Gpu, track: Track, *, settled: bool) -> Iterator[Sample]:
-    labels = gpu_labels(gpu)
+def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
+    labels, track = gpu_labels(gpu), sharpened(track, inside)
     is_in = leak_state(track, known=gpu.held_bytes is not None, settled=settled)
     for state in LeakState:
         yield Sample(catalog.LEAK_STATE, (*labels, str(state)), float(state is is_in))
@@ -99,3 +98,6 @@ def _samples(gpu: Gpu, track: Track, *, settled: bool) -> Iterator[Sample]:
     for metric, value in values:
         if value is not None:
             yield Sample(metric, labels, value)
+    where = location(found, inside)
+    if where is not None:
+        yield from (Sample(catalog.LEAK_LOCATION, (*labels, str(each)), float(each is where)) for each in LeakLocation)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.host import host_leaks
+from vllm_headroom.derive.leak.inside import InsideTracks, insides
 from vllm_headroom.derive.leak.load import LoadState, load
 from vllm_headroom.model import Sample, Snapshot
 
@@ -17,12 +18,14 @@ class LeakMemory:
     load: LoadState = field(default_factory=LoadState)
     gpus: Tracks = field(default_factory=Tracks)
     host: Tracks = field(default_factory=Tracks)
+    inside: InsideTracks = field(default_factory=dict)
 
 
 def leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return whether load is stable and the leak family of every GPU of the engine and every role of its processes."""
     loaded, load_samples = load(state.load, snapshot)
     settled = loaded.stable is not False
-    gpus, gpu_samples = gpu_leaks(state.gpus, snapshot, settled=settled)
+    inside = insides(state.inside, snapshot)
+    gpus, gpu_samples = gpu_leaks(state.gpus, snapshot, settled=settled, inside=inside)
     host, host_samples = host_leaks(state.host, snapshot, settled=settled)
-    return LeakMemory(load=loaded, gpus=gpus, host=host), (*load_samples, *gpu_samples, *host_samples)
+    return LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside), (*load_samples, *gpu_samples, *host_samples)

@@ -23,6 +23,9 @@ STALLED_SECONDS: Final = 60.0
 A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
 its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
+SILENT_SECONDS: Final = 20.0
+"""How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
+
 EXITS: Final = (ExitReason.REPLACED, ExitReason.GONE, ExitReason.OUT_OF_MEMORY)
 """The reasons that can be known; a kill by the kernel cannot be told from here."""
 
@@ -107,7 +110,8 @@ def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
     if awake(seen.page) is False:
         return EngineState.ASLEEP
     age = progress_age(state.movements, now, seen.owed_since)
-    if _broken(state.lives.newest, seen) or (age is not None and age >= STALLED_SECONDS):
+    most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
+    if _broken(state.lives.newest, seen) or (age is not None and age >= most):
         return EngineState.STALLED
     return EngineState.SERVING
 

@@ -56,7 +56,7 @@ def advance(lives: Lives, seen: Signs, rooms: dict[str, int], *, answered_before
     if life is None:
         return replace(lives, newest=_seen(OneLife(), seen, rooms)) if _shows_life(seen) else lives
     if not life.ended and (_is_another(life, seen) or _is_gone(seen)):
-        full = life.tight or tight(life.rooms, rooms)
+        full = life.tight or tight(life.rooms, rooms) or _ran_out(life, seen)
         reason = cause(replaced=answered_before and not _is_gone(seen), was_tight=full)
         life = replace(life, ended=True)
         counted = {**lives.exits, reason: lives.exits.get(reason, 0) + 1}
@@ -74,6 +74,13 @@ def is_broken(life: OneLife, seen: Signs) -> bool:
         return False
     now = Counter(process.role for process in seen.processes)
     return any(now[role] < most for role, most in life.vital.items())
+
+
+def _ran_out(life: OneLife, seen: Signs) -> bool:
+    """Return whether the probe saw an OutOfMemoryError in this life that a process did not outlive."""
+    if seen.oom_seconds is None:
+        return False
+    return life.began_seconds is None or seen.oom_seconds >= life.began_seconds
 
 
 def _shows_life(seen: Signs) -> bool:

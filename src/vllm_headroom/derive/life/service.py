@@ -56,7 +56,7 @@ def _works(snapshot: Snapshot) -> bool:
 def _without_engine(snapshot: Snapshot) -> Snapshot:
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
-        gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None) for gpu in gpus)
+        gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None, inside=None) for gpu in gpus)
     return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
 
 

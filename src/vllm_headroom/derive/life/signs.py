@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Reason
 
 ProcessName = tuple[int, float]
@@ -19,6 +19,9 @@ OCCUPIED_RATIO: Final = 0.05
 
 KEPT_RATIO: Final = 0.5
 """An engine whose memory fell below this share of the most it held while it served has let go of its weights."""
+
+OUTLIVED_SECONDS: Final = 60.0
+"""vLLM's engine dies of an OutOfMemoryError within seconds; one that still writes after this long has survived it."""
 
 _SILENT: Final = frozenset({Reason.TIMEOUT, Reason.INCOMPLETE, Reason.HTTP_STATUS})
 
@@ -41,6 +44,8 @@ class Signs:
 
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
+    `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
+    a process last ran out of GPU memory that did not outlive it.
     `owed_since` is since when a request of the daemon's own has waited.
     """
 
@@ -53,6 +58,8 @@ class Signs:
     processes: tuple[EngineProcess, ...] | None
     held_bytes: int | None
     owed_since: float | None
+    silent: bool
+    oom_seconds: float | None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -93,6 +100,21 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         processes=processes,
         held_bytes=held_bytes,
         owed_since=snapshot.unanswered_since_seconds,
+        silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
+        oom_seconds=_oom_seconds(snapshot.probe),
+    )
+
+
+def _oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
+    if not isinstance(probe, ProbeReadings):
+        return None
+    return max(
+        (
+            each.oom.at_seconds
+            for each in (*probe.present, *probe.silent, *probe.others)
+            if each.oom is not None and each.written_at_seconds - each.oom.at_seconds <= OUTLIVED_SECONDS
+        ),
+        default=None,
     )
 
 

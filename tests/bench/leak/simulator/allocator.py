@@ -52,7 +52,7 @@ class Allocator:
 
     def __init__(self, card: Card, *, expandable: bool = False) -> None:
         self.card, self.expandable = card, expandable
-        self.reserved = self.allocated = self.retries = 0
+        self.reserved = self.allocated = self.retries = self._stranded = 0
         self._pools = Pool(small=True), Pool(small=False)
         self._numbers = 0
 
@@ -80,6 +80,19 @@ class Allocator:
                 self._unlist(other)
                 block = self._merged(block, other)
         insort(block.pool.free, (block.size, block.number, block))
+
+    @property
+    def inactive_split(self) -> int:
+        """What is free in segments of which a part is in use, and cannot be given back."""
+        split = (block for pool in self._pools for _, _, block in pool.free if block.before or block.after)
+        return self._stranded + sum(block.size for block in split)
+
+    def strand(self, size: int, used: int) -> None:
+        """Take a segment of which so little stays in use, and whose rest fits nothing that is asked for again."""
+        if not self._take(size):
+            raise CardFullError
+        self.allocated += used
+        self._stranded += size - used
 
     def empty_cache(self) -> None:
         """Give back what is wholly free: segments, or with expandable segments whole pages."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 from random import Random
 
 from simulator.allocator import Allocator
-from simulator.card import GIB, Card, rounded
+from simulator.card import GIB, MIB, Card, rounded
 from simulator.leaks import Leak
 from simulator.parts import Activations, Part
 from simulator.recipe import Recipe
 from simulator.traffic import Tick
+
+
+CONTEXT = 600 * MIB
+"""CUDA's context and libraries, which torch knows nothing of."""
 
 
 class Engine:
@@ -18,7 +22,7 @@ class Engine:
     def __init__(self, rng: Random, card: Card, recipe: Recipe, began: float, *, fixed: int, full: float) -> None:
         self.card, self.began, self.asleep, self.finished = card, began, False, 0
         self.allocator = Allocator(card, expandable=recipe.expandable)
-        self._fixed = fixed
+        self._fixed, self._context = fixed, min(CONTEXT, fixed)
         card.take(fixed)
         parts: list[Part] = [Activations(rng, self.allocator, full, drift=recipe.drift)]
         parts += [make(rng, self.allocator, card) for make in recipe.parts]
@@ -30,6 +34,16 @@ class Engine:
         """What the process holds on the card."""
         outside = sum(getattr(part, "outside", 0) for part in self._parts)
         return self._fixed + self.allocator.reserved + outside
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """What a probe in the process would read: torch's figures, with weights and KV cache among the tensors."""
+        torch, tensors = self.allocator, self._fixed - min(self._context, self._fixed)
+        return {
+            "allocated": tensors + torch.allocated,
+            "reserved": tensors + torch.reserved,
+            "inactive_split": torch.inactive_split,
+        }
 
     @property
     def lost(self) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 from simulator.benign import adapters, chores, encoder, first_uses, graphs, images, requests
 from simulator.card import MIB
 from simulator.host import LosesByRequest, LosesByTime, LosesLumps
-from simulator.leaks import AtWaking, ByRequest, ByTime, Lumps, Sometimes
+from simulator.leaks import AtWaking, ByRequest, ByTime, Fragments, Lumps, Sometimes
 from simulator.recipe import MakeLeak, Recipe
 
 POST_MORTEM = 12_800.0
@@ -18,6 +18,10 @@ def by_request(low: float = POST_MORTEM, high: float = POST_MORTEM, *, outside: 
     return lambda rng, allocator, card: ByRequest(
         allocator, card, rng.uniform(low, high), onset * rng.uniform(2400, 3600), outside=outside
     )
+
+
+def fragments(low: float, high: float) -> MakeLeak:
+    return lambda rng, allocator, card: Fragments(allocator, card, rng.uniform(low, high))
 
 
 def by_time(low: float, high: float, *, onset: float = 0) -> MakeLeak:
@@ -112,4 +116,8 @@ HOST = {
     "host_daily": Recipe(group="host", host=partial(LosesByRequest, low=4e3, high=13e3), load="daily"),
     "host_timer": Recipe(group="host", host=LosesByTime),
 }
-LEAKING = PLAIN | LARGE_STEPS | RESET | BLIND | FAST | HOST
+FRAGMENTS = {
+    "fragments": Recipe(group="fragments", leak=fragments(POST_MORTEM, POST_MORTEM), rps=TEN, parts=usual),
+    "fragments_daily": Recipe(group="fragments", leak=fragments(8_000, 30_000), load="daily", parts=usual),
+}
+LEAKING = PLAIN | LARGE_STEPS | RESET | BLIND | FAST | HOST | FRAGMENTS

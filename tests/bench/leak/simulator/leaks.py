@@ -9,6 +9,7 @@ from simulator.card import MIB, Card, CardFullError
 from simulator.traffic import Tick, poisson
 
 PIECE = MIB // 2
+SEGMENT = 20 * MIB
 
 
 class Leak:
@@ -19,6 +20,10 @@ class Leak:
         self.lost = 0.0
         self.outside = 0
         self._owed = 0.0
+
+    @property
+    def place(self) -> str:
+        return "outside_torch" if self._outside else "tensors"
 
     def lose(self, size: float, piece: float = PIECE) -> None:
         """Lose so many bytes, in pieces of at most this size."""
@@ -64,6 +69,25 @@ class ByTime(Leak):
     def step(self, tick: Tick) -> None:
         if tick.seconds >= self.onset:
             self.lose(self._pace * tick.length)
+
+
+class Fragments(Leak):
+    """So many bytes for each finished request, as segments that a small tensor each keeps from being given back."""
+
+    def __init__(self, allocator: Allocator, card: Card, each: float) -> None:
+        super().__init__(allocator, card)
+        self._each = each
+
+    @property
+    def place(self) -> str:
+        return "fragmentation"
+
+    def step(self, tick: Tick) -> None:
+        self._owed += tick.done * self._each
+        self.lost += tick.done * self._each
+        while self._owed >= SEGMENT:
+            self._owed -= SEGMENT
+            self._allocator.strand(SEGMENT, SEGMENT // 20)
 
 
 class Sometimes(Leak):

@@ -16,6 +16,6 @@ HELD_OUT: Final = frozenset(list(SCENARIOS)[2::3])
 """Every third in the order above: nobody chose them."""
 
 
-def simulate(name: str, seed: int) -> Course:
-    """Return the trace of a scenario; the same for the same seed."""
-    return World(name, seed, SCENARIOS[name]).run()
+def simulate(name: str, seed: int, *, probe: bool = False) -> Course:
+    """Return the trace of a scenario, the same for the same seed; with `probe`, what one inside the engine reads too."""
+    return World(name, seed, SCENARIOS[name], probe=probe).run()

@@ -34,10 +34,18 @@ class Course:
     lost: list[float] = field(default_factory=list)
     oom_at: float | None = None
     onset: float = 0.0
+    place: str = "tensors"
 
     @property
     def leaks(self) -> bool:
         return self.name.startswith("leak_")
+
+    @property
+    def location(self) -> str | None:
+        """Where it leaks, as a probe inside the engine could know."""
+        if not self.leaks or self.recipe.host is not None or self.recipe.group == "sibling":
+            return None
+        return self.place
 
     def truth(self) -> dict[str, Any]:
         """Return the labels, as the other generator writes them."""
@@ -49,6 +57,7 @@ class Course:
             "ambiguous": self.recipe.ambiguous,
             "series": "gpu" if self.recipe.host is None else Heap.role,
             "steady": self.recipe.load == "level" and self.recipe.group not in JUMPY and not self.recipe.restarts,
+            "location": self.location,
             "onset": STARTED + self.onset,
             "started": STARTED,
             "ends": self.samples[-1]["t"],
@@ -61,9 +70,9 @@ class Course:
 class World:
     """Everything that goes on during one trace."""
 
-    def __init__(self, name: str, seed: int, recipe: Recipe) -> None:
+    def __init__(self, name: str, seed: int, recipe: Recipe, *, probe: bool = False) -> None:
         self.rng = rng = Random(zlib.crc32(name.encode()) * 1_000 + seed)
-        self.recipe, self.course = recipe, Course(name, seed, recipe)
+        self.recipe, self.course, self.probe = recipe, Course(name, seed, recipe), probe
         self.card = Card(rounded(recipe.card_gib * GIB))
         self.full = rng.uniform(*recipe.activations) * MIB
         self.fixed = rounded(self.card.total - rng.uniform(*recipe.room_gib) * GIB - self.full)
@@ -109,6 +118,8 @@ class World:
         self.counted_from = 0
         if now:
             self.process, self.heap = self.process + 1, type(self.heap)(self.rng)
+        if self.engine.leak is not None:
+            self.course.place = self.engine.leak.place
         self.course.onset = self.heap.onset if self.recipe.host is not None else self._onset()
 
     def _onset(self) -> float:
@@ -165,6 +176,10 @@ class World:
         gpu["processes"] = self.neighbour.processes + 1
         if self.recipe.attributed:
             gpu |= {"engine": held, "other": self.neighbour.held}
+        if self.probe and self.engine is not None:
+            inside = self.engine.inside
+            gpu |= {"allocated": inside["allocated"], "reserved_by_torch": inside["reserved"]}
+            gpu["parts"] = {"fragmented": inside["inactive_split"]}
         return gpu
 
     def _page(self, tick: Tick, engine: Engine) -> dict[str, Any]:

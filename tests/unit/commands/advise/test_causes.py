@@ -103,6 +103,33 @@ def test_a_leak_is_mended_by_a_restart_and_an_upgrade_and_by_no_option() -> None
         assert advice.changes[1].text.startswith("Upgrade vLLM")
 
 
+@pytest.mark.parametrize(
+    ("place", "cure"),
+    [
+        ("tensors", "it is tensors that nobody frees: report it to vLLM"),
+        ("fragmentation", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        ("outside_torch", "release notes of NCCL and of the driver"),
+    ],
+)
+def test_where_a_leak_is_tells_what_mends_it(place: str, cure: str) -> None:
+    def probed() -> Iterator[traces.Record]:
+        first = None
+        for record in traces.gpu_leak():
+            (entry,) = record["gpus"]
+            first = entry["engine"] if first is None else first
+            grown = entry["engine"] - first
+            inside = first - 2_000 * traces.MIB
+            entry["allocated"] = inside - 1_000 * traces.MIB + grown * (place == "tensors")
+            entry["reserved_by_torch"] = inside + grown * (place != "outside_torch")
+            yield record
+
+    advice = only(probed)
+
+    assert evidence(advice)["location"] == place
+    assert cure in "".join(change.text for change in advice.changes)
+    assert flags(advice) == []
+
+
 def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:
     advice = only(traces.gpu_leak)
 

@@ -30,6 +30,17 @@ FIELDS = dict(INPUTS)
 AT_REST = {"headroom_engine_kv_cache_stranded_ratio"}
 """What is there only while no request runs, as none of these tests lets it."""
 
+CONFIGURED = {
+    "headroom_allocator_allocated_bytes",
+    "headroom_allocator_ooms_total",
+    "headroom_allocator_reserved_bytes",
+    "headroom_allocator_retries_total",
+    "headroom_engine_memory_bytes",
+    "headroom_gate_open",
+    "headroom_leak_location",
+}
+"""What is there only with a probe inside the engine, or with gates."""
+
 READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
 
 
@@ -101,6 +112,7 @@ def test_the_world_of_these_tests_has_nearly_everything() -> None:
         "headroom_build_info",
         "headroom_sample_age_seconds",
         *AT_REST,
+        *CONFIGURED,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Life, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, Life, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
 
 GIB: Final = 2**30
@@ -62,6 +62,7 @@ class Watch:
         *,
         processes: tuple[EngineProcess, ...] | Failure | None = None,
         gpus: tuple[Gpu, ...] | Failure | None = None,
+        probe: ProbeReadings | None = None,
         after: float = STEP_SECONDS,
         owed_since: float | None = None,
     ) -> Life:
@@ -69,7 +70,7 @@ class Watch:
         self.at += after
         self._processes = self._processes if processes is None else processes
         self._gpus = self._gpus if gpus is None else gpus
-        now = snapshot(at=self.at, engines=engines, gpus=self._gpus, processes=self._processes)
+        now = snapshot(at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe)
         self.state, self.seen = lived(self.state, replace(now, unanswered_since_seconds=owed_since))
         assert self.seen.life is not None
         return self.seen.life

@@ -24,7 +24,7 @@ from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYT
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import Metric
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
 def facts_of(text: str, settings: Settings) -> Facts | str:
@@ -129,7 +129,13 @@ def _leak(page: Page, uuid: str) -> Leak:
         leaked_bytes=page.value(catalog.LEAKED, uuid=uuid),
         time_to_oom_seconds=page.value(catalog.TIME_TO_OOM, uuid=uuid),
         time_to_oom_seconds_lower=page.value(catalog.TIME_TO_OOM_LOWER, uuid=uuid),
+        location=_location(page, uuid),
     )
+
+
+def _location(page: Page, uuid: str) -> LeakLocation | None:
+    names = {has.get("location") for has, value in page.each(catalog.LEAK_LOCATION, uuid=uuid) if value}
+    return next((place for place in LeakLocation if names == {place}), None)
 
 
 def _state(page: Page, metric: Metric, **labels: str) -> LeakState:

@@ -10,11 +10,30 @@ from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
 from vllm_headroom.commands.advise.flags import Version
 from vllm_headroom.units import duration, instant, size
-from vllm_headroom.vocabulary import LeakState, Role
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 NO_FLAG: Final = "No option mends a leak: less for vLLM only makes the time until the next restart longer."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
 EVIDENCE_FIRST: Final = "Keep the trace and the engine's log first: a report needs them, and a restart wipes them out"
+
+
+VERSION: Final = "Upgrade vLLM, or go back to the version before it began"
+OUTSIDE: Final = (
+    "Look for it in the release notes of NCCL and of the driver, by the versions in the engine's log, and try newer"
+    " ones: it grows outside torch, in what neither vLLM nor torch frees"
+)
+EXPANDABLE: Final = (
+    "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the engine's environment, unless sleep mode is on, which"
+    " refuses it: what leaks is memory that torch has and cannot use, in fragments"
+)
+FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
+
+
+PLACES: Final = {
+    LeakLocation.TENSORS: "tensors",
+    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
+    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +77,22 @@ def gpu_leak(facts: Facts) -> Advice | None:
         cause=Cause.GPU_LEAK,
         summary=f"The engine leaks GPU memory on {', '.join(name for name, _ in leaks)}{_until(leak)}.",
         evidence=tuple(_figures(name, leak)),
-        changes=_mended(leak, when, "Upgrade vLLM, or go back to the version before it began"),
-        remark=NO_FLAG,
+        changes=_mended(leak, when, *_cures(leak.location)),
+        remark=FRAGMENTS if leak.location is LeakLocation.FRAGMENTATION else NO_FLAG,
     )
+
+
+def _cures(location: LeakLocation | None) -> tuple[str, ...]:
+    """Return what mends it: three places, three cures."""
+    match location:
+        case LeakLocation.FRAGMENTATION:
+            return (EXPANDABLE, VERSION)
+        case LeakLocation.OUTSIDE_TORCH:
+            return (OUTSIDE,)
+        case LeakLocation.TENSORS:
+            return (f"{VERSION}; it is tensors that nobody frees: report it to vLLM with the trace",)
+        case None:
+            return (VERSION,)
 
 
 def host_leak(facts: Facts) -> Advice | None:
@@ -104,6 +136,10 @@ def _until(leak: Leak) -> str:
 
 def _figures(name: str, leak: Leak) -> Iterator[Evidence]:
     yield Evidence("series", name, f"the leak detector's alarm on {name}; {leak.state} now")
+    if leak.location is not None:
+        yield Evidence(
+            "location", leak.location, f"it grows in {PLACES[leak.location]}, by the probe inside the engine"
+        )
     if leak.bytes_per_second is not None:
         rate = size(leak.bytes_per_second)
         yield Evidence("bytes_per_second", leak.bytes_per_second, f"{rate} per second")

@@ -1,0 +1,1 @@
+"""What the probe inside the engine adds: whose word counts now, and what it amounts to."""

@@ -1,0 +1,52 @@
+"""Which of the probe's files speak of the engine as it is now?"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.derive.life.lives import SAME_START_SECONDS
+from vllm_headroom.model import EngineProcess, Failure, ProbedProcess, ProbeReadings
+
+INTERVALS: Final = 3
+LEAST_SECONDS: Final = 10.0
+MOST_SECONDS: Final = 300.0
+"""A file is fresh for three of its own intervals, which it may state as it likes."""
+
+AHEAD_SECONDS: Final = 60.0
+"""The clock is the same machine's: what is dated further ahead is not believed."""
+
+
+def told(
+    files: tuple[ProbedProcess, ...] | Failure | None, processes: tuple[EngineProcess, ...] | Failure, now: float
+) -> ProbeReadings | Failure | None:
+    """Return what the probe says at `now`, in seconds since the epoch.
+
+    Where the engine's processes show in /proc, a file is of this life if one of them began when its process did; pids
+    may be those of another namespace. Where none shows, only its date can tell.
+    """
+    if files is None or isinstance(files, Failure):
+        return files
+    starts = () if isinstance(processes, Failure) else tuple(process.started_at_seconds for process in processes)
+    present, silent, others = [], [], []
+    for each in _newest_of_each(files):
+        alive = any(abs(each.started_at_seconds - start) <= SAME_START_SECONDS for start in starts)
+        if each.stopped is None and (alive or not starts) and _is_fresh(each, now):
+            present.append(each)
+        elif each.stopped is None and alive:
+            silent.append(each)
+        else:
+            others.append(each)
+    return ProbeReadings(present=tuple(present), silent=tuple(silent), others=tuple(others))
+
+
+def _is_fresh(process: ProbedProcess, now: float) -> bool:
+    lasts = min(max(LEAST_SECONDS, INTERVALS * process.interval_seconds), MOST_SECONDS)
+    return -AHEAD_SECONDS <= now - process.written_at_seconds <= lasts
+
+
+def _newest_of_each(files: tuple[ProbedProcess, ...]) -> tuple[ProbedProcess, ...]:
+    """Return one file of each process: a name does not have to be true."""
+    newest: dict[tuple[int, float], ProbedProcess] = {}
+    for each in sorted(files, key=lambda each: each.written_at_seconds):
+        newest[each.pid, each.started_at_seconds] = each
+    return tuple(newest.values())

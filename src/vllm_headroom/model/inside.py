@@ -1,0 +1,141 @@
+"""What the probe inside the engine says of its processes; None where it does not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_headroom.vocabulary import MemoryPart, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorReading:
+    """torch's caching allocator on one device; the counts are of this process, since it began.
+
+    `inactive_split_bytes` is what it holds, nobody uses and it cannot give back, as the rest of the segment is used.
+    """
+
+    uuid: str
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    retries: int | None = None
+    ooms: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolReading:
+    """vLLM's own pool, which stands in for torch's allocator where the engine can sleep, by what it is used for."""
+
+    weights_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    runtime_bytes: int | None = None
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """What vLLM itself has measured of a worker: weights and graphs when they were made, the KV cache's tensors.
+
+    `activation_peak_bytes` is of its profiling, `requested_bytes` the budget it was given.
+    """
+
+    weights_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    cuda_graphs_bytes: int | None = None
+    activation_peak_bytes: int | None = None
+    requested_bytes: int | None = None
+    asleep: bool | None = None
+    pool: PoolReading | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerReading:
+    """What an engine core's scheduler knows; `steps_total` counts what it has done."""
+
+    kv_blocks_total: int | None = None
+    kv_blocks_free: int | None = None
+    block_size: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    steps_total: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostBlock:
+    """Host memory as the container of the process sees it: its cgroup, and /dev/shm.
+
+    `file_bytes` is page cache, which counts in `used_bytes` and can be reclaimed.
+    """
+
+    used_bytes: int | None = None
+    file_bytes: int | None = None
+    limit_bytes: int | None = None
+    oom_kills: int | None = None
+    shm_used_bytes: int | None = None
+    shm_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomRecord:
+    """The newest OutOfMemoryError of a process: when torch raised it, in seconds since the epoch, and how it stood.
+
+    `seen` is how many there were.
+    """
+
+    at_seconds: float
+    uuid: str | None = None
+    asked_bytes: int | None = None
+    free_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    seen: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbedProcess:
+    """The newest file of one process, whose pid is that of its own namespace; times in seconds since the epoch.
+
+    `stopped` is why its probe gave up for good.
+    """
+
+    pid: int
+    started_at_seconds: float
+    written_at_seconds: float
+    interval_seconds: float
+    role: Role
+    stopped: str | None = None
+    data_parallel_rank: int | None = None
+    vllm_version: str | None = None
+    devices: tuple[AllocatorReading, ...] = ()
+    parts: EngineParts | None = None
+    scheduler: SchedulerReading | None = None
+    host: HostBlock | None = None
+    oom: OomRecord | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReadings:
+    """The processes of this life that say something now, those that live and no longer write, and all the others.
+
+    What the others left is of the past: their counts and their end are all that is to be had of them.
+    """
+
+    present: tuple[ProbedProcess, ...] = ()
+    silent: tuple[ProbedProcess, ...] = ()
+    others: tuple[ProbedProcess, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """What the engine's processes say of one GPU: torch's allocator, and the ledger of what they hold there.
+
+    A part that is not known is not in `parts`.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    parts: tuple[tuple[MemoryPart, int], ...] = ()

@@ -1,0 +1,1 @@
+"""The folder that the probe inside the engine writes to."""

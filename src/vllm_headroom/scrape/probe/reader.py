@@ -1,0 +1,90 @@
+"""What the probe's files say, each read again only when it was written again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.model import Failure, ProbedProcess
+from vllm_headroom.scrape.probe.folder import MOST_ENTRIES, Stamp, TooManyError, content, newest
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Reason, Source
+
+BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"
+
+Parse = Callable[[bytes], tuple[ProbedProcess, str | None] | str]
+"""Returns the process and the boot that a file is of, or what is wrong with the file."""
+
+
+class Probe:
+    """Reads HEADROOM_PROBE_DIR, on a daemon thread: a volume that hangs costs this source alone.
+
+    The folder is writable for the engine's container: what is in it is bounded and checked, and believed of the
+    engine's own memory only. Files of an earlier boot of the machine are nobody's.
+    """
+
+    def __init__(self, folder: Path, *, parse: Parse, boot: Path = BOOT) -> None:
+        self._folder = folder
+        self._parse = parse
+        self._boot = boot
+        self._boot_id: str | None = None
+        self._known: dict[str, tuple[Stamp, tuple[ProbedProcess, str | None] | str]] = {}
+        self._worker = Worker[tuple[ProbedProcess, ...] | Failure]("probe")
+
+    async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
+        """Return the newest of what each process has said, present or past; at least one."""
+        try:
+            return await self._worker.call(self._read, timeout_seconds)
+        except TimeoutError:
+            return _failed(
+                Reason.TIMEOUT, f"{self._folder} did not answer within {timeout_seconds:g} s: a volume hangs"
+            )
+        except TooManyError:
+            message = f"{self._folder} has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
+            return _failed(Reason.OUT_OF_BOUNDS, message)
+        except PermissionError:
+            message = f"{self._folder} cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
+            return _failed(Reason.NO_PERMISSION, message)
+        except OSError as error:
+            message = f"{self._folder} cannot be read ({error.strerror or error}): mount the folder HEADROOM_PROBE_DIR"
+            return _failed(Reason.UNAVAILABLE, message)
+
+    def _read(self) -> tuple[ProbedProcess, ...] | Failure:
+        if self._boot_id is None:
+            self._boot_id = _boot_id(self._boot)
+        self._known = {name: self._entry(name, stamp) for name, stamp in newest(self._folder).items()}
+        told = {name: found for name, (_, found) in self._known.items()}
+        processes = tuple(found[0] for found in told.values() if not isinstance(found, str) and self._is_ours(found[1]))
+        if processes:
+            return processes
+        wrong = next(((name, found) for name, found in told.items() if isinstance(found, str)), None)
+        if wrong is not None:
+            return _failed(Reason.MALFORMED, f"{self._folder / wrong[0]} cannot be used: {wrong[1]}")
+        message = (
+            f"no probe has written into {self._folder}: let vLLM find it on PYTHONPATH, with HEADROOM_PROBE_DIR set to"
+            " the same folder (vllm-headroom doctor)"
+        )
+        return _failed(Reason.NOT_FOUND, message)
+
+    def _entry(self, name: str, stamp: Stamp) -> tuple[Stamp, tuple[ProbedProcess, str | None] | str]:
+        known = self._known.get(name)
+        if known is not None and known[0] == stamp:
+            return known
+        written = content(self._folder, name)
+        return stamp, UNREADABLE if written is None else self._parse(written)
+
+    def _is_ours(self, boot_id: str | None) -> bool:
+        return boot_id is None or self._boot_id is None or boot_id == self._boot_id
+
+
+def _boot_id(file: Path) -> str | None:
+    try:
+        return file.read_text().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _failed(reason: Reason, message: str) -> Failure:
+    return Failure(source=Source.PROBE, reason=reason, message=message)

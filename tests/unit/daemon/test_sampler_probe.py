@@ -1,0 +1,93 @@
+"""The straight line with a probe inside the engine, and without one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+
+from structlog.testing import capture_logs
+
+from tests.samples import failure, probed, values
+from tests.unit.daemon.test_sampler import Processes, Said, parsed
+from vllm_headroom import catalog
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, Sample
+from vllm_headroom.vocabulary import Source
+
+
+@dataclass
+class Folder:
+    """A source that says what its field says."""
+
+    files: tuple[ProbedProcess, ...] | Failure = field(default_factory=lambda: failure(Source.PROBE))
+
+    async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
+        assert timeout_seconds == 2.0
+        return self.files
+
+
+def sampler(probe: Folder | None) -> Sampler:
+    said = Said()
+    return Sampler(
+        sources=Sources(engine=said, gpus=said, processes=Processes(said), probe=probe),
+        parse=parsed,
+        selection=Selection(everything=True),
+        derivations=derivations(),
+        clock=SystemClock(),
+        gpu_timeout_seconds=2.0,
+    )
+
+
+def ticked(subject: Sampler) -> tuple[Sample, ...]:
+    asyncio.run(subject.tick())
+    assert subject.published is not None
+    return subject.published.samples
+
+
+def now(**known: object) -> ProbedProcess:
+    device = AllocatorReading(uuid="GPU-0", allocated_bytes=500, reserved_bytes=600)
+    return replace(probed(devices=(device,), **known), written_at_seconds=time.time())
+
+
+def test_what_a_worker_says_comes_to_its_gpu() -> None:
+    subject = sampler(Folder((now(),)))
+    samples = ticked(subject)
+
+    assert subject.snapshot is not None
+    assert not isinstance(subject.snapshot.gpus, Failure)
+    assert [gpu.inside and gpu.inside.allocated_bytes for gpu in subject.snapshot.gpus] == [500, None]
+    assert values(samples, catalog.SOURCE_UP)[("probe",)] == 1.0
+
+
+def test_a_probe_that_cannot_be_read_costs_what_is_inside_alone() -> None:
+    samples = ticked(sampler(Folder()))
+
+    assert values(samples, catalog.SOURCE_UP) == {
+        ("engine",): 1.0,
+        ("nvml",): 1.0,
+        ("process",): 1.0,
+        ("probe",): 0.0,
+    }
+    assert values(samples, catalog.GPU_MEMORY_USED)
+
+
+def test_without_a_folder_nothing_speaks_of_a_probe() -> None:
+    samples = ticked(sampler(None))
+
+    assert not [sample for sample in samples if "probe" in sample.labels]
+    assert not [sample for sample in samples if sample.metric.name.startswith("headroom_allocator")]
+
+
+def test_a_probe_that_gave_up_is_logged_once() -> None:
+    subject = sampler(Folder((now(stopped="its reads took long"),)))
+
+    with capture_logs() as lines:
+        for _ in range(3):
+            ticked(subject)
+
+    assert [line["problem"] for line in lines if line["event"] == "a probe gave up"] == ["its reads took long"]

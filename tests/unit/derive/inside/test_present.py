@@ -1,0 +1,83 @@
+"""Whose word counts now: of this life only, fresh or absent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.samples import failure, probed
+from vllm_headroom.derive.inside.present import told
+from vllm_headroom.model import EngineProcess, Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.vocabulary import Role, Source
+
+NOW = 1_760_001_000.0
+BEGAN = 1_760_000_000.0
+
+
+def process(pid: int = 7, began: float = BEGAN) -> EngineProcess:
+    return EngineProcess(pid=pid, role=Role.WORKER, rss_bytes=1, started_at_seconds=began)
+
+
+def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failure = (), now: float = NOW) -> str:
+    """Return how each file stands, in a letter."""
+    found = told(files, processes, now)
+    assert isinstance(found, ProbeReadings)
+    return "".join("p" if each in found.present else "s" if each in found.silent else "o" for each in files)
+
+
+def aged(seconds: float, **known: Any) -> ProbedProcess:
+    return probed(written_at_seconds=NOW - seconds, **known)
+
+
+@pytest.mark.parametrize(
+    ("interval", "age", "expected"),
+    [
+        (5.0, 0.0, "p"),
+        (5.0, 15.0, "p"),
+        (5.0, 15.1, "o"),
+        (1.0, 10.0, "p"),
+        (1.0, 10.1, "o"),
+        (1e9, 300.0, "p"),
+        (1e9, 300.1, "o"),
+        (0.0, 10.1, "o"),
+        (5.0, -60.0, "p"),
+        (5.0, -60.1, "o"),
+    ],
+)
+def test_where_no_process_shows_a_file_counts_while_it_is_fresh(interval: float, age: float, expected: str) -> None:
+    assert standing(aged(age, interval_seconds=interval)) == expected
+
+
+def test_a_file_of_a_process_that_shows_counts_under_any_pid() -> None:
+    assert standing(aged(1), processes=(process(7),)) == "p"
+    assert standing(aged(1), processes=(process(4007, BEGAN + 1.9),)) == "p"
+
+
+def test_a_fresh_file_of_another_life_does_not_count() -> None:
+    last_life, this_life = aged(4, started_at_seconds=BEGAN - 60), aged(1)
+
+    assert standing(last_life, this_life, processes=(process(7),)) == "op"
+    assert standing(last_life, processes=(process(7),)) == "o"
+
+
+def test_a_process_that_lives_and_does_not_write_is_silent() -> None:
+    assert standing(aged(16), processes=(process(),)) == "s"
+    assert standing(aged(16), processes=failure(Source.PROCESS)) == "o"
+
+
+def test_a_probe_that_gave_up_is_not_taken_for_a_process_that_hangs() -> None:
+    assert standing(aged(1, stopped="it was slow"), aged(900, stopped="it was slow"), processes=(process(),)) == "oo"
+
+
+def test_of_two_files_of_one_process_the_newest_counts() -> None:
+    found = told((aged(1), aged(5)), (), NOW)
+
+    assert isinstance(found, ProbeReadings)
+    assert found.present == (aged(1),)
+    assert found.others == ()
+
+
+def test_what_was_not_read_stays_so() -> None:
+    assert told(None, (), NOW) is None
+    assert told(failure(Source.PROBE), (), NOW) == failure(Source.PROBE)

@@ -1,0 +1,62 @@
+"""What the probe's readings become on the page: the ledger, the allocator, what is reported."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from tests.samples import A_GPU, engine, failure, gpu, only, page, snapshot, values
+from vllm_headroom import catalog
+from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.derive.inside.readings import inside
+from vllm_headroom.model import EngineReading, Inside
+from vllm_headroom.vocabulary import MemoryPart, Source
+
+KNOWN: Final = Inside(
+    allocated_bytes=700, reserved_bytes=800, parts=((MemoryPart.WEIGHTS, 300), (MemoryPart.OUTSIDE_TORCH, 100))
+)
+
+
+def test_the_ledger_and_the_allocator_are_shown_of_each_gpu() -> None:
+    samples = inside(snapshot(gpus=(gpu(inside=KNOWN), gpu(index=1, uuid="GPU-b"))))
+
+    assert values(samples, catalog.ENGINE_MEMORY) == {(*A_GPU, "weights"): 300.0, (*A_GPU, "outside_torch"): 100.0}
+    assert values(samples, catalog.ALLOCATOR_ALLOCATED) == {A_GPU: 700.0}
+    assert values(samples, catalog.ALLOCATOR_RESERVED) == {A_GPU: 800.0}
+
+
+def test_what_is_unknown_is_absent() -> None:
+    assert inside(snapshot(gpus=(gpu(inside=Inside()),))) == ()
+    assert inside(snapshot(gpus=failure(Source.NVML))) == ()
+
+
+BUDGET: Final[dict[str, Any]] = {"gpu_memory_utilization_ratio": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("told", "within", "configured", "expected"),
+    [
+        (engine(memory_bytes=880.0, **BUDGET), KNOWN, 500.0, {(*A_GPU, "metric"): 880.0}),
+        (engine(**BUDGET), KNOWN, 500.0, {(*A_GPU, "probe"): 800.0}),
+        (engine(**BUDGET), Inside(), 500.0, {(*A_GPU, "budget"): 900.0}),
+        (engine(**BUDGET), None, 500.0, {(*A_GPU, "budget"): 900.0}),
+        (engine(), Inside(reserved_bytes=0), 500.0, {(*A_GPU, "configured"): 500.0}),
+        (engine(), None, None, {}),
+    ],
+)
+def test_reported_is_the_first_there_is(
+    told: EngineReading, within: Inside | None, configured: float | None, expected: dict[tuple[str, ...], float]
+) -> None:
+    seen = snapshot(engines=page(told), gpus=(gpu(used=950, inside=within),))
+
+    samples = discrepancy(seen, configured_bytes=configured)
+
+    assert values(samples, catalog.MEMORY_REPORTED) == expected
+
+
+def test_the_discrepancy_is_what_torch_does_not_know_of() -> None:
+    samples = discrepancy(snapshot(gpus=(gpu(used=950, inside=KNOWN),)), configured_bytes=None)
+
+    assert only(samples, catalog.MEMORY_DISCREPANCY).value == 150.0
+    assert only(samples, catalog.MEMORY_DISCREPANCY_RATIO).value == 150 / 800

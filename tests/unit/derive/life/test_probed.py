@@ -1,0 +1,79 @@
+"""What the probe adds to what is known of a life: steps, silence, and the error it died of."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.samples import probed
+from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, card, serving, working
+from vllm_headroom.derive.inside.schedulers import with_steps
+from vllm_headroom.model import EnginePage, Life, OomRecord, ProbedProcess, ProbeReadings, SchedulerReading
+from vllm_headroom.vocabulary import EngineState, ExitReason
+
+
+def core(steps: int) -> ProbedProcess:
+    return probed(scheduler=SchedulerReading(steps_total=steps))
+
+
+def stepped(page: EnginePage, probe: ProbeReadings) -> EnginePage:
+    found = with_steps(page, probe)
+    assert isinstance(found, EnginePage)
+    return found
+
+
+def test_an_engine_that_steps_moves_though_its_page_stands_still() -> None:
+    watch = serving()
+    for minute in range(1, 5):
+        probe = ProbeReadings(present=(core(100 * minute),))
+        life = watch.look(stepped(working(20), probe), probe=probe, after=50)
+        assert life.state is EngineState.SERVING
+
+    standing = ProbeReadings(present=(core(400),))
+    assert watch.look(stepped(working(20), standing), probe=standing, after=60).state is EngineState.STALLED
+
+
+def test_a_core_that_hangs_and_writes_nothing_is_stalled_after_twenty_seconds() -> None:
+    watch = serving()
+    probe = ProbeReadings(silent=(core(100),))
+    watch.look(stepped(working(20), probe), probe=probe)
+
+    assert watch.look(stepped(working(20), probe), probe=probe, after=19).state is EngineState.SERVING
+    assert watch.look(stepped(working(20), probe), probe=probe, after=1).state is EngineState.STALLED
+
+
+def test_silence_without_work_or_of_another_process_is_no_stall() -> None:
+    idle, other = serving(), serving()
+    silent = ProbeReadings(silent=(core(100),))
+    for _ in range(10):
+        state = idle.look(working(20, running=0.0), probe=silent).state
+        assert state is EngineState.SERVING
+    for _ in range(10):
+        state = other.look(working(20), probe=ProbeReadings(silent=(probed(),))).state
+        assert state is EngineState.SERVING
+
+
+def died(oom: OomRecord, *, written: float, replaced: bool = False) -> dict[ExitReason, int]:
+    """Return the exits after a death at second 10 of the life, which left that record."""
+    watch = serving()
+    left = ProbeReadings(others=(probed(oom=oom, written_at_seconds=BEGAN + written),))
+    life: Life = (
+        watch.look(working(0, started=BEGAN + 9000), processes=NEXT, probe=left)
+        if replaced
+        else watch.look(REFUSED, processes=(), gpus=(card(0.5),), probe=left)
+    )
+    return {reason: count for reason, count in life.exits if count}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_error_that_a_process_did_not_outlive_is_what_it_died_of(*, replaced: bool) -> None:
+    record = OomRecord(at_seconds=BEGAN + 8)
+
+    assert died(record, written=8, replaced=replaced) == {ExitReason.OUT_OF_MEMORY: 1}
+
+
+def test_an_error_that_was_survived_is_not() -> None:
+    assert died(OomRecord(at_seconds=BEGAN + 8), written=69) == {ExitReason.GONE: 1}
+
+
+def test_an_error_of_the_life_before_is_not() -> None:
+    assert died(OomRecord(at_seconds=BEGAN - 100), written=-100) == {ExitReason.GONE: 1}

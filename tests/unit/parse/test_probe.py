@@ -1,0 +1,208 @@
+"""A file of the probe: what it says, and what is refused of one that a hostile engine wrote."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_headroom.model import (
+    AllocatorReading,
+    EngineParts,
+    HostBlock,
+    OomRecord,
+    PoolReading,
+    ProbedProcess,
+    SchedulerReading,
+)
+from vllm_headroom.parse.probe import MOST_DEVICES, parse_probe
+from vllm_headroom.vocabulary import Role
+
+WHOLE: Final[dict[str, Any]] = {
+    "headroom_probe": 1,
+    "sequence": 12,
+    "t": 1760000000.5,
+    "interval_seconds": 5.0,
+    "pid": 7,
+    "started_at": 1759990000.12,
+    "boot_id": "a-boot",
+    "role": "worker",
+    "process_name": "VllmWorker-0",
+    "stopped": None,
+    "rank": 0,
+    "local_rank": 0,
+    "data_parallel_rank": 1,
+    "vllm": "0.32.0",
+    "torch": "2.14.0",
+    "cost": {"last_seconds": 0.0004, "longest_seconds": 0.002, "cpu_seconds": 0.12},
+    "devices": [
+        {"uuid": "GPU-a", "total": 80, "allocated": 1, "reserved": 2, "inactive_split": 3, "retries": 4, "ooms": 5}
+    ],
+    "parts": {
+        "weights": 1,
+        "kv_cache": 2,
+        "cuda_graphs": 3,
+        "activation_peak": 4,
+        "requested": 5,
+        "asleep": False,
+        "pool": {"weights": 1, "kv_cache": 2, "runtime": 3, "workspace": 4},
+    },
+    "scheduler": {
+        "kv_blocks_total": 1000,
+        "kv_blocks_free": 900,
+        "block_size": 16,
+        "running": 3,
+        "waiting": 0,
+        "steps_total": 12345,
+        "max_num_seqs": 256,
+        "max_model_len": 4096,
+        "bytes_per_kv_token": 131072,
+    },
+    "host": {"cgroup": {"used": 1, "file": 2, "limit": 3, "oom_kills": 0}, "shm": {"used": 1, "limit": 2}},
+    "oom": {"t": 1.5, "uuid": "GPU-a", "asked": 1, "free": 2, "total": 3, "allocated": 4, "reserved": 5, "running": 6},
+}
+
+
+def parsed(**changed: Any) -> tuple[ProbedProcess, str | None] | str:
+    return parse_probe(json.dumps(WHOLE | changed).encode())
+
+
+def test_a_whole_file_is_understood() -> None:
+    assert parsed() == (
+        ProbedProcess(
+            pid=7,
+            started_at_seconds=1759990000.12,
+            written_at_seconds=1760000000.5,
+            interval_seconds=5.0,
+            role=Role.WORKER,
+            data_parallel_rank=1,
+            vllm_version="0.32.0",
+            devices=(
+                AllocatorReading(
+                    uuid="GPU-a", allocated_bytes=1, reserved_bytes=2, inactive_split_bytes=3, retries=4, ooms=5
+                ),
+            ),
+            parts=EngineParts(
+                weights_bytes=1,
+                kv_cache_bytes=2,
+                cuda_graphs_bytes=3,
+                activation_peak_bytes=4,
+                requested_bytes=5,
+                asleep=False,
+                pool=PoolReading(weights_bytes=1, kv_cache_bytes=2, runtime_bytes=3, workspace_bytes=4),
+            ),
+            scheduler=SchedulerReading(
+                kv_blocks_total=1000,
+                kv_blocks_free=900,
+                block_size=16,
+                running=3,
+                waiting=0,
+                steps_total=12345,
+                max_num_seqs=256,
+                max_model_len=4096,
+            ),
+            host=HostBlock(used_bytes=1, file_bytes=2, limit_bytes=3, oom_kills=0, shm_used_bytes=1, shm_limit_bytes=2),
+            oom=OomRecord(
+                at_seconds=1.5,
+                uuid="GPU-a",
+                asked_bytes=1,
+                free_bytes=2,
+                allocated_bytes=4,
+                reserved_bytes=5,
+                running=6,
+            ),
+        ),
+        "a-boot",
+    )
+
+
+def test_all_but_the_first_block_may_be_missing() -> None:
+    least = {name: WHOLE[name] for name in ("headroom_probe", "t", "pid", "started_at")}
+
+    assert parse_probe(json.dumps(least).encode()) == (
+        ProbedProcess(
+            pid=7,
+            started_at_seconds=1759990000.12,
+            written_at_seconds=1760000000.5,
+            interval_seconds=5.0,
+            role=Role.OTHER,
+        ),
+        None,
+    )
+
+
+def test_what_a_later_probe_adds_is_passed_over() -> None:
+    assert parsed(colour="red", scheduler=WHOLE["scheduler"] | {"mood": [1]}) == parsed()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"headroom_probe": 2}, "no file of a probe of version 1"),
+        ({"pid": None}, "pid: got nothing, accepts a number, 0 or more"),
+        ({"t": "now"}, "t: got 'now', accepts a number, 0 or more"),
+        ({"started_at": True}, "started_at: got True, accepts a number, 0 or more"),
+        ({"devices": {}}, "devices: got {}, accepts a list or null"),
+        ({"devices": [1]}, "devices[0]: got 1, accepts an object"),
+        ({"devices": [{"allocated": 1}]}, "devices[0].uuid: got nothing, accepts the UUID of a device"),
+        ({"devices": [{"uuid": "a", "allocated": -1}]}, "devices[0].allocated: got -1, accepts a number, 0 or more"),
+        ({"devices": [{"uuid": "a", "retries": 2**53 + 1}]}, "devices[0].retries: got 9007199254740993, accepts"),
+        ({"devices": [{"uuid": "GPU\x1b[2J"}]}, "devices[0].uuid: got 'GPU\\x1b[2J', accepts text without control"),
+        ({"devices": [{"uuid": "a"}] * (MOST_DEVICES + 1)}, "devices: got 65, accepts at most 64 entries"),
+        ({"parts": []}, "parts: got [], accepts an object or null"),
+        ({"parts": {"weights": "1"}}, "parts.weights: got '1', accepts a number, 0 or more"),
+        ({"parts": {"asleep": 1}}, "parts.asleep: got 1, accepts true or false"),
+        ({"parts": {"pool": {"weights": []}}}, "parts.pool.weights: got [], accepts a number, 0 or more"),
+        ({"scheduler": {"steps_total": {}}}, "scheduler.steps_total: got {}, accepts a number, 0 or more"),
+        ({"host": {"cgroup": 1}}, "host.cgroup: got 1, accepts an object or null"),
+        ({"oom": {}}, "oom.t: got nothing, accepts a number, 0 or more"),
+        ({"stopped": ["x"]}, "stopped: got ['x'], accepts text without control characters"),
+    ],
+)
+def test_one_wrong_field_and_nothing_is_believed(changed: dict[str, Any], says: str) -> None:
+    found = parsed(**changed)
+
+    assert isinstance(found, str)
+    assert found.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not JSON: Expecting value"),
+        (b"\xff\xfe\xff", "not JSON: "),
+        (b"[1]", "no file of a probe"),
+        (b'{"headroom_probe": 1, "pid": NaN}', "not JSON: NaN is no number"),
+        (b'{"headroom_probe": 1, "pid": Infinity}', "not JSON: Infinity is no number"),
+        (b'{"headroom_probe": 1, "pid": 1e999}', "pid: got inf, accepts"),
+        (b'{"headroom_probe": 1, "pid": ' + b"9" * 4000 + b"}", "pid: got 9"),
+        (b'{"headroom_probe": 1, "pid": ' + b"9" * 5000 + b"}", "not JSON: "),
+        (b"[" * 16_000, "not JSON of a probe: nested too deep"),
+    ],
+)
+def test_content_that_is_no_probes_is_told_from_it(content: bytes, says: str) -> None:
+    found = parse_probe(content)
+
+    assert isinstance(found, str)
+    assert found.startswith(says)
+
+
+def test_long_text_is_cut() -> None:
+    found = parsed(stopped="x" * 10_000)
+
+    assert not isinstance(found, str)
+    assert found[0].stopped == "x" * 200
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=5), st.data()
+)
+def test_no_value_anywhere_raises(value: Any, data: st.DataObject) -> None:
+    block = data.draw(st.sampled_from([None, "parts", "scheduler", "host", "oom"]))
+    inner: dict[str, Any] = WHOLE if block is None else WHOLE[block]
+    changed = inner | {data.draw(st.sampled_from(sorted(inner))): value}
+
+    parse_probe(json.dumps(changed if block is None else WHOLE | {block: changed}).encode())

@@ -1,0 +1,143 @@
+"""The simulated allocator's figures, through the probe's files and the real reader, to the detector."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import pytest
+from simulator.scenarios import SCENARIOS
+from simulator.world import Course, World
+
+from vllm_headroom.derive.inside import present
+from vllm_headroom.derive.inside.ledger import with_inside
+from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.trace.course import Course as States
+from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import LeakLocation, MemoryPart
+
+HOURS: Final = 3.0
+
+
+@cache
+def simulated(name: str, seed: int, hours: float) -> Course:
+    return World(name, seed, replace(SCENARIOS[name], hours=hours), probe=True).run()
+
+
+def understood(sample: dict[str, Any]) -> Snapshot:
+    found = snapshot_of(sample)
+    assert isinstance(found, Snapshot), found
+    return found
+
+
+def states(snapshots: Iterator[Snapshot]) -> States:
+    watch = Watch()
+    for snapshot in snapshots:
+        watch.step(snapshot)
+    ((_, _, course),) = watch.gpus
+    return course
+
+
+def written(folder: Path, sample: dict[str, Any]) -> None:
+    """Write what a probe in the worker writes."""
+    (seen,) = sample["gpus"]
+    device = {
+        "uuid": seen["uuid"],
+        "total": seen["total"],
+        "allocated": seen["allocated"],
+        "reserved": seen["reserved_by_torch"],
+        "inactive_split": seen["parts"]["fragmented"],
+        "retries": 0,
+        "ooms": 0,
+    }
+    document = {
+        "headroom_probe": 1,
+        "t": sample["t"],
+        "interval_seconds": 5.0,
+        "pid": 7,
+        "started_at": 1_760_000_000.25,
+        "role": "worker",
+        "devices": [device],
+        "parts": {"weights": 1 * 2**30, "kv_cache": 2 * 2**30},
+    }
+    unfinished = folder / "7-1760000000.json.tmp"
+    unfinished.write_text(json.dumps(document))
+    unfinished.replace(folder / "7-1760000000.json")
+
+
+async def through_files(folder: Path, course: Course) -> list[Snapshot]:
+    """Return each sample as the daemon sees it, with what was read from the folder in place of what the trace says."""
+    reader, seen = Probe(folder, parse=parse_probe), []
+    for sample in course.samples:
+        written(folder, sample)
+        outside = understood({**sample, "gpus": [_without_inside(*sample["gpus"])], "processes": []})
+        files = await reader.read(60.0)
+        probe = present.told(files, outside.processes, outside.time_seconds)
+        seen.append(replace(outside, gpus=with_inside(outside.gpus, probe), probe=probe))
+    return seen
+
+
+def _without_inside(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name not in {"allocated", "reserved_by_torch", "parts"}}
+
+
+def test_a_leak_of_tensors_is_found_through_the_probes_files(tmp_path: Path) -> None:
+    course = simulated("leak_small_tensors", 0, 0.25)
+
+    seen = asyncio.run(through_files(tmp_path, course))
+
+    last = seen[-1].gpus
+    assert not isinstance(last, Failure)
+    assert last[0].inside is not None
+    assert last[0].held_bytes == sum(part_bytes for _, part_bytes in last[0].inside.parts)
+    assert {part for part, _ in last[0].inside.parts} == set(MemoryPart) - {MemoryPart.CUDA_GRAPHS}
+    found = states(iter(seen))
+    ((began, ends),) = found.growing
+    assert ends is None
+    assert _leaked(course, began) <= 25e6
+    assert found.warning is not None
+    assert found.warning.location is LeakLocation.TENSORS
+
+
+def test_the_post_mortems_leak_is_growing_at_25_megabytes_and_leaking_at_250() -> None:
+    """In the middle: kernels that are used for the first time hide some leaks for a few minutes."""
+    courses = [simulated("leak_small_tensors", seed, 0.65) for seed in range(5)]
+    found = [states(understood(sample) for sample in course.samples) for course in courses]
+    growing = [_leaked(course, each.growing[0][0]) for course, each in zip(courses, found, strict=True)]
+    leaking = [_leaked(course, each.leaking[0][0]) for course, each in zip(courses, found, strict=True) if each.leaking]
+
+    assert median(growing) <= 25e6
+    assert len(leaking) >= 3
+    assert median(leaking) <= 250e6
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("leak_small_tensors", LeakLocation.TENSORS),
+        ("leak_fragments", LeakLocation.FRAGMENTATION),
+        ("leak_outside_torch", LeakLocation.OUTSIDE_TORCH),
+    ],
+)
+def test_a_leak_is_found_where_it_is(name: str, where: LeakLocation, seed: int) -> None:
+    course = simulated(name, seed, HOURS)
+    found = states(understood(sample) for sample in course.samples)
+
+    told = found.first or found.warning
+    assert told is not None
+    assert told.location is where
+
+
+def _leaked(course: Course, at: float) -> float:
+    truth = course.truth()
+    return float(max(lost for seconds, lost in zip(truth["t"], truth["leaked_bytes"], strict=True) if seconds <= at))
