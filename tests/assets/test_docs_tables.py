@@ -13,6 +13,8 @@ from tests.assets.console import ROOT
 from tests.conftest import Golden
 from vllm_headroom.catalog import METRICS
 from vllm_headroom.config.text import settings_table
+from vllm_headroom.parse.profile import INPUTS, Profile
+from vllm_headroom.parse.profiles import PROFILES
 
 DOCS: Final = ROOT / "docs"
 AREAS: Final = ("memory", "engine", "gpu", "sidecar")
@@ -37,6 +39,27 @@ def alerts_table() -> str:
     return "\n".join(("| alert | severity | area | says |", "| --- | --- | --- | --- |", *rows))
 
 
+def engines_table() -> str:
+    """Return of every input whether each engine tells it, and below why one does not."""
+    names = [profile.product for profile in PROFILES]
+    known = {profile.product: {name for name, _ in profile.inputs} for profile in PROFILES}
+    rows = (
+        f"| `{name}` | {' | '.join('known' if name in known[product] else '-' for product in names)} |"
+        for name, _ in INPUTS
+    )
+    head = (f"| input | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}")
+    pages = (f"| {profile.product} | `{profile.path}` | {profile.switch} | {_why(profile)} |" for profile in PROFILES)
+    below = ("", "| engine | its page | tells it | does not tell |", "| --- | --- | --- | --- |")
+    return "\n".join((*head, *rows, *below, *pages))
+
+
+def _why(profile: Profile) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in profile.absent:
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+
+
 def _urgency(rule: Rule) -> tuple[int, int, str]:
     return AREAS.index(rule.labels["area"]), SEVERITIES.index(rule.labels["severity"]), rule.name
 
@@ -52,7 +75,13 @@ def between(text: str, marker: str, table: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "table"), [("metrics", metrics_table()), ("settings", settings_table()), ("alerts", alerts_table())]
+    ("name", "table"),
+    [
+        ("metrics", metrics_table()),
+        ("settings", settings_table()),
+        ("alerts", alerts_table()),
+        ("engines", engines_table()),
+    ],
 )
 def test_a_table_is_that_of_the_code(golden: Golden, name: str, table: str) -> None:
     page: Path = DOCS / f"{name}.md"

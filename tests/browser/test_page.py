@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any, Final
@@ -52,7 +53,7 @@ def all_failed() -> View:
     return view(at=silent)
 
 
-SCENES: Final = {
+SCENES: Final[dict[str, Callable[[], View]]] = {
     "healthy": day,
     "leak": lambda: day(leaking=frozenset({0})),
     "eight": lambda: day(gpus=8, leaking=frozenset({3})),

@@ -13,6 +13,8 @@ from vllm_headroom.parse import parse_engines
 
 FOLDER: Final = Path(__file__).parent / "captures"
 HANDMADE: Final = Path(__file__).parent / "handmade"
+OTHERS: Final = Path(__file__).parent / "engines"
+"""Pages of engines other than vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Every recorded page and the page it makes: ten byte for byte, the others in what differs from the first of them."""
+"""Every recorded page and the page it makes: twelve byte for byte, the others in what differs from the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.conftest import Golden
-from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE
+from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE, OTHERS
 from tests.samples import gpu
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
@@ -27,6 +27,7 @@ GIB = 2**30
 PAGES = {
     **{name: FOLDER / f"{name}.prom" for name in CAPTURES},
     **{f"handmade/{path.stem}": path for path in sorted(HANDMADE.glob("*.prom"))},
+    **{f"engines/{path.stem}": path for path in sorted(OTHERS.glob("*.prom"))},
 }
 FIRST = "vllm-0.32.0/load-waiting"
 WHOLE = (
@@ -40,6 +41,8 @@ WHOLE = (
     "vllm-0.10.2.post2/load-waiting",
     "vllm-0.9.2.post2-v0/load-waiting",
     "vllm-0.8.5.post2-v0-single-process/load-waiting",
+    "engines/sglang-0.5.23",  # bytes by a metric
+    "engines/llama-cpp-load",
 )
 """One for each situation and profile; beside every page stand the same GPUs, whose series need no more than these."""
 

@@ -52,7 +52,8 @@ def specs(case: dict[str, int]) -> dict[str, KVCacheSpec]:
     if case["stateful_layers"]:
         state = ((case["state_bytes"] // case["ranks"] // 2,),)
         padded = full.page_size_bytes
-        mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), page_size_padded=padded, mamba_cache_mode="align")
+        kept = {"page_size_padded": padded, "num_prefill_checkpoint_blocks": case["state_checkpoints"]}
+        mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), mamba_cache_mode="align", **kept)
         layers += [mamba] * case["stateful_layers"]
     return {f"layer.{number}": spec for number, spec in enumerate(layers)}
 

@@ -8,15 +8,18 @@ import subprocess
 import pytest
 
 from tests.engine.serving import FOLDER, HERE
-from tests.unit.sizing.models import NAMES, model
+from tests.unit.sizing.models import CHECKED, NAMES, model
+from tests.unit.sizing.models import FOLDER as FOLDER_OF_CONFIGURATIONS
 from vllm_headroom.sizing.kv_layout import kv_layout
 
 pytestmark = pytest.mark.engine
 
 IN_FLIGHT_TOKENS = 16_384
 LENGTHS = (1, 100, 4_096, 32_768, 131_072)
+CONFIGURATIONS = sorted((*FOLDER_OF_CONFIGURATIONS.glob("*.json"), *CHECKED.glob("*.json")))
+TRUTH = json.loads((CHECKED.parent / "truth.json").read_text(encoding="utf-8"))
 KEPT = (
-    *("full_layers", "windowed_layers", "window_tokens", "stateful_layers", "state_bytes"),
+    *("full_layers", "windowed_layers", "window_tokens", "stateful_layers", "state_bytes", "state_checkpoints"),
     *("kv_heads", "head_size", "latent_width"),
 )
 
@@ -48,3 +51,20 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
     found = json.loads(reckoned.stdout.splitlines()[-1])
     wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
     assert not wrong
+
+
+def test_vllm_builds_what_was_recorded_of_it() -> None:
+    built = subprocess.run(
+        [FOLDER / "venv" / "bin" / "python", HERE / "truth.py", *CONFIGURATIONS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=3600,
+    )
+
+    found = [json.loads(line) for line in built.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(CONFIGURATIONS)
+    for each in found:
+        name, refused = each.pop("name"), "refused" in each
+        each.pop("layers", None)
+        assert refused if "refused" in TRUTH[name] else each == TRUTH[name]

@@ -123,11 +123,14 @@ def test_a_derived_metric_takes_three_places_and_its_test(source: Path) -> None:
 def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> None:
     (source / "parse/profiles/other.py").write_text(
         "from vllm_headroom.parse.profile import Fact, Profile\n\n"
-        'OTHER = Profile(name="other", prefixes=("other:",), facts=(Fact(field="running", families=("busy",)),))\n'
+        "OTHER = Profile(\n"
+        '    name="other", product="Other", switch="always", prefixes=("other:",),\n'
+        '    facts=(Fact(field="running", families=("busy",)),),\n'
+        ")\n"
     )
     profiles = source / "parse/profiles/__init__.py"
-    add(profiles, "from vllm_headroom.parse.profiles", "from vllm_headroom.parse.profiles.other import OTHER\n")
-    profiles.write_text(profiles.read_text().replace("(VLLM,)", "(VLLM, OTHER)"))
+    add(profiles, "from vllm_headroom.parse.profiles.vllm", "from vllm_headroom.parse.profiles.other import OTHER\n")
+    profiles.write_text(profiles.read_text().replace("= (VLLM,", "= (VLLM, OTHER,"))
 
     found = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
 

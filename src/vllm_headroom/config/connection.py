@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from vllm_headroom.config.fields import Headers, Size, Url, file, seconds, setting, size
+from vllm_headroom.config.fields import AUTO, EngineProfile, Headers, Size, Url, file, seconds, setting, size
+from vllm_headroom.parse.profiles import PROFILES
 
 
 class EngineConnection(BaseModel):
@@ -18,6 +19,12 @@ class EngineConnection(BaseModel):
         accepts="an http or https URL",
         word="URL",
         repr=False,
+    )
+    engine_profile: EngineProfile = setting(
+        "auto",
+        "Which engine's series to read; auto takes the first engine whose series are on the page.",
+        accepts=f"auto, {', '.join(each.name for each in PROFILES)}",
+        word="NAME",
     )
     engine_timeout_seconds: float = seconds(
         4, 0.05, 60, "How long to wait for the engine's page; never longer than the sample interval."
@@ -34,3 +41,8 @@ class EngineConnection(BaseModel):
         word="JSON",
         shown="none",
     )
+
+    @property
+    def profile(self) -> str | None:
+        """Return the name of the profile that is forced, None for none."""
+        return None if self.engine_profile == AUTO else self.engine_profile

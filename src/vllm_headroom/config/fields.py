@@ -22,10 +22,12 @@ from pydantic.fields import FieldInfo
 
 from vllm_headroom.config import kinds
 from vllm_headroom.config.kinds import SHOWN, Value, gpu_names, metrics_url, shown
+from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.sizing.model_file import read_model
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import MOST_BYTES, RefusedError, size_bytes
 
+AUTO: Final = "auto"
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 """RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
@@ -43,6 +45,13 @@ def _bytes(value: object) -> object:
 def json_mapping(value: object) -> object:
     """Return what JSON text says, and everything else as it is."""
     return json.loads(value) if isinstance(value, str) else value
+
+
+def engine_profile(name: str) -> str:
+    """Return the name of a profile, or auto."""
+    if name not in {AUTO, *(each.name for each in PROFILES)}:
+        raise ValueError
+    return name
 
 
 def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
@@ -72,6 +81,7 @@ def model_file(value: object) -> object:
 
 
 Url = Annotated[str, AfterValidator(metrics_url)]
+EngineProfile = Annotated[str, BeforeValidator(lower), AfterValidator(engine_profile)]
 Size = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=MOST_BYTES)]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
 Model = Annotated[InstanceOf[ModelFile], BeforeValidator(model_file), PlainSerializer(lambda model: str(model.path))]

@@ -30,7 +30,7 @@ def unknown(name: str, known: Iterable[str], what: str = "a setting") -> str:
     """Say that there is no such thing; its value is not shown, for it may be a secret under a wrong name."""
     spelt = {_plain(each): each for each in sorted(known)}
     meant = _plain(name.split(maxsplit=1)[0])
-    containing = sorted((each for each in spelt if f"_{meant}_" in f"_{each}_"), key=len)
+    containing = sorted((each for each in spelt if set(meant.split("_")) <= set(each.split("_"))), key=len)
     import difflib  # noqa: PLC0415 - only a mistake asks for it
 
     shortest = [each for each in containing if len(each) == len(containing[0])]

@@ -40,7 +40,7 @@ def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: 
     """Return the straight line from the sources to what is published."""
     return Sampler(
         sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
-        parse=parse_engines,
+        parse=partial(parse_engines, profile=settings.profile),
         selection=settings.selection,
         derivations=derivations(
             reported_bytes=settings.reported_bytes,

@@ -9,20 +9,17 @@ import structlog
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Sample, Snapshot
+from vllm_headroom.parse import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
 
 log = structlog.get_logger()
 
-NOTHING_OFFERED: Final = (
-    "the page has no series of an engine: check that HEADROOM_ENGINE_URL is vLLM's own port and that the server runs"
-    " without --disable-log-stats; a server that has served no request yet may show none"
-)
 NOT_ATTRIBUTED: Final = (
     "cannot tell which GPUs the engine uses: set HEADROOM_GPUS to their UUIDs or indices, or let the sidecar see the"
     " engine's processes (shareProcessNamespace: true in the pod)"
 )
 AMBIGUOUS: Final = (
-    "several vLLM servers are visible: give each its own --port and let HEADROOM_ENGINE_URL name that of the one to"
+    "several engines' servers are visible: give each its own port and let HEADROOM_ENGINE_URL name that of the one to"
     " watch, or do not share the host's processes"
 )
 
@@ -147,7 +144,7 @@ class Transitions:
                 "engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=",".join(absent)
             )
         else:
-            log.warning("engine's inputs missing", problem=NOTHING_OFFERED)
+            log.warning("engine's inputs missing", problem=nothing_found(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)

@@ -31,12 +31,14 @@ def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fai
 
     A series without a model belongs to every model of its engine, one without model and engine to every engine of the
     page, and one with a model but without an engine to engine "0". While no series names a model, the model is "": in
-    some modes vLLM shows only its settings before the first request, and its budget is one of them.
+    some modes vLLM shows only its settings before the first request, and its budget is one of them. Where an engine's
+    page never names one, the model has the profile's name.
     """
     owned = _owned(profile, samples)
     ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
     named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
-    keys = sorted(named or {("", engine) for engine in ranks}) if owned else []
+    nameless = "" if profile.model_label else profile.name
+    keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
     families = None if len(keys) > MOST_ENGINES else _by_engine(keys, owned)
     if families is None:
         return _beyond(len(keys))
@@ -92,10 +94,16 @@ def _beyond(engines: int) -> Failure:
 
 
 def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:
-    values: dict[str, Any] = {fact.field: _value(profile, fact, families, ranks) for fact in profile.facts}
+    values: dict[str, Any] = {}
+    for fact in profile.facts:
+        if values.get(fact.field) is None:
+            values[fact.field] = _value(profile, fact, families, ranks)
     blocks, block_tokens = values.pop("kv_blocks", None), values.pop("kv_block_tokens", None)
     if values.get("kv_capacity_tokens") is None and blocks is not None and block_tokens is not None:
         values["kv_capacity_tokens"] = _usable("kv_capacity_tokens", blocks * block_tokens)
+    used, capacity = values.pop("kv_used_tokens", None), values.get("kv_capacity_tokens")
+    if values.get("kv_used_ratio") is None and used is not None and capacity:
+        values["kv_used_ratio"] = _usable("kv_used_ratio", used / capacity)
     awake = values.pop("awake", None)
     values |= {fact.field: _text(fact, families.get(fact.family, ())) for fact in profile.texts}
     return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
@@ -108,15 +116,24 @@ def _text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
 
 
 def _value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
-    values = (_combined(profile, fact, families.get(family, ()), ranks) for family in fact.families)
+    values = (
+        _added(profile, fact, [families.get(name, ()) for name in each.split("+")], ranks) for each in fact.families
+    )
     return next((value for value in values if value is not None), None)
+
+
+def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
+    """Return the sum of the families' values; None when one of them is unknown."""
+    values = [_combined(profile, fact, samples, ranks) for samples in parts]
+    known = [value for value in values if value is not None]
+    return _usable(fact.field, sum(known)) if len(known) == len(values) else None
 
 
 def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
     """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
     parts: dict[tuple[str, ...], float | None] = {}
     for sample in samples:
-        if fact.where is None or sample.labels.get(fact.where[0]) == fact.where[1]:
+        if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:
             part, value = _part(profile, fact, sample), _amount(fact, sample)
             parts[part] = max((known for known in (parts.get(part), value) if known is not None), default=None)
     known = [value for value in parts.values() if value is not None]
@@ -141,7 +158,7 @@ def _amount(fact: Fact, sample: Sample) -> float | None:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
     except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
         return None
-    return None if fact.label is not None and value == 0 else _usable(fact.field, value)
+    return None if fact.label is not None and value == 0 else _usable(fact.field, value * fact.factor)
 
 
 def _usable(field: str, value: float) -> float | None:

@@ -29,20 +29,29 @@ class Combine(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Where one field of EngineReading comes from.
+    """Where one field of EngineReading comes from; of several facts of a field the first that has a value counts.
 
     `families` are names of samples without the profile's prefix, in full when `prefixed` is False; the first that has a
-    value wins, so an old and a new name of one thing are never added up. With `label` the value is this label's and
-    above 0; `where` keeps the series with this label value. No value is below 0, and none of a field in `_ratio` above
-    1. The fields `kv_blocks` and `kv_block_tokens` (tokens per block) stand in for an unknown `kv_capacity_tokens`.
+    value wins, so an old and a new name of one thing are never added up. Names joined by "+" are parts of one amount,
+    unknown unless all are there. With `label` the value is this label's and above 0; `where` keeps the series with one
+    of these label values; where parts stand beside their total, the total's is "". `factor` turns the page's unit into
+    that of the field. No value is below 0, and none of a field in `_ratio` above 1. The fields `kv_blocks` and
+    `kv_block_tokens` (tokens per block) stand in for an unknown `kv_capacity_tokens`, `kv_used_tokens` beside a
+    capacity for an unknown `kv_used_ratio`.
     """
 
     field: str
     families: tuple[str, ...]
     combine: Combine = Combine.SUM
     label: str | None = None
-    where: tuple[str, str] | None = None
+    where: tuple[str, tuple[str, ...]] | None = None
     prefixed: bool = True
+    factor: float = 1.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every family by itself."""
+        return tuple(name for families in self.families for name in families.split("+"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +73,8 @@ class Profile:
 
     The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is
     true. Of values that stand in labels only `replica_labels` tell replicas apart: the labels beside them are settings.
+    `model_label` is "" where no series names a model. `product` is what people call the engine, `path` where its page
+    is and `switch` what makes it serve one. `absent` says of an input why this engine does not offer it.
     """
 
     name: str
@@ -74,16 +85,20 @@ class Profile:
     engine_label: str = "engine"
     repeat_labels: tuple[str, ...] = ()
     replica_labels: tuple[str, ...] = ()
+    product: str
+    path: str = "/metrics"
+    switch: str
+    absent: tuple[tuple[str, str], ...] = ()
 
     @property
     def plain_families(self) -> frozenset[str]:
         """The names that are read without a prefix."""
-        return frozenset(family for fact in self.facts if not fact.prefixed for family in fact.families)
+        return frozenset(family for fact in self.facts if not fact.prefixed for family in fact.names)
 
     @property
     def names_pattern(self) -> str:
         """A regular expression of the names of all samples the profile reads."""
-        prefixed = {family for fact in self.facts if fact.prefixed for family in fact.families}
+        prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
         prefixed |= {fact.family for fact in self.texts}
         engines = f"(?:{_any_of(self.prefixes)})(?:{_any_of(sorted(prefixed))})"
         return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
@@ -92,6 +107,10 @@ class Profile:
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """The inputs that this kind of engine may offer, and their fields."""
         fields = {fact.field for fact in self.facts} | {fact.field for fact in self.texts}
+        if {"kv_blocks", "kv_block_tokens"} <= fields:
+            fields.add("kv_capacity_tokens")
+        if "kv_used_tokens" in fields:
+            fields.add("kv_used_ratio")
         return tuple((name, field) for name, field in INPUTS if field in fields)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.sizing.footprint import bytes_per_token, layer_bytes, weights_bytes
+from vllm_headroom.sizing.footprint import bytes_per_token
 from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
 from vllm_headroom.sizing.overhead import LIBRARIES, Range, activations, graphs, outside
 from vllm_headroom.sizing.question import Question
@@ -44,8 +44,10 @@ class Estimate:
 
     @property
     def blocks(self) -> int | None:
-        """The blocks that the KV cache has at least: vLLM's `num_gpu_blocks`."""
-        return None if self.kv_cache is None else int(max(0.0, self.kv_cache.low) // self.layout.block_bytes)
+        """The blocks that the KV cache has at least, vLLM's `num_gpu_blocks`; None, too, where nothing is kept."""
+        if self.kv_cache is None or not self.layout.block_bytes:
+            return None
+        return int(max(0.0, self.kv_cache.low) // self.layout.block_bytes)
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -75,27 +77,16 @@ class Estimate:
 
 def estimate(question: Question) -> Estimate | None:
     """Return the estimate; None when the KV cache's dtype is not known here."""
-    shape, ranks, stages = question.shape, question.tensor_parallel_size, question.pipeline_parallel_size
-    dtype = question.kv_cache_dtype
-    layout = kv_layout(
-        shape,
-        block_tokens=question.block_size,
-        in_flight_tokens=(stages + 1) * question.max_num_batched_tokens,  # vLLM's `max_concurrent_batches`
-        kv_dtype=dtype,
-        tensor_parallel=ranks,
-        pipeline_parallel=stages,
-    )
-    token = bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages)
-    layer = layer_bytes(shape, kv_dtype=dtype, tensor_parallel=ranks)
-    if layout is None or token is None or layer is None:
+    layout, token = _layout(question), _bytes_per_token(question, spread=True)
+    engine = _bytes_per_token(question, spread=False)
+    if layout is None or token is None or engine is None:
         return None
-    weights = weights_bytes(shape, total_bytes=question.total_bytes, tensor_parallel=ranks, pipeline_parallel=stages)
     found = Estimate(
         question=question,
         layout=layout,
         bytes_per_token=token,
-        engine_bytes_per_token=shape.kv_layers * layer * ranks,
-        weights=weights,
+        engine_bytes_per_token=engine,
+        weights=question.weights_bytes,
         budget=_budget(question),
         activations=activations(question),
         graphs=graphs(question),
@@ -103,6 +94,42 @@ def estimate(question: Question) -> Estimate | None:
         kv_cache=None,
     )
     return replace(found, kv_cache=_kv_cache(found))
+
+
+def _layout(question: Question) -> KvLayout | None:
+    """Return the cut of the cache; a draft's layers, which keep every token too, make its blocks larger."""
+    found = kv_layout(
+        question.shape,
+        block_tokens=question.block_size,
+        in_flight_tokens=(question.pipeline_parallel_size + 1) * question.max_num_batched_tokens,
+        kv_dtype=question.kv_cache_dtype,
+        tensor_parallel=question.tensor_parallel_size,
+        pipeline_parallel=question.pipeline_parallel_size,
+    )
+    draft = _draft_bytes_per_token(question)
+    if found is None or draft is None:
+        return None
+    return replace(found, block_bytes=found.block_bytes + draft * found.block_tokens)
+
+
+def _bytes_per_token(question: Question, *, spread: bool) -> int | None:
+    """Return the bytes of a token on the GPU that holds most, or on all GPUs of an engine together."""
+    stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
+    own = bytes_per_token(
+        question.shape,
+        kv_dtype=question.kv_cache_dtype,
+        tensor_parallel=ranks,
+        pipeline_parallel=stages if spread else 1,
+    )
+    draft = _draft_bytes_per_token(question)
+    return None if own is None or draft is None else (own + draft) * (1 if spread else ranks)
+
+
+def _draft_bytes_per_token(question: Question) -> int | None:
+    if question.draft is None:
+        return 0
+    ranks = question.tensor_parallel_size
+    return bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
 
 
 def _budget(question: Question) -> float | None:
@@ -124,12 +151,15 @@ def _kv_cache(found: Estimate) -> Range | None:
 def fits(found: Estimate) -> bool | None:
     """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
 
-    None where it starts with the low end of the estimates and not with the high one, or something is not known.
+    None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
+    this type of model, or the weights of what is no language model.
     """
+    if found.question.shape.unknown_type is not None:
+        return None
     surely, possibly = _starts(found, worst=True), _starts(found, worst=False)
     if possibly is False:
         return False
-    return True if surely else None
+    return True if surely and not found.question.more_weights else None
 
 
 def _starts(found: Estimate, *, worst: bool) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Final
@@ -39,7 +40,11 @@ def bytes_per_token(
     in full, and states not at all.
     """
     layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    return None if layer is None else ceil(shape.kv_layers / pipeline_parallel) * layer
+    windowed = layer_bytes(windowed_shape(shape), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    if layer is None or windowed is None:
+        return None
+    full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
+    return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
 
 
 def layer_bytes(shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1) -> int | None:
@@ -54,15 +59,25 @@ def layer_bytes(shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: i
     return heads * (ceil((shape.head_size + shape.value_head_size) * value_bytes) + scale_bytes)
 
 
+def windowed_shape(shape: ModelShape) -> ModelShape:
+    """Return the shape as its windowed layers have it."""
+    if shape.windowed_width is None:
+        return shape
+    heads = shape.windowed_kv_heads or shape.kv_heads
+    key = shape.windowed_width // 2
+    return replace(shape, kv_heads=heads, head_size=key, value_head_size=shape.windowed_width - key)
+
+
 def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
     """Return the bytes of KV cache that a token takes on all GPUs of an engine; None where they cannot be known.
 
     They are the same however the engine is spread over its `gpus` (None: not known), unless it could keep copies: of a
-    latent vector on any two, of KV heads on more GPUs than there are heads. A dtype can be one that is not known here,
-    and where layers keep a window or a state, bytes per token do not say what the cache holds.
+    latent vector on any two, of KV heads on more GPUs than there are heads. A dtype or a type of model can be one that
+    is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
     """
     copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.kv_heads
-    return bytes_per_token(shape, kv_dtype=kv_dtype) if shape.keeps_every_token and not copied else None
+    certain = shape.keeps_every_token and shape.unknown_type is None and not copied
+    return bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
 
 
 def token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | None] | None:
@@ -71,33 +86,65 @@ def token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | N
 
 
 def weights_bytes(
-    shape: ModelShape, *, total_bytes: float | None = None, tensor_parallel: int = 1, pipeline_parallel: int = 1
+    shape: ModelShape,
+    *,
+    total_bytes: float | None = None,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    data_parallel: int = 1,
 ) -> int | None:
     """Return the bytes of weights on the GPU that holds most; None where they cannot be counted.
 
     `total_bytes` are those of the whole model, where they are known better than by counting. Tensor parallelism is
-    taken to divide everything: what it repeats (norms, routers, some projections) is about one per cent. The first and
-    the last pipeline stage hold an embedding each.
+    taken to divide everything: what it repeats (norms, routers, some projections) is about one per cent. Data
+    parallelism repeats everything but experts. The first and the last pipeline stage hold an embedding each.
     """
     total = model_bytes(shape) if total_bytes is None else total_bytes
     if total is None:
         return None
-    embedding = (shape.vocabulary or 0) * (shape.hidden_size or 0) * shape.dtype_bytes
-    all_embeddings = embedding if shape.tied_embeddings else 2 * embedding
-    layers = max(0.0, total - all_embeddings) / pipeline_parallel
-    ends = min(total, all_embeddings) if pipeline_parallel == 1 else embedding
-    return ceil((layers + ends) / tensor_parallel)
+    embeddings = (shape.embeddings or 0) * shape.dtype_bytes
+    one = embeddings if shape.tied_embeddings else embeddings / 2
+    layers = max(0.0, total - embeddings)
+    layers *= 1 - _experts_share(shape) * (1 - 1 / data_parallel)
+    ends = min(total, embeddings) if pipeline_parallel == 1 else one
+    return ceil((layers / pipeline_parallel + ends) / tensor_parallel)
+
+
+def _experts_share(shape: ModelShape) -> float:
+    """Return the share of the layers' bytes that belongs to experts."""
+    each = shape.weight_bytes_per_parameter or shape.dtype_bytes
+    counted = (
+        (shape.layer_parameters or 0) - shape.plain_parameters
+    ) * each + shape.plain_parameters * shape.dtype_bytes
+    return shape.expert_parameters * each / counted if counted else 0.0
 
 
 def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
     """Return the bytes of the whole model, of `parameters` or as many as are counted; None where they cannot be.
 
-    Embeddings keep the model's dtype under quantisation.
+    Embeddings, encoders, and what the quantisation leaves out, keep the model's dtype.
     """
-    if shape.vocabulary is None or shape.hidden_size is None:
-        return None if parameters is None else parameters * shape.weight_bytes_per_parameter
-    embeddings = shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
-    layers = shape.layer_parameters if parameters is None else max(0, parameters - embeddings)
+    each = shape.weight_bytes_per_parameter
+    if each is None:
+        return None
+    if shape.embeddings is None:
+        return None if parameters is None else parameters * each
+    others = shape.other_parameters or 0
+    layers = shape.layer_parameters if parameters is None else max(0, parameters - shape.embeddings - others)
     if layers is None:
         return None
-    return layers * shape.weight_bytes_per_parameter + embeddings * shape.dtype_bytes
+    plain = min(layers, shape.plain_parameters)
+    return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
+
+
+def adapters_bytes(shape: ModelShape, *, adapters: int, rank: int, tensor_parallel: int = 1) -> int | None:
+    """Return the bytes of room that vLLM makes on each GPU for so many LoRA adapters; None where they are not known.
+
+    Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism divides one of the two
+    (vLLM 0.32, lora/layers, `create_lora_weights`). Those of the embedding and of the output are as small as one
+    layer's.
+    """
+    if shape.layer_parameters is None:
+        return None
+    values = shape.adapter_whole + shape.adapter_divided / tensor_parallel
+    return ceil(adapters * rank * values * shape.dtype_bytes)

@@ -10,6 +10,7 @@ FULL: Final = frozenset({"full_attention", "attention", "full", "global_attentio
 WINDOWED: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention", "sliding_window"})
 STATEFUL: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv"})
 NOTHING: Final = frozenset({"mlp", "moe", "dense"})
+CHUNKED: Final = "chunked_attention"
 KINDS: Final = FULL | WINDOWED | STATEFUL | NOTHING
 """Names of kinds of layers in `layer_types` and `layers_block_type`; a "hybrid" layer, of two kinds, is not known."""
 
@@ -17,6 +18,7 @@ PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 """Letters of Nemotron-H's `hybrid_override_pattern`."""
 
 
+MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 INPUT_BYTES: Final = 2
 STATE_BYTES: Final = 4
 """Of a value in a state of 32 bits: Nemotron-H's, unless it says otherwise (model_executor/models/config.py)."""
@@ -31,10 +33,12 @@ def kinds(config: Config, layers: int) -> list[str]:
     unknown = sorted({kind for kind in found if kind not in KINDS})
     if unknown:
         raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
+    if len(found) != layers:
+        raise ValueError(f"it has {layers} layers and tells {len(found)}")
     if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
         raise ValueError("which of its layers keep a state is not known here")
     shared = whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
-    return [*found, *["full_attention"] * (layers - len(found))][: layers - shared]
+    return found[: layers - shared]
 
 
 def window(config: Config) -> int | None:
@@ -49,6 +53,9 @@ def _listed(config: Config) -> list[str]:
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
         return [PATTERN.get(letter, letter) for letter in letters]
+    windows = config.get("hybrid_layer_pattern")  # MiMo-V2
+    if isinstance(windows, list):
+        return ["sliding_attention" if flag == 1 else "full_attention" for flag in windows]
     flags = config.get("attn_type_list")  # MiniMax
     if isinstance(flags, list):
         return ["full_attention" if flag == 1 else "linear_attention" for flag in flags]
@@ -68,6 +75,11 @@ def _patterned(config: Config, layers: int) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
+def checkpoints(config: Config) -> int:
+    """Return how many states more than others a layer keeps of a sequence: Mamba-2 the one at the prompt's end."""
+    return int(whole(config, *MAMBA_2_HEADS) is not None)
+
+
 def state_bytes(config: Config) -> int | None:
     """Return the bytes of one sequence in one layer; None for a kind that is not known here.
 
@@ -79,7 +91,7 @@ def state_bytes(config: Config) -> int | None:
         heads, size = needed(config, "linear_num_value_heads"), needed(config, "linear_value_head_dim")
         inputs, state = 2 * keys + heads * size, heads * size * needed(config, "linear_key_head_dim")
         return _bytes(config, state, inputs, whole(config, "linear_conv_kernel_dim"))
-    heads_found = whole(config, "mamba_n_heads", "mamba_num_heads")
+    heads_found = whole(config, *MAMBA_2_HEADS)
     if heads_found is not None:
         width = heads_found * needed(config, "mamba_d_head", "mamba_head_dim")
         size = needed(config, "mamba_d_state", "ssm_state_size")
@@ -92,6 +104,6 @@ def state_bytes(config: Config) -> int | None:
 
 
 def _bytes(config: Config, state: int, inputs: int, kernel: int | None) -> int:
-    said = config.get("mamba_ssm_cache_dtype")
+    said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
     in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")
     return state * (STATE_BYTES if in_full else INPUT_BYTES) + inputs * ((kernel or 1) - 1) * INPUT_BYTES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Final
 
 from vllm_headroom.sizing.fields import Config, part
@@ -16,8 +18,12 @@ DTYPE_BYTES: Final = {
     "float8_e5m2": 1.0,
 }
 
-GROUP_OVERHEAD_BYTES: Final = 2.5 / 128
-"""Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of 128 weights (AutoGPTQ, AutoAWQ)."""
+SCALE_BYTES: Final = 2.5
+"""Four-bit methods keep a 16-bit scale and a 4-bit zero point for each group of weights (AutoGPTQ, AutoAWQ)."""
+
+ZERO_POINT_BYTES: Final = 0.5
+GROUP_OVERHEAD_BYTES: Final = SCALE_BYTES / 128
+LARGEST_GROUP: Final = 2**16
 
 FOUR_BITS: Final = 0.5 + GROUP_OVERHEAD_BYTES
 MXFP4: Final = 0.5 + 1 / 32
@@ -46,6 +52,16 @@ QUANTISED_BYTES: Final = {
 BYTE: Final = 8
 
 
+LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+"""What fp8, AWQ and MXFP4, other ways of fp8, compressed-tensors, and ModelOpt call the modules they leave alone."""
+
+EXPERTS_ONLY: Final = frozenset({"mxfp4"})
+"""Methods of vLLM that quantise nothing but experts (0.32, model_executor/layers/quantization/mxfp4.py)."""
+
+MIXED: Final = "MIXED_PRECISION"
+"""ModelOpt's word for a checkpoint whose modules differ: its bytes are those of its files."""
+
+
 def stored_bytes(config: Config) -> float:
     """Return the bytes of a parameter in the checkpoint: without a dtype it is in 32 bits (transformers' default)."""
     name = config.get("dtype") or config.get("torch_dtype")
@@ -54,18 +70,58 @@ def stored_bytes(config: Config) -> float:
     return DTYPE_BYTES.get(str(name).rsplit(".", 1)[-1], 4.0 if name is None else 2.0)
 
 
-def weight_bytes_per_parameter(config: Config, dtype_bytes: float) -> tuple[float, str | None]:
-    """Return bytes per parameter of the linear layers and the name of the quantisation, None for none."""
+def weight_bytes_per_parameter(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
+    """Return bytes per parameter of the linear layers and the name of the quantisation, None for none.
+
+    The bytes are None for a quantisation whose name does not tell them.
+    """
     found = part(config, "quantization_config", "compression_config")
     if not found:
         return dtype_bytes, None
+    algorithm = str(found.get("quant_algo") or "").upper()
     method = str(found.get("quant_method") or "unknown").replace("-", "_")
+    if algorithm == MIXED:
+        return None, "mixed precision"
+    if method == "modelopt" and algorithm == "NVFP4":
+        method = "modelopt_fp4"
     if method == "bitsandbytes" and found.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
-    bits = _bits(found)
+    weights = _weights(found)
+    bits = _first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
+    if bits is not None and weights.get("type") == "float" and bits < BYTE:
+        return NVFP4, f"{method} {bits}-bit"
     if bits is not None:
-        return bits / BYTE + (GROUP_OVERHEAD_BYTES if bits < BYTE else 0.0), f"{method} {bits}-bit"
-    return QUANTISED_BYTES.get(method, dtype_bytes), method
+        group = _first((found.get("group_size"), weights.get("group_size")))
+        scale = SCALE_BYTES - ZERO_POINT_BYTES if weights.get("symmetric") is True else SCALE_BYTES
+        overhead = scale / group if group else GROUP_OVERHEAD_BYTES
+        return bits / BYTE + (overhead if bits < BYTE else 0.0), f"{method} {bits}-bit"
+    return QUANTISED_BYTES.get(method), method
+
+
+def kept_plain(config: Config) -> Callable[[str], bool]:
+    """Return whether a module, by its name such as "layers.3.mlp.down_proj", is left out of the quantisation.
+
+    Checkpoints name such modules, or what they are in, in full, with wildcards, or by an expression after "re:".
+    """
+    found = part(config, "quantization_config", "compression_config")
+    names: list[object] = next((found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), [])
+    expressions = [_expression(name) for name in names if isinstance(name, str)]
+    only_experts = str(found.get("quant_method")) in EXPERTS_ONLY
+    return lambda module: (
+        (only_experts and ".experts." not in module) or any(each.search(module) for each in expressions)
+    )
+
+
+def _expression(name: str) -> re.Pattern[str]:
+    """Return what finds the name in a module's: parts of it between dots, from the layers on."""
+    try:
+        if name.startswith("re:"):
+            return re.compile(name.removeprefix("re:").removeprefix("^"))
+    except re.error:
+        return re.compile(r"(?!)")
+    inside = name[name.find("layers.") :] if "layers." in name else name
+    wild = re.escape(inside).replace(r"\*", ".*")
+    return re.compile(rf"(?:^|\.){wild}(?:\.|$)")
 
 
 def kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
@@ -82,10 +138,12 @@ def kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     return {"fp8": 1.0, "nvfp4": 9 / 16}.get(str(scheme).lower(), dtype_bytes)
 
 
-def _bits(found: Config) -> int | None:
-    """Return the bits of a weight, of compressed-tensors the first group's."""
+def _weights(found: Config) -> Config:
+    """Return what compressed-tensors and ModelOpt say of weights: of the first group."""
     groups = found.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    weights = part(first, "weights") if isinstance(first, dict) else {}
-    named = (found.get("bits"), found.get("w_bit"), weights.get("num_bits"))
-    return next((bits for bits in named if isinstance(bits, int) and 1 <= bits <= 4 * BYTE), None)
+    return part(first, "weights") if isinstance(first, dict) else {}
+
+
+def _first(named: tuple[object, ...]) -> int | None:
+    return next((value for value in named if isinstance(value, int) and 1 <= value <= LARGEST_GROUP), None)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Final
 
-from vllm_headroom.sizing.footprint import model_bytes
+from vllm_headroom.sizing.footprint import adapters_bytes, model_bytes, weights_bytes
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB
 
 UTILIZATION: Final = 0.92
 """vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
+
+LORA_RANK: Final = 16
+"""vLLM's `max_lora_rank` (config/lora.py)."""
 
 TYPICAL_TOKENS: Final = 2048
 BLOCK_TOKENS: Final = 16
@@ -29,7 +33,8 @@ class Question:
 
     `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these
     are known better than by counting. `gpu_memory_bytes` is one card's total. `kv_cache_memory_bytes` is the KV cache's
-    size when vLLM is told it, and then counts instead of the utilization.
+    size when vLLM is told it, and then counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie
+    in the host's memory. `max_loras` is 0 without adapters. `draft` is the model that speculates.
     """
 
     shape: ModelShape
@@ -38,6 +43,11 @@ class Question:
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    cpu_offload_bytes: float = 0
+    max_loras: int = 0
+    max_lora_rank: int = LORA_RANK
+    draft: ModelShape | None = None
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float = UTILIZATION
     max_model_len: int | None = None
@@ -55,8 +65,40 @@ class Question:
 
     @property
     def gpus(self) -> int:
-        """The GPUs of one engine."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        """The GPUs of all engines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """What weights take of the GPU that holds most, a draft model's and adapters' room among them."""
+        spread = {
+            "tensor_parallel": self.tensor_parallel_size,
+            "pipeline_parallel": self.pipeline_parallel_size,
+            "data_parallel": self.data_parallel_size,
+        }
+        own = weights_bytes(self.shape, total_bytes=self.total_bytes, **spread)
+        draft = 0 if self.draft is None else weights_bytes(self.draft, tensor_parallel=self.tensor_parallel_size)
+        adapters = self.adapters_bytes
+        if own is None or draft is None or adapters is None:
+            return None
+        return max(0, ceil(own - self.cpu_offload_bytes)) + draft + adapters
+
+    @property
+    def more_weights(self) -> bool:
+        """Whether there are weights that are not counted: those of an image or audio encoder."""
+        return self.shape.other_parameters is None and self.checkpoint_bytes is None and self.parameters is None
+
+    @property
+    def adapters_bytes(self) -> int | None:
+        """What vLLM reserves on each GPU for LoRA adapters; None where that is not known."""
+        if not self.max_loras:
+            return 0
+        return adapters_bytes(
+            self.shape,
+            adapters=self.max_loras,
+            rank=self.max_lora_rank,
+            tensor_parallel=self.tensor_parallel_size,
+        )
 
 
 def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
@@ -67,12 +109,21 @@ def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
 
 def unusable(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
-    shape, ranks, stages = question.shape, question.tensor_parallel_size, question.pipeline_parallel_size
+    shape, ranks = question.shape, question.tensor_parallel_size
     heads, kv_heads = shape.attention_heads, shape.kv_heads
     if heads is not None and heads % ranks:
         return f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads"
     if shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads):
         return f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other"
+    if shape.expert_parameters == 0 and question.data_parallel_size > 1 and not shape.layer_parameters:
+        return f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here"
+    if question.draft is not None and not (shape.keeps_every_token and question.draft.keeps_every_token):
+        return "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here"
+    return _unusable_sizes(question)
+
+
+def _unusable_sizes(question: Question) -> str | None:
+    shape, stages = question.shape, question.pipeline_parallel_size
     if stages > shape.layers:
         return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"
     if question.max_num_batched_tokens < question.max_num_seqs:

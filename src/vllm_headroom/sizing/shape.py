@@ -9,20 +9,30 @@ from dataclasses import dataclass
 class ModelShape:
     """What a model's configuration says of its size; None where it does not.
 
-    `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens`, and
-    `stateful_layers` keep `state_bytes` of each sequence instead. `latent_width` is what multi-head latent attention
-    keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts together.
-    `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
-    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `layer_parameters` are those that
-    `weight_bytes_per_parameter` is said of; `other_parts` are no language model's, such as an image encoder.
+    `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
+    since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
+    `state_checkpoints` times more than others. `windowed_width` is the values that a windowed layer keeps of a token in
+    each of `windowed_kv_heads`, where these differ from a full one's. `latent_width` is what multi-head latent
+    attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
+    together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
+    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. Of `layer_parameters`, all but
+    `plain_parameters` are those that `weight_bytes_per_parameter` is said of, and `expert_parameters` belong to
+    experts. An adapter of rank 1 adds `adapter_whole` values to all of them, and `adapter_divided` that tensor
+    parallelism divides. `tied_embeddings` also says that there is no output to have weights. `other_parameters` are no
+    language model's, but those of an image or audio encoder; None where they are not told. `unknown_type` names a type
+    of model that nobody has checked to be understood here.
     """
 
     layers: int
     full_layers: int
     windowed_layers: int = 0
     window_tokens: int | None = None
+    chunked: bool = False
+    windowed_kv_heads: int | None = None
+    windowed_width: int | None = None
     stateful_layers: int = 0
     state_bytes: int | None = None
+    state_checkpoints: int = 0
     attention_heads: int | None = None
     kv_heads: int
     head_size: int
@@ -34,13 +44,18 @@ class ModelShape:
     experts_per_token: int = 1
     tied_embeddings: bool = False
     layer_parameters: int | None = None
-    other_parts: bool = False
+    plain_parameters: int = 0
+    expert_parameters: int = 0
+    adapter_whole: int = 0
+    adapter_divided: int = 0
+    other_parameters: int | None = 0
     max_model_len: int | None = None
     dtype_bytes: float = 2.0
     stored_bytes: float = 2.0
     kv_dtype_bytes: float = 2.0
-    weight_bytes_per_parameter: float = 2.0
+    weight_bytes_per_parameter: float | None = 2.0
     quantisation: str | None = None
+    unknown_type: str | None = None
 
     @property
     def kv_layers(self) -> int:
@@ -50,4 +65,11 @@ class ModelShape:
     @property
     def keeps_every_token(self) -> bool:
         """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
-        return self.windowed_layers == 0 and self.stateful_layers == 0
+        return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
+
+    @property
+    def embeddings(self) -> int | None:
+        """The parameters of the embedding and of the output; None where they are not told."""
+        if self.vocabulary is None or self.hidden_size is None:
+            return None
+        return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)

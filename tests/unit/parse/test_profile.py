@@ -9,7 +9,7 @@ from vllm_headroom.model import EngineReading
 from vllm_headroom.parse.profile import INPUTS, Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
-STEPS = {"kv_blocks", "kv_block_tokens"}
+STEPS = {"kv_blocks", "kv_block_tokens", "kv_used_tokens"}
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
@@ -17,7 +17,14 @@ def test_a_profile_fills_fields_of_a_reading(profile: Profile) -> None:
     known = {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
 
     assert {fact.field for fact in profile.facts} <= known | STEPS
-    assert len({fact.field for fact in profile.facts}) == len(profile.facts)
+    assert len(set(profile.facts)) == len(profile.facts)
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_a_profile_says_of_every_input_that_it_offers_it_or_why_not(profile: Profile) -> None:
+    offered, absent = [name for name, _ in profile.inputs], [name for name, _ in profile.absent]
+
+    assert sorted((*offered, *absent)) == sorted(name for name, _ in INPUTS)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
@@ -56,16 +63,19 @@ def test_vllm_offers_these_inputs_in_this_order() -> None:
 def test_the_names_are_every_prefix_with_every_family_and_the_plain_ones() -> None:
     profile = Profile(
         name="x",
+        product="X",
+        switch="always",
         prefixes=("x:", "x."),
         facts=(
-            Fact(field="running", families=("running", "busy")),
+            Fact(field="running", families=("running+rushing", "busy")),
             Fact(field="started_at_seconds", families=("start",), prefixed=False),
         ),
     )
-    candidates = ["x:running", "x.busy", "start", "x:start", "running", "xxbusy", "x:running_created"]
+    candidates = ["x:running", "x:rushing", "x.busy", "start", "x:start", "running", "xxbusy", "x:running_created"]
 
     assert [name for name in candidates if re.fullmatch(profile.names_pattern, name)] == [
         "x:running",
+        "x:rushing",
         "x.busy",
         "start",
     ]

@@ -11,9 +11,13 @@ from vllm_headroom.sizing.shape import ModelShape
 FOLDER: Final = Path(__file__).parent / "testdata"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
 
+CHECKED: Final = Path(__file__).parent / "configurations"
+"""More of them, and the defaults of transformers' classes, to be compared with what vLLM makes of them."""
+
 
 def config_text(name: str) -> str:
-    return (FOLDER / f"{name}.json").read_text(encoding="utf-8")
+    folder = FOLDER if name in NAMES else CHECKED
+    return (folder / f"{name}.json").read_text(encoding="utf-8")
 
 
 def model(name: str, **overrides: Any) -> ModelShape:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.sizing.models import model
 from vllm_headroom.sizing.footprint import (
     KV_DTYPES,
+    adapters_bytes,
     bytes_per_token,
     engine_bytes_per_token,
     model_bytes,
@@ -140,6 +141,10 @@ def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
         ("deepseek-v3", 672.9),  # 669.2 in 8 bits and the embeddings in 16
         ("qwen2.5-7b-awq", 5.57),  # what its checkpoint weighs
         ("gemma-2-9b", 18.5),
+        ("gpt-oss-20b", 13.75),  # of its checkpoint, 13.76
+        ("llama-3.1-405b-instruct-fp8", 487.2),  # whose attention, first and last layer are in 16 bits
+        ("kimi-k2.5", 594.8),
+        ("qwen3-30b-a3b-fp8", 31.17),
         ("tiny", 0.001114),
     ],
 )
@@ -148,7 +153,7 @@ def test_weights_of_public_models(name: str, gigabytes: float) -> None:
 
 
 def test_weights_that_cannot_be_counted_are_not_known_and_can_be_said() -> None:
-    shape = model("nemotron-nano-9b-v2")
+    shape = replace(model("nemotron-nano-9b-v2"), layer_parameters=None)
 
     assert model_bytes(shape) is None
     assert weights_bytes(shape) is None
@@ -172,3 +177,34 @@ def test_ranks_hold_all_weights_between_them(total: int, ranks: int, stages: int
     assert one is not None
     assert one * ranks * stages >= total
     assert stages > 1 or one <= ceil(total / ranks)
+
+
+def test_data_parallelism_divides_experts_alone() -> None:
+    dense, sparse = model("llama-3.1-70b"), model("mixtral-8x7b")
+    experts = 32 * 8 * 3 * 4096 * 14336 * 2
+
+    assert weights_bytes(dense, data_parallel=4) == weights_bytes(dense)
+    assert (weights_bytes(sparse) or 0) - (weights_bytes(sparse, data_parallel=4) or 0) == experts * 3 // 4
+
+
+def test_adapters_take_the_inputs_and_outputs_of_every_matrix_times_their_rank() -> None:
+    shape = model("llama-3.1-8b")
+    attention = (4096 + 4096) + 2 * (4096 + 1024) + (4096 + 4096)
+    one = 2 * 32 * (attention + 3 * (4096 + 14336))
+
+    assert adapters_bytes(shape, adapters=1, rank=1) == one
+    assert adapters_bytes(shape, adapters=3, rank=16) == 3 * 16 * one
+    assert one / 2 < (adapters_bytes(shape, adapters=1, rank=1, tensor_parallel=2) or 0) < one
+    assert adapters_bytes(replace(shape, layer_parameters=None), adapters=1, rank=1) is None
+
+
+def test_an_encoder_keeps_nothing_and_has_no_output() -> None:
+    shape = model("multilingual-e5-large")
+
+    assert bytes_per_token(shape) == 0
+    assert not shape.keeps_every_token
+    assert shape.tied_embeddings
+
+
+def test_a_type_that_nobody_checked_has_no_certain_bytes() -> None:
+    assert engine_bytes_per_token(replace(model("llama-3.1-8b"), unknown_type="of tomorrow"), "auto", 1) is None

@@ -34,7 +34,7 @@ def layout(name: str, ranks: int = 1) -> KvLayout:
         ("gpt-oss-20b", 1, 131_072, 3_627_417_600),
         ("qwen3-next-80b-a3b", 1, 100, 93_585_408),
         ("qwen3-next-80b-a3b", 2, 131_072, 1_651_113_984),
-        ("nemotron-nano-9b-v2", 1, 4_096, 386_924_544),
+        ("nemotron-nano-9b-v2", 1, 4_096, 537_395_200),
         ("tiny", 1, 4_096, 2_097_152),
     ],
 )

@@ -26,6 +26,7 @@ PARAMETERS: Final = {
     "llama-3.1-8b": 8_030_261_248,
     "mistral-7b-v0.1": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
+    "nemotron-nano-9b-v2": 8_888_227_328,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-7b-awq": 7_615_616_512,
     "qwen2.5-7b-gptq-int8": 7_615_616_512,
@@ -62,9 +63,8 @@ def test_parameters_are_counted_to_a_per_cent(name: str) -> None:
     assert counted(model(name)) == pytest.approx(PARAMETERS[name], rel=0.01)
 
 
-def test_every_configuration_has_its_parameters_or_none() -> None:
-    assert [name for name in NAMES if model(name).layer_parameters is None] == ["nemotron-nano-9b-v2"]
-    assert set(PARAMETERS) == set(NAMES) - {"nemotron-nano-9b-v2"}
+def test_every_configuration_has_its_parameters() -> None:
+    assert set(PARAMETERS) == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,9 +131,15 @@ def test_a_window_that_is_switched_off_is_none() -> None:
     assert model("qwen2.5-7b").windowed_layers == 0
 
 
-def test_an_image_encoder_is_noticed() -> None:
-    assert model("gemma-3-27b-it").other_parts
-    assert not model("gemma-2-9b").other_parts
+def test_an_image_encoder_is_counted_where_its_sizes_are_told() -> None:
+    told = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
+    siglip, untold = changed("gemma-3-27b-it", vision_config=told), changed("gemma-3-27b-it", vision_config={"x": 1})
+
+    assert isinstance(siglip, ModelShape)
+    assert isinstance(untold, ModelShape)
+    assert siglip.other_parameters == pytest.approx(417_000_000, rel=0.02)
+    assert untold.other_parameters is None
+    assert model("gemma-2-9b").other_parameters == 0
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,7 @@ def test_sizes_from_elsewhere_count_in_place_of_the_files() -> None:
         ("{}", "it is not a model's configuration that is understood here: num_hidden_layers is missing"),
         (
             '{"num_hidden_layers": 2}',
-            "it is not a model's configuration that is understood here: num_key_value_heads is missing",
+            "it is not a model's configuration that is understood here: head_dim is missing",
         ),
         (
             '{"num_hidden_layers": 2, "num_key_value_heads": 1}',

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import model
-from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+from vllm_headroom.sizing.quantisation import kept_plain, kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,15 @@ def test_a_parameter_weighs_what_its_quantisation_says(
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, (0.5625, "bitsandbytes")),
         ({"quant_method": "modelopt_fp4"}, (0.5625, "modelopt_fp4")),
         ({"quant_method": "fbgemm-fp8"}, (1.0, "fbgemm_fp8")),
-        ({"quant_method": "of tomorrow"}, (2.0, "of tomorrow")),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": None}}, (2.0, "compressed_tensors")),
+        ({"quant_method": "of tomorrow"}, (None, "of tomorrow")),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": None}}, (None, "compressed_tensors")),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, (0.5625, "modelopt_fp4")),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, (None, "mixed precision")),
+        (
+            {"quant_method": "modelopt", "config_groups": {"0": {"weights": {"num_bits": 4, "type": "float"}}}},
+            (0.5625, "modelopt 4-bit"),
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, (0.578125, "awq 4-bit")),
         ({"quant_method": "gptq", "bits": "4"}, (0.51953125, "gptq")),
         ({}, (2.0, None)),
         ("fp8", (2.0, None)),
@@ -77,3 +84,24 @@ def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scal
     found: Any, expected: float
 ) -> None:
     assert kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "module", "expected"),
+    [
+        ({"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, "layers.0.mlp.down_proj", True),
+        ({"modules_to_not_convert": ["model.layers.0.mlp.down_proj"]}, "layers.10.mlp.down_proj", False),
+        ({"modules_to_not_convert": ["model.layers.1"]}, "layers.10.mlp.down_proj", False),
+        ({"modules_to_not_convert": ["model.layers.*.self_attn"]}, "layers.7.self_attn.q_proj", True),
+        ({"modules_to_not_convert": ["visual"]}, "layers.7.self_attn.q_proj", False),
+        ({"ignore": ["re:.*self_attn.*", "lm_head"]}, "layers.7.self_attn.q_proj", True),
+        ({"ignore": ["re:^model.layers.3.mlp.*"]}, "layers.7.mlp.up_proj", False),
+        ({"ignore": ["re:("]}, "layers.7.mlp.up_proj", False),
+        ({"exclude_modules": ["model.language_model.layers.2.linear_attn*"]}, "layers.2.linear_attn.in_proj", True),
+        ({"quant_method": "mxfp4"}, "layers.2.self_attn.q_proj", True),
+        ({"quant_method": "mxfp4"}, "layers.2.mlp.experts.up_proj", False),
+        ({}, "layers.2.mlp.experts.up_proj", False),
+    ],
+)
+def test_modules_that_the_quantisation_leaves_out_are_told_by_name(found: Any, module: str, *, expected: bool) -> None:
+    assert kept_plain({"quantization_config": found})(module) is expected

@@ -9,9 +9,9 @@ from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import VLLM, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.look import PATIENCE_SECONDS
-from vllm_headroom.daemon.transitions import NOTHING_OFFERED
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse import nothing_found
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.vocabulary import Reason
 
@@ -40,6 +40,7 @@ WITHOUT_AN_ANSWER: Final = (
 SOMEWHERE: Final = setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
     "# HOST is 127.0.0.1 in the same pod, PORT is vLLM's --port, or 8000",
+    "# trtllm-serve has its page at /prometheus/metrics",
 )
 
 WAIT: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
@@ -57,7 +58,7 @@ def engine(sight: Sight) -> Finding:
     return Finding(
         name=Name.ENGINE,
         state=State.MISSING,
-        text=f"{sight.url} answers, but {NOTHING_OFFERED}",
+        text=f"{sight.url} answers, but {nothing_found(sight.page)}",
         details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
         absent=WITHOUT_THE_PAGE,
         fixes=tuple(fixes),
@@ -88,9 +89,9 @@ def _hints(sight: Sight, *, gave_up: bool) -> Iterator[str]:
     if gave_up:
         yield f"the daemon waits {sight.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
     if _is_loading(sight):
-        yield "its processes run here: while vLLM loads its model, which can take minutes, it does not listen"
+        yield "its processes run here: while an engine loads its model, which can take minutes, it does not listen"
     elif sight.served_port not in {None, port_of(sight.url)}:
-        yield f"a vLLM that runs here was given port {sight.served_port}"
+        yield f"an engine that runs here serves port {sight.served_port}"
 
 
 def _is_loading(sight: Sight) -> bool:

@@ -17,7 +17,7 @@ from vllm_headroom.parse import parse_engines
 from vllm_headroom.parse.version import server_version
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.proc.files import command
-from vllm_headroom.scrape.proc.roots import served_port
+from vllm_headroom.scrape.proc.servers import served_port
 from vllm_headroom.scrape.worker import Worker
 
 ASIDE_SECONDS: Final = 1.0
@@ -53,7 +53,7 @@ async def look(settings: Settings, proc: Path) -> Sight:
     )
     return Sight(
         url=without_secrets(url),
-        page=text if isinstance(text, Failure) else parse_engines(text),
+        page=text if isinstance(text, Failure) else parse_engines(text, settings.profile),
         version=server_version(about) if isinstance(about, str) else None,
         readings=here.readings,
         gpus=here.gpus,

@@ -15,6 +15,9 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.parse import profile_of
+from vllm_headroom.parse.profile import Profile
+from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB
@@ -62,8 +65,12 @@ def engine_inputs(sight: Sight) -> Finding:
         return Finding(name=Name.ENGINE_INPUTS, state=State.UNKNOWN, text=NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
     wanted = needed(page)
+    profile = profile_of(page.profile)
     spare = ", ".join(name for name, found in page.inputs if not found and name not in wanted)
-    details = (f"not offered, and no series is absent for it: {spare}",) if spare else ()
+    details = (
+        *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
+        *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
+    )
     if not wanted:
         return Finding(name=Name.ENGINE_INPUTS, state=State.OK, text=offered, details=details)
     has_served = any(engine.prompt_tokens_total for engine in page.engines)
@@ -74,8 +81,14 @@ def engine_inputs(sight: Sight) -> Finding:
         text=f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
         absent=lost(wanted, page),
-        fixes=(NEWER if has_served else _first_request(sight, page),),
+        fixes=(_newer(profile) if has_served else _first_request(sight, page),),
     )
+
+
+def _newer(profile: Profile) -> Fix:
+    if profile.name == VLLM_ENGINE.name:
+        return NEWER
+    return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
 
 def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
@@ -87,7 +100,9 @@ def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
     for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
         return Finding(name=name, state=State.OK, text=_report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
-    given, untold = "vLLM was given --kv-cache-memory-bytes", "vLLM does not tell one gpu_memory_utilization"
+    product = profile_of(page.profile).product
+    given = f"{product} was given --kv-cache-memory-bytes"
+    untold = f"{product} does not tell one gpu_memory_utilization"
     return Finding(
         name=name,
         state=State.MISSING,

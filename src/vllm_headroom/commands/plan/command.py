@@ -19,7 +19,7 @@ from vllm_headroom.sizing.estimate import estimate, fits
 from vllm_headroom.sizing.footprint import KV_DTYPES
 from vllm_headroom.sizing.model_file import NAME
 from vllm_headroom.sizing.quantisation import QUANTISED_BYTES
-from vllm_headroom.sizing.question import BLOCK_TOKENS, TYPICAL_TOKENS, UTILIZATION
+from vllm_headroom.sizing.question import BLOCK_TOKENS, LORA_RANK, TYPICAL_TOKENS, UTILIZATION
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import VLLM_NUMBER, size_bytes, vllm_number
 
@@ -51,6 +51,9 @@ THOUSANDS: Final = {"": 0, "K": 1, "M": 2, "B": 3, "T": 4}
 MOST_PARAMETERS: Final = 10**14
 
 
+MOST_GIBIBYTES: Final = 2**20
+
+
 def options(parser: Parser) -> None:
     """Add the options to the parser."""
     card = "of one card in all"
@@ -67,6 +70,7 @@ def options(parser: Parser) -> None:
 def _model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model-config", metavar="PATH", type=FILE, help=f"its {NAME}, or the folder of it and the weights")
+    add("--draft-model-config", metavar="PATH", type=FILE, help="the same of the model that speculates")
     for name, _, meaning in SIZES:
         add(f"--{name.replace('_', '-')}", metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
     parameters = Value(read=_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
@@ -84,6 +88,14 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     _choice(group, ("--kv-cache-dtype",), ("auto", *KV_DTYPES), "auto is the model's own", default="auto")
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
+    add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
+    offload = Value(read=_gibibytes, accepts="a number of GiB, such as 10")
+    add("--enable-expert-parallel", action="store_true", help="taken as it is: experts weigh the same either way")
+    add("--cpu-offload-gb", metavar="GIB", type=offload, default=0.0, help="of each GPU's weights, on the host")
+    add("--enable-lora", action="store_true", help="room for adapters")
+    add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")
+    add("--max-lora-rank", metavar="N", type=COUNT, default=LORA_RANK, help=f"default {LORA_RANK}")
+    add("--language-model-only", action="store_true", help="no image or audio encoder")
     add("--max-model-len", metavar="TOKENS", type=TOKENS, help="of prompt and answer; default the model's limit")
     add("--max-num-seqs", metavar="N", type=COUNT, help="default 256; from 70 GiB 1024, but for an A100")
     batched = "default 2048; from 70 GiB 8192, but for an A100; from 160 GiB 16384"
@@ -113,6 +125,13 @@ def _parameters(text: str) -> int:
 
 def _cache_bytes(text: str) -> int:
     return vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text)
+
+
+def _gibibytes(text: str) -> float:
+    found = float(text)
+    if not 0 <= found <= MOST_GIBIBYTES:
+        raise ValueError
+    return found
 
 
 STATUS: Final = {True: 0, False: 1, None: 2}

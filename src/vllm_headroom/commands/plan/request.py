@@ -13,6 +13,7 @@ from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
 from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.units import GIB
 
 SIZES: Final = (
     ("layers", "num_hidden_layers", "hidden layers"),
@@ -37,12 +38,15 @@ def question(given: argparse.Namespace) -> Question:
     sequences = given.max_num_seqs or sequences
     told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
     told |= {
-        "shape": _served(shape, given.dtype, given.quantization),
+        "shape": _served(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
         "checkpoint_bytes": checkpoint,
         "parameters": parameters,
         "max_model_len": given.max_model_len or shape.max_model_len,
         "max_num_seqs": sequences,
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
+        "max_loras": given.max_loras if given.enable_lora else 0,
+        "cpu_offload_bytes": given.cpu_offload_gb * GIB,
+        "draft": _draft(given.draft_model_config),
     }
     asked = Question(**told)
     if problem := unusable(asked):
@@ -56,11 +60,21 @@ def _shape(given: argparse.Namespace) -> ModelShape | str:
         overrides["multi_query"] = False
     if given.model_config is not None:
         shape = read_model(given.model_config, overrides)
-        return f"{given.model_config}: {shape}" if isinstance(shape, str) else shape
+        if isinstance(shape, str):
+            return f"{given.model_config}: {shape}"
+        told = all(getattr(given, name) is not None for name in ALONE)
+        return replace(shape, unknown_type=None) if told else shape
     missing = [_flag(name) for name in ALONE if getattr(given, name) is None]
     if missing:
         return f"without --model-config it needs {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
     return parse_model_config("{}", overrides)
+
+
+def _draft(path: Path | None) -> ModelShape | None:
+    shape = None if path is None else read_model(path)
+    if isinstance(shape, str):
+        raise BadInput(f"{path}: {shape}")
+    return shape
 
 
 def _flag(name: str) -> str:
@@ -83,9 +97,11 @@ def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, 
     return (found, None) if given.quantization is None else (None, None)
 
 
-def _served(shape: ModelShape, dtype: str, quantization: str | None) -> ModelShape:
+def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
     """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
     changed: dict[str, Any] = {}
+    if language_model_only:
+        changed["other_parameters"] = 0
     if dtype != "auto":
         size = DTYPE_BYTES[dtype]
         changed["dtype_bytes"] = size
@@ -94,5 +110,6 @@ def _served(shape: ModelShape, dtype: str, quantization: str | None) -> ModelSha
         if shape.quantisation is None:
             changed["weight_bytes_per_parameter"] = size
     if quantization is not None:
-        changed |= {"weight_bytes_per_parameter": QUANTISED_BYTES[quantization], "quantisation": quantization}
+        told = {"weight_bytes_per_parameter": QUANTISED_BYTES[quantization], "quantisation": quantization}
+        changed |= told | {"plain_parameters": 0}
     return replace(shape, **changed)

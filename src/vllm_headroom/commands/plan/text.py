@@ -28,7 +28,11 @@ def text(found: Estimate) -> Iterator[str]:
 def _heading(found: Estimate) -> Iterator[str]:
     question, shape = found.question, found.question.shape
     yield f"The model: {', '.join(_model(shape))}."
-    spread = (("tensor", question.tensor_parallel_size), ("pipeline", question.pipeline_parallel_size))
+    spread = (
+        ("tensor", question.tensor_parallel_size),
+        ("pipeline", question.pipeline_parallel_size),
+        ("data", question.data_parallel_size),
+    )
     ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
     card = "size not given" if question.gpu_memory_bytes is None else gib(question.gpu_memory_bytes)
     yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
@@ -56,6 +60,12 @@ def _memory(found: Estimate) -> Iterator[str]:
         usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
         yield _line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
     yield _line("weights", found.weights, _weights_source(found))
+    if question.max_loras:
+        yield _line(
+            "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
+        )
+    if question.cpu_offload_bytes:
+        yield _line("  beside them on the host", question.cpu_offload_bytes)
     batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
     yield _line("activations", found.activations, f"{batch} in a batch, or {logits}")
     yield _line("CUDA graphs", found.graphs)
@@ -87,6 +97,9 @@ def _cache(found: Estimate) -> Iterator[str]:
     part = "" if question.shape.keeps_every_token else f" in {layout.block_layers} layers"
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}{part}"
     yield "KV cache"
+    if not layout.block_bytes:
+        yield "  none: the model keeps nothing of a sequence"
+        return
     yield f"  {bound}{found.bytes_per_token:,} bytes per token, {block}"
     if question.gpus > 1:
         yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"

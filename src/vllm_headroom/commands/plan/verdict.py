@@ -12,9 +12,12 @@ from vllm_headroom.units import GIB, gib
 def unknown(found: Estimate) -> list[str]:
     """Return what is not known and would be needed to tell whether it fits, each with the options that say it."""
     question = found.question
+    kind = question.shape.unknown_type
     needs = (
+        (None if kind else "", f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)"),
         (question.gpu_memory_bytes, "the card (--gpu-memory)"),
         (found.weights, "the weights (--parameters)"),
+        (None if question.more_weights else "", "the image or audio encoder's weights (--parameters)"),
         (found.activations, "the activations (--hidden-size and --vocabulary)"),
         (question.max_model_len, "the length (--max-model-len)"),
     )
@@ -62,6 +65,8 @@ def _margin(found: Estimate) -> str:
 
 def _all_at_once(found: Estimate) -> str:
     length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
+    if not found.layout.block_bytes:
+        return "It keeps nothing of a sequence: there is no KV cache."
     at_once = int(found.sequences(length) or 0)
     if at_once >= sequences:
         return f"All {sequences:,} sequences of {length:,} tokens fit at once."
@@ -105,8 +110,17 @@ def _copies(found: Estimate) -> Iterator[str]:
 
 def _left_out(found: Estimate) -> Iterator[str]:
     question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
-    if question.shape.other_parts and question.checkpoint_bytes is None and question.parameters is None:
+    if question.shape.unknown_type is not None:
+        yield (
+            f"Nobody has checked models of type {question.shape.unknown_type!r} to keep what vLLM keeps of them: the"
+            " figures take their layers for those of a usual decoder."
+        )
+    if question.more_weights:
         yield "The weights are the language model's alone: an image or audio encoder's come on top."
+    if question.shape.other_parameters != 0:
+        yield "The profiling run of an image or audio encoder comes on top of the activations."
+    if question.draft is not None:
+        yield "The draft model is counted whole; one that shares its embeddings takes less."
     if card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
             f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"

@@ -7,9 +7,8 @@ from typing import Final
 
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import Name, State, Step
-from vllm_headroom.daemon.transitions import NOTHING_OFFERED
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse import nothing_found, parse_engines
 
 POLL_SECONDS: Final = 0.5
 COUNTED_SECONDS: Final = 15.0
@@ -56,7 +55,7 @@ async def counted(
 
 def offered(page: EnginePage | Failure) -> Step:
     """Return what the page offers when there is no completion to count."""
-    problem = _lacking(page, NOTHING_OFFERED)
+    problem = _lacking(page, "" if isinstance(page, Failure) else nothing_found(page))
     if isinstance(page, Failure) or problem is not None:
         return Step(Name.METRICS, State.FAILED, problem or "")
     text = f"{_inputs(page)}; there is no completion to look for in them"

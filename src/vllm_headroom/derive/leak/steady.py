@@ -164,6 +164,8 @@ def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
         bytes_per_request=leaked / done if done > 0 else None,
         by_requests=done > 0,
         leaked_bytes=leaked,
+        pace=rate,
+        fastest=rate + half_width,
         oom_seconds=None if room_bytes is None else max(0.0, room_bytes) / rate,
         oom_seconds_lower=None if room_bytes is None else max(0.0, room_bytes) / (rate + half_width),
     )

@@ -14,11 +14,16 @@ def _counter(field: str, *names: str) -> Fact:
     return Fact(field=field, families=tuple(spelt for name in names for spelt in (f"{name}_total", name)))
 
 
+ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe tells them, or the budget stands in"),)
+
 VLLM: Final = Profile(
     name="vllm",
+    product="vLLM",
+    switch="without --disable-log-stats",
     prefixes=("vllm:", "ray_vllm:", "ray_vllm_", "vllm_"),
     repeat_labels=("pid",),  # one series per API server, of which one is true and the others are 0
     replica_labels=("ReplicaId",),
+    absent=ABSENT,
     texts=(
         TextFact(
             field="kv_cache_dtype",
@@ -48,7 +53,7 @@ VLLM: Final = Profile(
         Fact(  # V0 up to 0.9.0; -1 when prefix caching is off
             field="prefix_hit_lifetime_ratio", families=("gpu_prefix_cache_hit_rate",), combine=Combine.MEAN
         ),
-        Fact(field="awake", families=("engine_sleep_state",), where=("sleep_state", "awake")),  # 0.11.1 and newer
+        Fact(field="awake", families=("engine_sleep_state",), where=("sleep_state", ("awake",))),  # 0.11.1 and newer
         Fact(
             field="gpu_memory_utilization_ratio", families=_INFO, label="gpu_memory_utilization", combine=Combine.SAME
         ),

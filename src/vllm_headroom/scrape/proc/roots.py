@@ -1,4 +1,4 @@
-"""Which of the vLLM engines in sight is the one that serves a port."""
+"""Which of the engines in sight is the one that serves a port."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roles import named_role, serves
-
-_DEFAULT_PORT: Final = 8000
-_PORT_ELSEWHERE: Final = frozenset({"--config", "--uds", "--headless"})
-"""With these a server's port is in a file, or it has none (vllm/entrypoints/openai/cli_args.py, cli/serve.py)."""
+from vllm_headroom.scrape.proc.roles import named_role
+from vllm_headroom.scrape.proc.servers import served_port, server_of
 
 _INIT: Final = 1
 
@@ -41,18 +38,18 @@ def engine_roots(
 
     `by_port` is the last choice's and `before` its roots that still run; `command_of` gives whole commands.
 
-    A root is a process of vLLM's with none of vLLM's above it. One server is the engine whatever its port, as a proxy
-    or a port mapping may stand before it, unless one with the port has been seen: then another is a neighbour, and the
-    engine is down. Of several servers it is the one with the port, and of several with the port the one that was chosen
-    before: a stranger under its name takes nothing else of it. Beside a server, an engine core without one is a
-    leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any server,
-    cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has taken over
-    from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: they are the
-    engine's where there is but one, and where there are several, none is chosen.
+    A root is a process of an engine's with none of an engine's above it. One server is the engine whatever its port, as
+    a proxy or a port mapping may stand before it, unless one with the port has been seen: then another is a neighbour,
+    and the engine is down. Of several servers it is the one with the port, and of several with the port the one that
+    was chosen before: a stranger under its name takes nothing else of it. Beside a server, an engine core without one
+    is a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any
+    server, cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has
+    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: they are
+    the engine's where there is but one, and where there are several, none is chosen.
     """
     tops = _tops(entries)
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
-    servers = [(pid,) for pid in tops if serves(entries[pid].command)]
+    servers = [(pid,) for pid in tops if server_of(entries[pid].command)]
     engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
     matching = [server for server in servers if served_port(command_of(server[0])) == port]
     by_port = by_port or len(matching) == 1
@@ -65,21 +62,6 @@ def engine_roots(
         return Choice(roots=actors, by_port=by_port)
     is_down = by_port and not candidates
     return Choice(ambiguous=0 if is_down else len(engines), by_port=by_port)
-
-
-def served_port(command: tuple[str, ...]) -> int | None:
-    """Return the port that a server's command line names, else vLLM's default; None where it does not tell."""
-    if not command or not serves(command):
-        return None
-    port = None
-    for argument, following in zip(command, (*command[1:], ""), strict=True):
-        name, joined, value = argument.partition("=")
-        if name == "--port":
-            port = value if joined else following
-    if port is not None:
-        return int(port) if port.isdecimal() else None
-    elsewhere = _PORT_ELSEWHERE & {argument.partition("=")[0] for argument in command}
-    return None if elsewhere else _DEFAULT_PORT
 
 
 def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:

@@ -103,7 +103,7 @@ def test_a_vllm_that_runs_here_with_another_port_is_named(tmp_path: Path) -> Non
 
     found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")[Name.ENGINE]
 
-    assert found.details == ("a vLLM that runs here was given port 8123",)
+    assert found.details == ("an engine that runs here serves port 8123",)
     assert lines(found) == ["HEADROOM_ENGINE_URL=http://127.0.0.1:8123/metrics"]
 
 
@@ -114,7 +114,7 @@ def test_a_vllm_that_runs_here_and_does_not_listen_may_be_loading(tmp_path: Path
     found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")[Name.ENGINE]
 
     assert found.state is State.MISSING
-    assert "while vLLM loads its model" in found.details[0]
+    assert "while an engine loads its model" in found.details[0]
     assert lines(found)[0] == "Application startup complete."
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.recorded import FOLDER
+from tests.contract.recorded import FOLDER, OTHERS
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.commands.doctor.finding import Finding, Name, State
+
+SGLANG = ('sglang:num_running_reqs{model_name="m"} 1', 'sglang:prompt_tokens_total{model_name="m"} 5')
 
 
 def offers(metrics: str, name: Name, **settings: str) -> Finding:
@@ -107,3 +109,24 @@ def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page
 
     assert (told.state, untold.state) == (State.OK, State.MISSING)
     assert any("HEADROOM_MODEL_CONFIG=" in line for line in lines(untold))
+
+
+def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
+    found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), Name.ENGINE_INPUTS)
+
+    assert found.state is State.OK
+    untold = "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told"
+    assert untold in found.details
+
+
+def test_another_engines_older_version_is_not_told_to_take_a_newer_vllm() -> None:
+    found = offers("".join(f"{line}\n" for line in SGLANG), Name.ENGINE_INPUTS)
+
+    assert found.state is State.MISSING
+    assert [fix.where for fix in found.fixes] == ["in SGLang's image"]
+
+
+def test_bytes_that_an_engine_tells_are_what_memory_is_compared_with() -> None:
+    found = offers((OTHERS / "tensorrt-llm.prom").read_text(), Name.REPORTED_MEMORY)
+
+    assert (found.state, found.text) == (State.OK, "the engine reports 70.0 GiB on each GPU")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sizing.models import FOLDER, model
+from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, model
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.plan.command import COMMAND
 from vllm_headroom.sizing.estimate import Estimate, estimate
@@ -36,7 +36,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> Answer:
 
 
 def of(name: str) -> tuple[str, str]:
-    return "--model-config", str(FOLDER / f"{name}.json")
+    return "--model-config", str((FOLDER if name in NAMES else CHECKED) / f"{name}.json")
 
 
 def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **settings: Any) -> Estimate:

@@ -273,3 +273,70 @@ def test_an_index_that_does_not_say_leaves_the_weights_to_be_counted(
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="latin-1")
 
     assert plan(capsys, "--model-config", str(tmp_path), "--json").document["weights_bytes"] == 1_114_112
+
+
+def test_an_encoder_has_no_cache_and_fits_by_its_weights(capsys: Capsys) -> None:
+    answer = plan(capsys, *of("multilingual-e5-large"), "--gpu-memory", "24GiB", "--max-num-seqs", "64", "--json")
+
+    assert (answer.status, answer.document["bytes_per_token"], answer.document["bytes_per_block"]) == (0, 0, None)
+    assert answer.document["kv_capacity_tokens"] is None
+    assert "there is no KV cache" in answer.document["verdict"]
+    assert "none: the model keeps nothing" in plan(capsys, *of("multilingual-e5-large")).out
+
+
+def test_an_unknown_type_of_model_is_said_and_not_vouched_for(capsys: Capsys) -> None:
+    words = (*of("step-3.7-flash"), "--gpu-memory", "1000GiB", "-tp", "8", "--max-model-len", "4096")
+    answer = plan(capsys, *words, "--json")
+
+    assert (answer.status, answer.document["unknown_architecture"]) == (2, "step3p7")
+    assert answer.document["unknown"][0].startswith("what models of type 'step3p7' keep")
+    assert "Nobody has checked models of type 'step3p7'" in " ".join(plan(capsys, *words).out.split())
+    assert plan(capsys, *words, "--layers", "45", "--kv-heads", "8", "--head-size", "128").status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "less"),
+    [
+        (("--cpu-offload-gb", "4"), 4 * GIB),
+        (
+            ("--enable-lora", "--max-loras", "2"),
+            -2 * 16 * 2 * 2_621_440,
+        ),  # 81,920 inputs and outputs in each of 32 layers
+        (("--max-loras", "2"), 0),
+    ],
+)
+def test_weights_are_less_what_is_offloaded_and_more_for_adapters(
+    capsys: Capsys, words: tuple[str, ...], less: int
+) -> None:
+    plain = plan(capsys, *of("llama-3.1-8b"), "--json").document["weights_bytes"]
+
+    assert plain - plan(capsys, *of("llama-3.1-8b"), *words, "--json").document["weights_bytes"] == less
+
+
+def test_data_parallel_engines_share_experts(capsys: Capsys) -> None:
+    one = plan(capsys, *of("mixtral-8x7b"), "-tp", "2", "--json").document
+    four = plan(capsys, *of("mixtral-8x7b"), "-tp", "2", "-dp", "4", "--json").document
+
+    assert (one["gpus"], four["gpus"]) == (2, 8)
+    assert four["bytes_per_token"] == one["bytes_per_token"]
+    assert four["weights_bytes"] < one["weights_bytes"] / 3
+
+
+def test_a_draft_model_takes_weights_and_cache(capsys: Capsys) -> None:
+    draft = ("--draft-model-config", of("tiny")[1])
+    alone, both = (plan(capsys, *of("llama-3.1-8b"), *more, "--json").document for more in ((), draft))
+
+    assert both["bytes_per_token"] - alone["bytes_per_token"] == 512
+    assert both["bytes_per_block"] - alone["bytes_per_block"] == 16 * 512
+    assert both["weights_bytes"] > alone["weights_bytes"]
+    refused = plan(capsys, *of("gemma-2-9b"), *draft)
+    assert (refused.status, "beside layers with a window" in refused.err) == (2, True)
+
+
+def test_an_encoder_of_images_is_weighed_or_asked_for(capsys: Capsys) -> None:
+    counted = plan(capsys, *of("gemma-3-27b-it"), "--json").document
+    without = plan(capsys, *of("gemma-3-27b-it"), "--language-model-only", "--json").document
+    untold = plan(capsys, *of("gemma-4-31b-it-nvfp4"), "--gpu-memory", "141GiB", "--json")
+
+    assert counted["weights_bytes"] - without["weights_bytes"] == 2 * 411_070_464
+    assert (untold.status, untold.document["unknown"]) == (2, ["the image or audio encoder's weights (--parameters)"])

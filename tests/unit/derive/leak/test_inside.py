@@ -71,6 +71,8 @@ def test_growth_is_found_in_tensors_and_outside_and_located_everywhere(place: in
         bytes_per_request=None,
         by_requests=False,
         leaked_bytes=40.0 * LEAK,
+        pace=None,
+        fastest=None,
         oom_seconds=None,
         oom_seconds_lower=None,
     )
@@ -89,6 +91,8 @@ def test_what_demand_leaves_cached_is_not_where_it_leaks() -> None:
         bytes_per_request=None,
         by_requests=False,
         leaked_bytes=12e6,
+        pace=None,
+        fastest=None,
         oom_seconds=None,
         oom_seconds_lower=None,
     )
@@ -115,6 +119,8 @@ def test_what_has_just_begun_is_located_by_the_whole_of_it() -> None:
         bytes_per_request=None,
         by_requests=False,
         leaked_bytes=1e8,
+        pace=None,
+        fastest=None,
         oom_seconds=None,
         oom_seconds_lower=None,
     )
@@ -131,6 +137,8 @@ def test_where_nothing_is_known_nothing_is_located() -> None:
         bytes_per_request=None,
         by_requests=False,
         leaked_bytes=1e7,
+        pace=None,
+        fastest=None,
         oom_seconds=None,
         oom_seconds_lower=None,
     )

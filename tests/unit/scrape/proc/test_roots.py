@@ -3,7 +3,10 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import Choice, engine_roots, served_port
+from vllm_headroom.scrape.proc.roles import engine_roles
+from vllm_headroom.scrape.proc.roots import Choice, engine_roots
+from vllm_headroom.scrape.proc.servers import served_port
+from vllm_headroom.vocabulary import Role
 
 PORT = 8000
 Tree = dict[int, ProcEntry]
@@ -41,11 +44,38 @@ ANOTHER = (30, 1, "python /bin/vllm serve o --port 9001")
         ("vllm serve m --uds /run/vllm.sock", None),
         ("vllm serve m --headless", None),
         ("VLLM::APIServer", None),
+        ("python3 -m sglang.launch_server --model-path m", 30000),
+        ("python3 -m sglang.launch_server --port 31000", 31000),
+        ("sglang serve m --config c.yaml", None),
+        ("python3 /usr/local/bin/trtllm-serve m --port 8001", 8001),
+        ("lmdeploy serve api_server m --server-port 23334", 23334),
+        ("lmdeploy chat m", None),
+        ("text-generation-launcher --model-id m -p 3001", 3001),
+        ("/app/llama-server -m m.gguf --metrics", 8080),
+        ("aphrodite run m", 2242),
+        ("python3 -m dynamo.frontend --http-port 8100", 8100),
+        ("grep llama-server", None),
         ("", None),
     ],
 )
 def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | None) -> None:
     assert served_port(tuple(command.split())) == port
+
+
+@pytest.mark.parametrize(
+    ("server", "child", "roles"),
+    [
+        ("python3 -m sglang.launch_server", "sglang::scheduler_TP0", (Role.API_SERVER, Role.ENGINE_CORE)),
+        ("python3 -m sglang.launch_server", "sglang::detokenizer", (Role.API_SERVER, Role.OTHER)),
+        ("text-generation-launcher", "text-generation-server serve", (Role.API_SERVER, Role.WORKER)),
+        ("trtllm-serve m", "python3 -m mpi4py.futures.server", (Role.API_SERVER, Role.OTHER)),
+    ],
+)
+def test_another_engines_processes_are_found_by_its_server(server: str, child: str, roles: tuple[Role, Role]) -> None:
+    seen = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
+
+    assert choice(seen).roots == (10,)
+    assert tuple(engine_roles(seen, 99, (10,)).values()) == roles
 
 
 def test_nothing_of_vllms_is_no_engine() -> None:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from vllm_headroom.commands.replay.prometheus.api import Api
-from vllm_headroom.commands.replay.prometheus.engines import OWN_ENGINES, OWN_PROCESSES, VLLM_ENGINES
+from vllm_headroom.commands.replay.prometheus.engines import ENGINES, OWN_ENGINES, OWN_PROCESSES
 from vllm_headroom.commands.replay.prometheus.gpus import DCGM_GPUS, OWN_GPUS, SMI_GPUS
 from vllm_headroom.commands.replay.prometheus.join import Kind, Source, selector
 from vllm_headroom.commands.replay.prometheus.text import Span
@@ -21,8 +21,8 @@ _WINDOW_MS: Final = 595_000
 at most stride over interval, whether or not the ends of the window belong to it."""
 
 _GPUS: Final = (OWN_GPUS, DCGM_GPUS, SMI_GPUS)
-_ENGINES: Final = (OWN_ENGINES, VLLM_ENGINES)
-_HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), (DCGM_GPUS, VLLM_ENGINES), (SMI_GPUS, VLLM_ENGINES))
+_ENGINES: Final = (OWN_ENGINES, *ENGINES)
+_HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM_GPUS, SMI_GPUS) for engine in ENGINES))
 """What goes together, best first: this exporter's series know whose the memory is."""
 
 

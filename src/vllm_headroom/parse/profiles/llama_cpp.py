@@ -1,0 +1,42 @@
+"""llama.cpp's server, with --metrics: which series of its page say what."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.parse.profile import Fact, Profile
+
+_NO_CACHE: Final = "its page tells nothing of its KV cache"
+_NO_BYTES: Final = "its page has no bytes"
+_ALL_PROMPTS: Final = "prompt_tokens_total+prompt_tokens_cached_total"
+"""What it computed, and what it had already; before 2026 the page has only the first."""
+
+LLAMA_CPP: Final = Profile(
+    name="llama_cpp",
+    product="llama.cpp",
+    switch="with --metrics",
+    prefixes=("llamacpp:",),
+    model_label="",
+    absent=(
+        ("requests_finished", "it counts none: growth per request cannot be told"),
+        ("preemptions", "a slot is never taken back"),
+        ("kv_cache_usage", _NO_CACHE),
+        ("kv_cache_capacity", _NO_CACHE),
+        ("kv_cache_dtype", _NO_CACHE),
+        ("prefix_cache_hit_rate", "its counters tell more"),
+        ("sleep_state", "its page does not tell it"),
+        ("gpu_memory_utilization", _NO_BYTES),
+        ("kv_cache_memory_bytes", _NO_BYTES),
+        ("memory_bytes", _NO_BYTES),
+        ("process_start_time", "its page does not tell it"),
+    ),
+    facts=(
+        Fact(field="running", families=("requests_processing",)),
+        Fact(field="waiting", families=("requests_deferred",)),
+        Fact(field="prompt_tokens_total", families=(_ALL_PROMPTS, "prompt_tokens_total")),
+        Fact(field="generation_tokens_total", families=("tokens_predicted_total",)),
+        Fact(field="steps_total", families=("n_decode_total",)),
+        Fact(field="prefix_queries_total", families=(_ALL_PROMPTS,)),
+        Fact(field="prefix_hits_total", families=("prompt_tokens_cached_total",)),
+    ),
+)

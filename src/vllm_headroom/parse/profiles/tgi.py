@@ -1,0 +1,40 @@
+"""Text Generation Inference, 3: which series of its page say what."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from vllm_headroom.parse.profile import Fact, Profile
+
+_NO_BYTES: Final = "its page has no bytes"
+_NO_PREFIX: Final = "its page tells nothing of its prefix cache"
+
+TGI: Final = Profile(
+    name="tgi",
+    product="Text Generation Inference",
+    switch="always",
+    prefixes=("tgi_",),
+    model_label="",
+    absent=(
+        ("preemptions", "it never takes back what a request was given"),
+        ("scheduler_steps", "it counts no steps"),
+        ("kv_cache_dtype", "its series have no labels"),
+        ("prefix_cache_queries", _NO_PREFIX),
+        ("prefix_cache_hits", _NO_PREFIX),
+        ("prefix_cache_hit_rate", _NO_PREFIX),
+        ("sleep_state", "it does not sleep"),
+        ("gpu_memory_utilization", _NO_BYTES),
+        ("kv_cache_memory_bytes", _NO_BYTES),
+        ("memory_bytes", _NO_BYTES),
+        ("process_start_time", "its page does not tell it"),
+    ),
+    facts=(
+        Fact(field="running", families=("batch_current_size",)),
+        Fact(field="waiting", families=("queue_size",)),
+        Fact(field="finished_total", families=("request_success",)),  # a counter without _total
+        Fact(field="prompt_tokens_total", families=("request_input_length_sum",)),
+        Fact(field="generation_tokens_total", families=("request_generated_tokens_sum",)),
+        Fact(field="kv_used_tokens", families=("batch_current_max_tokens",)),  # what the batch may grow to
+        Fact(field="kv_capacity_tokens", families=("batch_max_total_tokens",)),
+    ),
+)

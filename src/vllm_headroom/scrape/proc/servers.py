@@ -1,0 +1,157 @@
+"""How each kind of engine's server is told by its command line, and which port it then serves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.vocabulary import Role
+
+_INTERPRETER: Final = re.compile(r"(python|pypy)[\d.]*")
+_MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
+_OPTIONS_WITH_VALUE: Final = ("-X", "-W")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A kind of server: what its command line begins with, past the interpreter, and where its port stands.
+
+    `commands` are a program or module and, where it has several, its subcommand. `port_options` name the port,
+    which is `port` where none is given, and not told where one of `elsewhere` is. `titles` are the names that its
+    processes take, and their roles: by the first 15 characters, since a process's name is cut there.
+    """
+
+    product: str
+    commands: tuple[tuple[str, ...], ...]
+    port: int
+    scripts: tuple[str, ...] = ()
+    port_options: tuple[str, ...] = ("--port",)
+    elsewhere: frozenset[str] = frozenset()
+    titles: tuple[tuple[str, Role], ...] = ()
+
+
+SERVERS: Final = (
+    Server(
+        product="vLLM",
+        commands=(
+            ("vllm.entrypoints.openai.api_server",),
+            ("vllm.entrypoints.api_server",),
+            ("vllm", "serve"),
+            ("vllm.entrypoints.cli.main", "serve"),
+            ("vllm-rs", "serve"),
+            ("vllm-rs", "frontend"),
+        ),
+        scripts=("/vllm/entrypoints/openai/api_server.py",),
+        port=8000,
+        # A port in a file, or none (vllm/entrypoints/openai/cli_args.py, cli/serve.py).
+        elsewhere=frozenset({"--config", "--uds", "--headless"}),
+        titles=(  # from 0.10.1 on (`set_process_title`; Ray names its own by the actor's class)
+            ("VLLM::APIServer", Role.API_SERVER),
+            ("VLLM::EngineCor", Role.ENGINE_CORE),
+            ("VLLM::DPEngineC", Role.ENGINE_CORE),
+            ("VLLM::Worker", Role.WORKER),
+            ("VLLM::", Role.OTHER),
+            ("ray::RayWorker", Role.WORKER),
+            ("ray::EngineCore", Role.ENGINE_CORE),
+            ("ray::DPMoEEngin", Role.ENGINE_CORE),
+        ),
+    ),
+    Server(
+        product="SGLang",
+        commands=(("sglang.launch_server",), ("sglang", "serve")),
+        scripts=("/sglang/launch_server.py",),
+        port=30000,
+        elsewhere=frozenset({"--config"}),
+        titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
+    ),
+    Server(product="TensorRT-LLM", commands=(("trtllm-serve",),), port=8000),
+    Server(
+        product="LMDeploy",
+        commands=(("lmdeploy", "serve"),),
+        port=23333,
+        port_options=("--server-port",),
+    ),
+    Server(
+        product="Text Generation Inference",
+        commands=(("text-generation-launcher",), ("text-generation-router",)),
+        port=3000,
+        port_options=("--port", "-p"),
+        titles=(("text-generation-server", Role.WORKER),),
+    ),
+    Server(product="llama.cpp", commands=(("llama-server",),), port=8080),
+    Server(
+        product="Aphrodite",
+        commands=(("aphrodite.endpoints.openai.api_server",), ("aphrodite", "run"), ("aphrodite", "serve")),
+        port=2242,
+        elsewhere=frozenset({"--config", "--uds"}),
+    ),
+    Server(
+        product="Dynamo",
+        commands=(("dynamo.frontend",), ("dynamo.vllm",), ("dynamo.sglang",), ("dynamo.trtllm",)),
+        port=8000,
+        port_options=("--http-port",),
+    ),
+)
+"""Every kind of server whose processes the daemon knows; the titles are those that its processes were seen to take, or
+that its source gives them."""
+
+
+_MENTIONED: Final = re.compile("|".join(sorted({each[0].partition(".")[0] for s in SERVERS for each in s.commands})))
+
+
+def server_of(command: tuple[str, ...]) -> Server | None:
+    """Return the kind of server whose command line this is, and not only one that mentions it."""
+    if not any(_MENTIONED.search(word) for word in command):  # most of a host's processes, told in a microsecond
+        return None
+    program, *arguments = _past_interpreter(command)
+    name = _base(program)
+    for server in SERVERS:
+        if program.endswith(server.scripts) if server.scripts else False:
+            return server
+        if any((name, *arguments)[: len(each)] == each for each in server.commands):
+            return server
+    return None
+
+
+def titled_role(name: str) -> Role | None:
+    """Return the role that a process's title tells; None for none of these."""
+    return next((role for server in SERVERS for title, role in server.titles if name.startswith(title)), None)
+
+
+def served_port(command: tuple[str, ...]) -> int | None:
+    """Return the port that a server's command line names, else its default; None where it does not tell."""
+    server = server_of(command) if command else None
+    if server is None:
+        return None
+    port = _named(command, server.port_options)
+    if port is not None:
+        return int(port) if port.isdecimal() else None
+    elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
+    return None if elsewhere else server.port
+
+
+def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
+    port = None
+    for argument, following in zip(command, (*command[1:], ""), strict=True):
+        name, joined, value = argument.partition("=")
+        if name in options:
+            port = value if joined else following
+    return port
+
+
+def _base(program: str) -> str:
+    return program.rstrip("/").rpartition("/")[2]
+
+
+def _past_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command line of the script or module that an interpreter runs, else the command line itself."""
+    if not _INTERPRETER.fullmatch(_base(command[0])):
+        return command
+    rest = command[1:]
+    while rest and rest[0].startswith("-") and not _MODULE_OPTION.fullmatch(rest[0]):
+        rest = rest[2:] if rest[0] in _OPTIONS_WITH_VALUE else rest[1:]
+    if rest and rest[0].startswith("-"):
+        rest = rest[1:]
+    return rest or ("",)

@@ -1,0 +1,94 @@
+"""What vLLM 0.32 itself builds of the configurations: recorded by tests/engine/truth.py, in truth.json."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import pytest
+
+from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, config_text
+from vllm_headroom.sizing.architectures import KNOWN
+from vllm_headroom.sizing.kv_layout import kv_layout
+from vllm_headroom.sizing.model_config import parse_model_config
+from vllm_headroom.sizing.shape import ModelShape
+
+TRUTH: Final[dict[str, Any]] = json.loads((FOLDER.parent / "truth.json").read_text(encoding="utf-8"))
+BUILT: Final = sorted(name for name, found in TRUTH.items() if "refused" not in found)
+THERE: Final = {"mamba_ssm_cache_dtype": "float32"}
+"""On the CPU, where the truth was taken, vLLM keeps every state in 32 bits (platforms/cpu.py)."""
+
+UNCOUNTED: Final = {"jamba-default"}
+"""Models whose weights are not counted, since not all of their layers are understood."""
+
+NOT_AS_VLLM: Final = {"minicpm3-default"}
+"""Models whose type is left unknown, since vLLM keeps more of them than their latent attention would."""
+
+REFUSED: Final = {
+    "deepseek-v3.2": "what its attention keeps in the cache is not known here: it has index_head_dim",
+    "deepseek-v4-flash": "what its attention keeps in the cache is not known here: it has index_head_dim",
+    "falcon-h1-default": "which of its layers keep a state is not known here",
+    "falcon-mamba-default": "head_dim is missing",
+    "glm-5.1": "what its attention keeps in the cache is not known here: it has index_head_dim",
+    "llama-3.3-nemotron-super-49b-v1": "what its attention keeps in the cache is not known here: it has block_configs",
+    "nemotron-3-ultra-550b-a55b-bf16": "num_hidden_layers is missing",
+}
+
+
+def shape(name: str) -> ModelShape:
+    text = config_text(name)
+    found = parse_model_config(text, THERE if "mamba" in text or "linear_num" in text else None)
+    assert isinstance(found, ModelShape), found
+    return found
+
+
+def test_every_configuration_was_asked_for() -> None:
+    assert sorted(TRUTH) == sorted((*NAMES, *(file.stem for file in CHECKED.glob("*.json"))))
+    assert len(set(BUILT) - set(REFUSED) - NOT_AS_VLLM) >= 80
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT) - set(REFUSED) - NOT_AS_VLLM))
+def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_says(name: str) -> None:
+    truth, found = TRUTH[name], shape(name)
+    layout = kv_layout(
+        found,
+        block_tokens=16 if found.latent_width else 32,  # what vLLM's CPU backends take
+        in_flight_tokens=truth["in_flight_tokens"],
+        kv_dtype="bfloat16",
+    )
+
+    assert layout is not None
+    assert {tokens: layout.blocks(int(tokens)) * layout.block_bytes for tokens in truth["sequence_bytes"]} == truth[
+        "sequence_bytes"
+    ]
+    if name in UNCOUNTED:
+        assert found.layer_parameters is None
+        return
+    assert found.layer_parameters is not None
+    assert found.layer_parameters + (found.embeddings or 0) == pytest.approx(truth["parameters"], rel=0.003)
+
+
+def test_a_type_is_known_when_one_of_it_was_checked() -> None:
+    types = {str(kind) for name in set(BUILT) - set(REFUSED) if (kind := model_type(name))}
+
+    assert types - KNOWN == {model_type(name) for name in NOT_AS_VLLM}
+    assert types >= KNOWN
+
+
+def model_type(name: str) -> str | None:
+    config = json.loads(config_text(name))
+    kind = config.get("text_config", config).get("model_type", config.get("model_type"))
+    return None if kind is None else str(kind)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_is_not_understood_is_refused_by_what_it_has(name: str) -> None:
+    found = parse_model_config(config_text(name))
+
+    assert isinstance(found, str)
+    assert found.endswith(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ["minicpm3-default", "kimi-k3", "step-3.7-flash"])
+def test_a_type_that_nobody_checked_is_said(name: str) -> None:
+    assert shape(name).unknown_type == model_type(name)
