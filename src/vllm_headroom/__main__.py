@@ -18,6 +18,7 @@ COMMANDS = {
     "check": ("check.command", "Whether a trace keeps its limits: the gate for CI."),
     "advise": ("advise.command", "Which cause fits, and which option of vLLM mends it."),
     "watch": ("watch.command", "What a sidecar says and sees, live in the terminal."),
+    "postmortem": ("postmortem.command", "What happened before the engine ended, and why."),
     "replay": ("replay.command", "The leak detector over a recorded past."),
 }
 """Modules of `vllm_headroom.commands`; nothing of a command is imported before it is called."""

@@ -20,10 +20,13 @@ from tests.fakes.vllm_processes import serving
 from tests.unit.commands.advise.traces import too_many_requests
 from tests.unit.commands.check.engine_traces import MIB, engine
 from tests.unit.commands.doctor.looking import Vllm as WatchedVllm
+from tests.unit.commands.postmortem.scenes import leak, scene
 from tests.unit.commands.replay.prometheus.history import add_dcgm, add_vllm
 from tests.unit.commands.replay.traces import leaking
 from tests.unit.commands.smoke.serving import Vllm as ServingVllm
 from tests.unit.sizing.models import FOLDER as MODELS
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.write import line
 
 ENGINE: Final = "127.0.0.1:8000"
 HISTORY_MINUTES: Final = 6.5 * 60
@@ -136,6 +139,17 @@ def crowd_recorded(folder: Path) -> Iterator[Scene]:
     yield Scene()
 
 
+@contextmanager
+def incident_recorded(folder: Path) -> Iterator[Scene]:
+    """The state directory of a daemon whose engine leaked until it ended."""
+    incident = scene(leak, 3)
+    assert incident.header is not None
+    for sample in incident.samples:
+        keep(folder, line(sample))
+    set_aside(folder, incident.header["t"], incident.header | {"version": "0.1.0"})
+    yield Scene(environment={"HEADROOM_STATE_DIR": str(folder)})
+
+
 def _gpu(*, used_bytes: int, processes: dict[int, int | None] | None = None) -> FakeGpu:
     return FakeGpu(uuid="GPU-6f1c2b3a", used_bytes=used_bytes, processes=processes or {})
 
@@ -156,8 +170,8 @@ def _write(file: Path, samples: Iterable[dict[str, Any]]) -> None:
 
 
 SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
-    scene.__name__.replace("_", " "): scene
-    for scene in (
+    each.__name__.replace("_", " "): each
+    for each in (
         empty_folder,
         checkout,
         model,
@@ -170,6 +184,7 @@ SCENES: Final[dict[str, Callable[[Path], AbstractContextManager[Scene]]]] = {
         history_in_prometheus,
         two_versions_recorded,
         crowd_recorded,
+        incident_recorded,
     )
 }
 """Every scene by its name in a page's comments."""

@@ -59,6 +59,7 @@ def schema() -> dict[str, Any]:
         "running": curve,
         "events": listed(closed({"t": {"type": "number"}, "level": level, "text": TEXT})),
     }
+    incident = {"t": {"type": "number"}, "what": TEXT, "reason": MAYBE, "file": TEXT, "command": TEXT}
     whole = {
         "headroom_snapshot": {"const": 1},
         "version": TEXT,
@@ -67,6 +68,7 @@ def schema() -> dict[str, Any]:
         "level": level,
         "verdicts": listed(closed(verdict)),
         "problems": listed(closed(dict.fromkeys(("source", "reason", "message"), TEXT))),
+        "last_incident": {**closed(incident), "type": ["object", "null"]},
         **facts(WHOLE, None, ()),
         **lists,
         "history": closed(history),

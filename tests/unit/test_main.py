@@ -35,7 +35,7 @@ def test_help_has_the_commands_and_every_setting(argv: tuple[str, ...]) -> None:
 
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("usage: vllm-headroom [run] [OPTION VALUE]...\n")
-    assert "\n  demo      The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
+    assert "\n  demo       The daemon over a simulated engine and GPU, to look at.\n" in process.stdout
     assert all(f"\n  {option(name)} " in process.stdout for name in Settings.model_fields)
     assert max(map(len, process.stdout.splitlines())) <= 80
 
@@ -130,7 +130,10 @@ def test_only_the_demo_knows_scenarios() -> None:
     ("word", "meant"),
     [
         ("doctr", "did you mean doctor?"),
-        ("x", "accepts run, demo, doctor, probe, plan, preflight, smoke, load, check, advise, watch, replay"),
+        (
+            "x",
+            "accepts run, demo, doctor, probe, plan, preflight, smoke, load, check, advise, watch, postmortem, replay",
+        ),
     ],
 )
 def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str) -> None:
@@ -140,7 +143,7 @@ def test_an_unknown_command_is_told_the_one_that_is_meant(word: str, meant: str)
     assert process.stderr == f"vllm-headroom: {word!r}: not a command, {meant}\n"
 
 
-@pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "replay"])
+@pytest.mark.parametrize("name", ["run", "demo", "plan", "check", "advise", "postmortem", "replay"])
 def test_help_imports_nothing_of_the_daemon(name: str) -> None:
     code = (
         "import sys; from importlib import import_module; from vllm_headroom.commands.cli import execute;"

@@ -96,7 +96,7 @@ def parser_of(command: Command[Any], name: str, table: Mapping[str, tuple[str, s
     parser = Parser(f"{PROGRAM} {name}", _version)
     parser.usage, parser.description, parser.epilog = command.usage, command.description, command.epilog
     if table and name == next(iter(table)):
-        lines = (f"  {each:<10}{summary}" for each, (_, summary) in table.items())
+        lines = (f"  {each:<11}{summary}" for each, (_, summary) in table.items())
         parser.description = "\n".join((command.description, "Commands; each says more with --help:", *lines))
     if command.document is not None:
         parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")

@@ -13,10 +13,12 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.assembly import canary_of, door_of, gate_of, keeper_of, recorder_of, sampler_of
+from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
+from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import application
@@ -27,6 +29,7 @@ from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.config import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -91,14 +94,16 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
+    flight = None if settings.state_dir is None else flight_of(settings.state_dir)
     views = Views(
         clock=clock,
         interval_seconds=interval,
         unhealthy=heartbeat.unhealthy,
         notice=parts.notice,
         runbooks=settings.runbooks_url,
+        incident=lambda: None if flight is None else flight.last,
     )
-    recall = None if keeper is None else partial(_recalled, keeper, views)
+    recall = None if keeper is None else partial(_recalled, keeper, views, flight)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else recorder_of(settings.trace_file, settings.trace_max_bytes)
@@ -114,8 +119,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             ending.ask(BEYOND_REPAIR)
-        if recorder is not None and sampler.snapshot is not None:
-            await recorder.record(sampler.snapshot)
+        await _record(sampler, views, recorder, flight)
 
     served = application(
         metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
@@ -131,10 +135,22 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
     return await live((every(interval, tick, clock), peaks, *saving, *asking), Server(served, door), listener, ending)
 
 
-async def _recalled(keeper: Keeper, views: Views, snapshot: Snapshot) -> Mapping[str, Any]:
+async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:
+    """Write down what the tick saw, where that is wanted."""
+    if sampler.snapshot is None or sampler.published is None:
+        return
+    if recorder is not None:
+        await recorder.record(sampler.snapshot)
+    if flight is not None:
+        await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
+
+
+async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:
     """Return the states that an earlier process kept of this engine; its curves go to what is shown."""
     states = await keeper.recall(snapshot)
     views.take_up(states)
+    if flight is not None:
+        flight.take_up(states)
     return states
 
 

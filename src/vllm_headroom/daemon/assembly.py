@@ -12,7 +12,9 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.canary import Canary
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import Heartbeat
+from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
@@ -84,6 +86,11 @@ def door_of(file: Path) -> Door:
 def keeper_of(folder: Path, clock: Clock) -> Keeper:
     """Return what keeps the state."""
     return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
+
+
+def flight_of(folder: Path) -> Flight:
+    """Return what keeps the flight record beside the state; its volume may hang as any other."""
+    return Flight(folder=folder, call=Worker[None]("flight").call, lines=remembered().lines, version=version())
 
 
 def recorder_of(file: Path, max_bytes: int) -> Recorder:

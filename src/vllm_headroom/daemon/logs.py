@@ -6,6 +6,7 @@ import logging
 import os
 import textwrap
 import threading
+from collections import deque
 from queue import Full, Queue
 from typing import Final
 
@@ -26,6 +27,10 @@ SHARED: Final[tuple[Processor, ...]] = (
 STDERR: Final = 2
 MOST_WAITING: Final = 1000
 """Lines kept for a reader of stderr that is slow: a burst of a bad hour, half a megabyte."""
+
+MOST_RECENT: Final = 40
+LONGEST_RECENT: Final = 500
+"""What was said around an incident, within 20 kB of memory and of its file."""
 
 SHUTDOWN_SECONDS: Final = 0.2
 """How long the end waits for the last lines to be taken, out of the second that the whole exit may take."""
@@ -73,6 +78,30 @@ class Background(logging.Handler):
             self._dropped += 1
 
 
+class Recent(logging.Handler):
+    """Remembers the last lines, each cut to a length, whatever becomes of them on stderr."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=MOST_RECENT)
+        self.setFormatter(_formatter(_logfmt))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Remember the line."""
+        self._lines.append(self.format(record)[:LONGEST_RECENT])
+
+    def lines(self) -> tuple[str, ...]:
+        """Return the lines, the oldest first."""
+        return tuple(self._lines)
+
+
+def remembered() -> Recent:
+    """Return what remembers our own lines from now on."""
+    recent = Recent()
+    logging.getLogger(OURS).addHandler(recent)
+    return recent
+
+
 def _notice(dropped: int) -> logging.LogRecord:
     message = "log lines were dropped, stderr was not read: dropped=%d"
     return logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped,), None)
@@ -86,17 +115,19 @@ def configure(log_format: str, log_level: str) -> None:
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()
     renderer = structlog.processors.JSONRenderer() if log_format == "json" else _logfmt
-    handler.setFormatter(
-        ProcessorFormatter(
-            foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _ordered, renderer)
-        )
-    )
+    handler.setFormatter(_formatter(renderer))
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
     logging.getLogger(OURS).setLevel(level)
     structlog.configure(
         processors=[structlog.stdlib.filter_by_level, *SHARED, ProcessorFormatter.wrap_for_formatter],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
+    )
+
+
+def _formatter(renderer: Processor) -> ProcessorFormatter:
+    return ProcessorFormatter(
+        foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _ordered, renderer)
     )
 
 

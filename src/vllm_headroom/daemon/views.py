@@ -12,12 +12,12 @@ from vllm_headroom.daemon.state.history import HISTORY
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.history import History
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Failure, Values, Verdict
 
 
 class Views:
-    """Follows the samples; `unhealthy` says why the sampling loop does not turn."""
+    """Follows the samples; `unhealthy` says why the sampling loop does not turn, `incident` which was the last."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Views:
         unhealthy: Callable[[], str | None],
         notice: str = "",
         runbooks: str | None = None,
+        incident: Callable[[], Incident | None] = lambda: None,
     ) -> None:
         self.history = History()
         self._clock = clock
@@ -34,7 +35,8 @@ class Views:
         self._unhealthy = unhealthy
         self._notice = notice
         self._runbooks = runbooks
-        self._verdicts: tuple[Verdict, ...] = ()
+        self._incident = incident
+        self.verdicts: tuple[Verdict, ...] = ()
 
     def take_up(self, states: Mapping[str, Any]) -> None:
         """Go on from the history that an earlier process kept, where it is among the states."""
@@ -50,9 +52,9 @@ class Views:
         if sampler.snapshot is None or sampler.published is None:
             return
         page = sampler.snapshot.engines
-        self._verdicts = verdicts(sampler.snapshot, sampler.published.samples)
+        self.verdicts = verdicts(sampler.snapshot, sampler.published.samples)
         running = None if isinstance(page, Failure) else running_requests(page)
-        self.history.step(sampler.snapshot, self._verdicts, running)
+        self.history.step(sampler.snapshot, self.verdicts, running)
 
     def view(self, sampler: Sampler) -> View:
         """Return what is shown at this moment."""
@@ -63,9 +65,10 @@ class Views:
             history=self.history,
             snapshot=sampler.snapshot,
             values=Values(() if published is None else published.samples),
-            verdicts=self._verdicts,
+            verdicts=self.verdicts,
             age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._unhealthy(),
             notice=self._notice,
             runbooks=self._runbooks,
+            last_incident=self._incident(),
         )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Answer
 from vllm_headroom.expose.history import STEP_SECONDS
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Failure, Metric, Values, worst
 
 FORMAT: Final = 1
@@ -49,6 +49,7 @@ def document(view: View) -> dict[str, Any]:
             for each in view.verdicts
         ],
         "problems": _problems(view),
+        "last_incident": _incident(view.last_incident),
         **_facts(values, WHOLE, ()),
         **{name: _entries(values, name, labels) for name, labels in MANY.items()},
         "history": _history(view),
@@ -112,6 +113,13 @@ def _problems(view: View) -> list[dict[str, str]]:
         for part in parts
         if isinstance(part, Failure)
     ]
+
+
+def _incident(incident: Incident | None) -> dict[str, Any] | None:
+    if incident is None:
+        return None
+    told = {"what": incident.what, "reason": incident.reason, "file": incident.file, "command": incident.command}
+    return {"t": incident.seconds, **told}
 
 
 def _history(view: View) -> dict[str, Any]:

@@ -9,6 +9,21 @@ from vllm_headroom.model import Snapshot, Values, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """An incident that was set aside, in seconds since the epoch: `what` is ended or stalled, `file` where it lies."""
+
+    seconds: float
+    what: str
+    reason: str | None
+    file: str
+
+    @property
+    def command(self) -> str:
+        """What tells more of it, where the file is."""
+        return f"vllm-headroom postmortem {self.file}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """The last sample and its values with what is said of them, none before there was one; `age_seconds` is its age.
 
@@ -25,6 +40,7 @@ class View:
     unwell: str | None = None
     notice: str = ""
     runbooks: str | None = None
+    last_incident: Incident | None = None
 
     def runbook(self, alert: str | None) -> str | None:
         """Return where the runbook of an alert is; None where that is not known."""

@@ -13,7 +13,7 @@ from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.history import History
 from vllm_headroom.expose.page import html, landing_page
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import Source
 
@@ -103,6 +103,15 @@ def test_names_from_outside_cannot_write_html() -> None:
 
     assert "<script>" not in shown
     assert "&lt;script&gt; / 0" in shown
+
+
+def test_the_last_incident_is_shown_with_what_tells_more() -> None:
+    last = Incident(seconds=1_760_000_000.0, what="ended", reason="gone", file="/state/<incidents>/a.jsonl")
+    page = landing_page(replace(EMPTY, last_incident=last))
+
+    assert "2025-10-09 08:53:20Z: the engine ended (gone)" in page
+    assert "<code>vllm-headroom postmortem /state/&lt;incidents&gt;/a.jsonl</code>" in page
+    assert "Last incident" not in landing_page(EMPTY)
 
 
 def test_a_notice_is_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from tests.unit.expose.views import day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.history import History
 from vllm_headroom.expose.snapshot import document, snapshot_json
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import LeakState, Source
 
@@ -52,6 +53,22 @@ def test_a_failure_is_among_the_problems() -> None:
     shown = document(view(at=snapshot(engines=failure(Source.ENGINE))))
 
     assert shown["problems"] == [{"source": "engine", "reason": "unreachable", "message": "it failed"}]
+
+
+def test_the_last_incident_is_told_with_its_command() -> None:
+    last = Incident(seconds=5.0, what="stalled", reason=None, file="/state/a.jsonl")
+    schema: dict[str, Any] = json.loads((ROOT / "docs" / "snapshot.schema.json").read_text())
+    shown = document(replace(view(), last_incident=last))
+
+    assert shown["last_incident"] == {
+        "t": 5.0,
+        "what": "stalled",
+        "reason": None,
+        "file": "/state/a.jsonl",
+        "command": "vllm-headroom postmortem /state/a.jsonl",
+    }
+    jsonschema.validate(json.loads(json.dumps(shown)), schema)
+    assert document(view())["last_incident"] is None
 
 
 def test_before_the_first_sample_all_is_unknown() -> None:

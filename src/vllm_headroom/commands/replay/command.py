@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.commands.replay.curves import Curves
 from vllm_headroom.commands.replay.picture import picture
 from vllm_headroom.commands.replay.report import document, verdict
 from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshot_of
 from vllm_headroom.trace.read import recorded, usable

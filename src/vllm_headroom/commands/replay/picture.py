@@ -5,10 +5,10 @@ from __future__ import annotations
 from html import escape
 from typing import Final
 
-from vllm_headroom.commands.replay.curves import MARGIN, Curves
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import STYLE, Forecast, Frame, Point
 from vllm_headroom.trace.course import Course
+from vllm_headroom.trace.curves import MARGIN, Curves
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
 from vllm_headroom.vocabulary import LeakState

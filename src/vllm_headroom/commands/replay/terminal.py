@@ -7,8 +7,8 @@ from typing import Final
 
 import plotext
 
-from vllm_headroom.commands.replay.curves import Curves, limits
 from vllm_headroom.expose.drawing import Point, thinned
+from vllm_headroom.trace.curves import Curves, limits
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB
 

@@ -11,7 +11,7 @@ from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
 from vllm_headroom.expose.page.figures import figures
 from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, WORDS, icon
 from vllm_headroom.expose.page.tables import tables
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict, worst
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import Level
@@ -63,12 +63,22 @@ def _rest(view: View) -> Iterator[str]:
     if view.snapshot is not None:
         yield from figures(view, view.snapshot)
         yield from tables(view, view.snapshot)
+    if view.last_incident is not None:
+        yield _incident(view.last_incident)
     if view.history.events:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-10:]):
             word = f"<b class={event.level}>{WORDS[event.level]}</b>"
             yield f"<li>{word} {instant(event.seconds)} {escape(event.text)}</li>"
         yield "</ul>"
+
+
+def _incident(last: Incident) -> str:
+    why = "" if last.reason is None else f" ({escape(last.reason)})"
+    return (
+        f"<h2>Last incident</h2><p>{instant(last.seconds)}: the engine {escape(last.what)}{why}."
+        f" <code>{escape(last.command)}</code>, run in the sidecar's container, says why.</p>"
+    )
 
 
 def _sentence(view: View, verdict: Verdict) -> str:

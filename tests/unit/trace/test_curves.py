@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.samples import engine, failure, gpu, page, snapshot
-from vllm_headroom.commands.replay.curves import Curves, limits
 from vllm_headroom.expose.drawing import Point, thinned
+from vllm_headroom.trace.curves import Curves, limits
 from vllm_headroom.vocabulary import Source
 
 

@@ -1,0 +1,1 @@
+"""What happened before an engine ended, and why."""

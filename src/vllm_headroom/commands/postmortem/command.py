@@ -1,0 +1,93 @@
+"""The command `postmortem`: its options, and what it does with them."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.postmortem.follow import Follower
+from vllm_headroom.commands.postmortem.judge import judge
+from vllm_headroom.commands.postmortem.known import header_of, trace_of
+from vllm_headroom.commands.postmortem.report import Report, document, text
+from vllm_headroom.commands.postmortem.timeline import Timeline
+from vllm_headroom.config.kinds import FILE, Value
+from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.trace.curves import Curves
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.read import recorded
+
+DESCRIPTION: Final = """\
+Says in one page what happened before the engine ended, and why: out of GPU
+memory by a leak, by a burst or by a neighbour; killed by the kernel; a crash
+with memory at ease; a start that never fitted; a hang; an orderly end. And how
+sure that is.
+
+FILE is an incident that the daemon set aside, or any trace, whose last end
+counts; of a FOLDER it is the newest incident. Without either it is that of
+HEADROOM_STATE_DIR.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0, and with 2 where it cannot use its input.
+
+Example:
+  vllm-headroom postmortem
+  vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
+"""
+
+STATE_DIR: Final = "HEADROOM_STATE_DIR"
+PLACE: Final = Value(read=FILE.read, accepts="the path of a file or a folder")
+NO_PLACE: Final = f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment"
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    parser.add_argument("place", metavar="FILE", nargs="?", type=PLACE, help="an incident, a trace, or a folder")
+    parser.add_argument("--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file")
+
+
+def report_of(file: Path) -> Report:
+    """Return the post-mortem of a trace; raises BadInput."""
+    known = header_of(file)
+    follower, timeline, curves = Follower(known), Timeline(), Curves()
+    for snapshot in recorded(str(file)):
+        timeline.step(follower.step(snapshot), follower.watch)
+        curves.step(snapshot)
+    return Report(
+        file=str(file),
+        findings=judge(follower.facts, told=known is not None),
+        facts=follower.facts,
+        known=known,
+        timeline=timeline.moments(known),
+        curves=curves,
+    )
+
+
+def _run(given: Namespace) -> Report:
+    place = given.place or os.environ.get(STATE_DIR)
+    if not place:
+        raise BadOptions(NO_PLACE)
+    report = report_of(trace_of(Path(place)))
+    if given.html is not None:
+        from vllm_headroom.commands.postmortem.page import page  # noqa: PLC0415 - only here is a page's style needed
+
+        try:
+            given.html.write_text(page(report), encoding="utf-8")
+        except OSError as error:
+            raise BadInput(f"--html {given.html}: cannot be written: {error.strerror}") from error
+    return report
+
+
+COMMAND: Final[Command[Report]] = Command(
+    usage="%(prog)s [OPTION]... [FILE or FOLDER]",
+    description=DESCRIPTION,
+    epilog=EXAMPLES,
+    options=options,
+    run=_run,
+    text=text,
+    document=document,
+    status=lambda _: 0,
+)

@@ -1,0 +1,127 @@
+"""What is known of an end once a trace has been read up to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from vllm_headroom.derive.page_facts import together
+from vllm_headroom.model import EngineReading
+from vllm_headroom.trace.course import Moment
+from vllm_headroom.units import MIB
+from vllm_headroom.vocabulary import ExitReason, LeakState
+
+FULL_BYTES: Final = 256 * MIB
+FULL_RATIO: Final = 0.5
+"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/exits)."""
+
+
+class What(StrEnum):
+    """What happened; as the flight record's header has it."""
+
+    ENDED = "ended"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """A GPU of the engine's before the end; None where it was not known.
+
+    `first_…` is when this life began to serve, or else to be seen; `before_…` a few minutes before the end, and
+    `last_…` the most, or the least room, of the last minute and a half, peaks included. `joined` is whether more
+    processes were on it at the end than at first.
+    """
+
+    index: int
+    uuid: str
+    total_bytes: int | None
+    first_room_bytes: int | None
+    last_room_bytes: int | None
+    first_engine_bytes: int | None
+    before_engine_bytes: int | None
+    last_engine_bytes: int | None
+    first_other_bytes: int | None
+    last_other_bytes: int | None
+    joined: bool = False
+    leak: LeakState = LeakState.UNKNOWN
+    leaked: Moment | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether next to nothing was left of what had been."""
+        first, last = self.first_room_bytes, self.last_room_bytes
+        return last is not None and last <= FULL_BYTES and (first is None or last <= FULL_RATIO * first)
+
+    @property
+    def lost_bytes(self) -> int | None:
+        """How much less room there was at the end."""
+        return _more(self.last_room_bytes, self.first_room_bytes)
+
+    def share(self, n_bytes: int | None) -> float:
+        """Return how much of the lost room an amount accounts for; 0 where that is not known."""
+        return 0.0 if n_bytes is None or not self.lost_bytes else max(0.0, n_bytes / self.lost_bytes)
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """How much more the engine held at the end."""
+        return _more(self.first_engine_bytes, self.last_engine_bytes)
+
+    @property
+    def jumped_bytes(self) -> int | None:
+        """How much of that came within the last minutes."""
+        return _more(self.before_engine_bytes, self.last_engine_bytes)
+
+    @property
+    def others_bytes(self) -> int | None:
+        """How much more others held at the end."""
+        return _more(self.first_other_bytes, self.last_other_bytes)
+
+
+def _more(before: int | None, after: int | None) -> int | None:
+    return None if before is None or after is None else after - before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """An end, or a stall, and what went before it in that life.
+
+    `served` is whether it ever did, `hung` for how long nothing had moved, `answered` whether its page still came.
+    `broken` is whether a process without which it serves nobody went before the rest. `idle_seconds` is for how long
+    nothing had run or waited when the page was last seen; None where something did, or that is not known. `xids` and
+    `ooms` are of the quarter of an hour before.
+    """
+
+    what: What
+    seconds: float
+    reason: ExitReason | None = None
+    began_seconds: float | None = None
+    seen_seconds: float = 0.0
+    served: bool = False
+    hung_seconds: float | None = None
+    answered: bool = False
+    broken: bool = False
+    engines: tuple[EngineReading, ...] = ()
+    idle_seconds: float | None = None
+    usual_running: float | None = None
+    gpus: tuple[GpuFacts, ...] = ()
+    xids: tuple[int, ...] = ()
+    ooms: tuple[str, ...] = ()
+
+    @property
+    def running(self) -> float | None:
+        """The requests that ran when the page was last seen."""
+        return together(engine.running for engine in self.engines)
+
+    @property
+    def worst(self) -> GpuFacts | None:
+        """The GPU with the least room left."""
+        known = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
+        return min(known, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
+
+    @property
+    def full(self) -> GpuFacts | None:
+        """A GPU that ran full; by the word of the daemon, which saw more, the one with the least room."""
+        if self.reason is ExitReason.OUT_OF_MEMORY:
+            return self.worst
+        return next((gpu for gpu in self.gpus if gpu.is_full), None)

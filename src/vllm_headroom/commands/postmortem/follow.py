@@ -1,0 +1,143 @@
+"""Follows an engine through a trace up to its end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, Final
+
+from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
+from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_xids
+from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
+from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import OneLife, is_broken
+from vllm_headroom.derive.life.signs import Signs, owned, signs
+from vllm_headroom.derive.page_facts import named, together
+from vllm_headroom.model import EngineReading, Failure, Snapshot
+from vllm_headroom.trace.course import Moment
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
+
+USUAL_SECONDS: Final = 900.0
+
+
+class Follower:
+    """Takes samples in their order; `known` is the header of an incident, which says when to look.
+
+    Without it the last end in the trace counts, or a stall that goes on.
+    """
+
+    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+        self.facts: Facts | None = None
+        self.watch = Watch()
+        self._known = known
+        self._state = LifeState()
+        self._exits: dict[ExitReason, int] = {}
+        self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
+        self._hung: float | None = None
+        self._broken = False
+        self._forget()
+
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Go on to the next sample; return it with what is known of the engine's life then."""
+        before = self._state
+        life = before.lives.newest
+        self._state, snapshot = lived(before, snapshot)
+        what, reason = self._event(snapshot, before.state)
+        seen = signs(snapshot, sighted=before.lives.sighted, top_bytes=0, asleep=False)
+        self._broken = self._broken or _goes_to_pieces(life, seen)
+        if what is not None:
+            self.facts = self._facts(snapshot, what, reason, seen)
+        self.watch.step(snapshot)
+        newest = self._state.lives.newest
+        if newest is None or newest.ended or self._state.lives.restarts != before.lives.restarts:
+            self._forget()
+        if newest is not None and not newest.ended:
+            self._add(snapshot)
+        return snapshot
+
+    def _event(self, snapshot: Snapshot, before: EngineState) -> tuple[What | None, ExitReason | None]:
+        """Return what happened, and why as far as the life of the engine tells."""
+        life = snapshot.life
+        exits = {} if life is None else dict(life.exits)
+        reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
+        self._exits = exits
+        if self._known is not None:
+            due = self.facts is None and snapshot.time_seconds >= self._known["t"] - 0.5
+            return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
+        stalled = life is not None and life.state is EngineState.STALLED is not before
+        return (What.ENDED if reason else What.STALLED if stalled else None), reason
+
+    def _forget(self) -> None:
+        """Begin anew with another life."""
+        self._began: float | None = None
+        self._served = self._answered = False
+        self._gpus: dict[str, Looks] = {}
+        self._engines: tuple[EngineReading, ...] = ()
+        self._idle_since: float | None = None
+        self._idle_seconds: float | None = None
+        self._running: deque[tuple[float, float]] = deque()
+        self._hung, self._broken, self._leaks = None, False, {}
+
+    def _add(self, snapshot: Snapshot) -> None:
+        now, life = snapshot.time_seconds, snapshot.life
+        if self._began is None:
+            self._began = now
+        self._answered = not isinstance(snapshot.engines, Failure)
+        if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
+            self._page(named(snapshot.engines), now)
+        for gpu in owned(snapshot):
+            self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
+        self._served = self._served or self._answered
+        stalled = life is not None and life.state is EngineState.STALLED
+        self._hung = (self._hung if self._hung is not None else now) if stalled else None
+        for _, uuid, course in self.watch.gpus:
+            if life is not None and life.in_service and course.state is not LeakState.UNKNOWN:
+                self._leaks[uuid] = course.state, course.last or course.warning
+
+    def _page(self, engines: tuple[EngineReading, ...], now: float) -> None:
+        self._engines = engines
+        work = together(value for engine in engines for value in (engine.running, engine.waiting))
+        self._idle_since = (self._idle_since or now) if work == 0 else None
+        self._idle_seconds = None if self._idle_since is None else now - self._idle_since
+        running = together(engine.running for engine in engines)
+        if running is not None:
+            self._running.append((now, running))
+        while self._running and self._running[0][0] < now - USUAL_SECONDS:
+            self._running.popleft()
+
+    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None, seen: Signs) -> Facts:
+        now, life = snapshot.time_seconds, snapshot.life
+        answered = self._answered if what is What.ENDED else seen.page is not None
+        stalled = what is What.STALLED or self._hung is not None
+        age = None if life is None else life.progress_age_seconds
+        usual = [running for at, running in self._running if at < now - LAST_SECONDS]
+        return Facts(
+            what=what,
+            seconds=now,
+            reason=reason if what is What.ENDED else None,
+            began_seconds=self._began,
+            seen_seconds=0.0 if self._began is None else now - self._began,
+            served=self._served,
+            hung_seconds=(age or now - (self._hung or now)) if stalled and not self._broken else None,
+            answered=answered,
+            broken=self._broken,
+            engines=self._engines,
+            idle_seconds=self._idle_seconds,
+            usual_running=median(usual) if usual else None,
+            gpus=tuple(self._gpu(uuid, looks, now) for uuid, looks in self._gpus.items()),
+            xids=header_xids(self._known),
+            ooms=header_ooms(self._known),
+        )
+
+    def _gpu(self, uuid: str, looks: Looks, now: float) -> GpuFacts:
+        state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
+        told = header_leaks(self._known).get(uuid, LeakState.UNKNOWN)
+        surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
+        return looks.facts(now, surer, moment)
+
+
+def _goes_to_pieces(life: OneLife | None, seen: Signs) -> bool:
+    """Return whether the page goes on without a process that it needs; at an orderly end it goes first."""
+    return life is not None and not life.ended and seen.page is not None and is_broken(life, seen)

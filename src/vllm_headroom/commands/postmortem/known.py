@@ -1,0 +1,103 @@
+"""The header of an incident: what the daemon knew, read strictly, for a file may come from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.commands.postmortem.facts import What
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.fields import YEAR_10000
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, incidents_in, known_of
+from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.vocabulary import ExitReason, LeakState
+
+MOST_SHOWN: Final = 100
+Known = Mapping[str, Any]
+
+
+def trace_of(given: Path) -> Path:
+    """Return the trace to look into: a file itself, of a folder its newest incident; raises BadInput."""
+    if not given.is_dir():
+        return given
+    try:
+        found = incidents_in(given / INCIDENTS) or incidents_in(given)
+    except OSError as error:
+        raise BadInput(f"{given}: cannot be read: {error.strerror}") from error
+    if found:
+        return found[-1]
+    record = given / FLIGHT
+    hint = f"; {record} is what was recorded last" if record.exists() else ""
+    raise BadInput(f"{given}: has no incident{hint}")
+
+
+def header_of(file: Path) -> Known | None:
+    """Return what is known of an incident; None where the file is another trace. Raises BadInput."""
+    try:
+        with file.open("rb") as stream:
+            known = known_of(stream.readline(LONGEST_LINE))
+    except OSError as error:
+        raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
+    if known is None:
+        return None
+    time = known.get("t")
+    if not isinstance(time, int | float) or not 0 <= time < YEAR_10000 or str(known.get("what")) not in set(What):
+        raise BadInput(f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(What)}")
+    return known
+
+
+def exit_reason(known: Known) -> ExitReason | None:
+    """Return the first end's reason that the daemon counted."""
+    reasons = [each.get("reason") for each in (known, *records(known, "events"))]
+    return next((reason for told in reasons for reason in ExitReason if told == reason), None)
+
+
+def header_leaks(known: Known | None) -> dict[str, LeakState]:
+    """Return what the leak detector said of each GPU, by UUID."""
+    leaks = records(before(known), "leaks")
+    return {
+        str(each.get("uuid")): state for each in leaks for state in LeakState if str(state) == str(each.get("state"))
+    }
+
+
+def header_xids(known: Known | None) -> tuple[int, ...]:
+    """Return the XIDs shortly before the end."""
+    return tuple(each["xid"] for each in records(known, "xids") if isinstance(each.get("xid"), int))
+
+
+def header_ooms(known: Known | None) -> tuple[str, ...]:
+    """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
+    return tuple(
+        f"torch raised OutOfMemoryError on {each.get('uuid')}: {each.get('asked')} B asked, {each.get('free')} B free"
+        for each in records(known, "ooms")
+    )
+
+
+def sentences(known: Known | None) -> tuple[str, ...]:
+    """Return the verdicts then."""
+    return tuple(str(each["sentence"]) for each in records(before(known), "verdicts") if each.get("sentence"))
+
+
+def holders(known: Known | None) -> Iterator[str]:
+    """Yield who held what on the GPUs."""
+    for each in records(before(known), "holders"):
+        yield f"{each.get('uuid')} pid {each.get('pid')} {each.get('used')} B"
+
+
+def log_lines(known: Known | None) -> tuple[str, ...]:
+    """Return the last lines of the daemon's log."""
+    lines = (known or {}).get("log")
+    return tuple(map(str, lines[-MOST_SHOWN:])) if isinstance(lines, list) else ()
+
+
+def before(known: Known | None) -> Known | None:
+    """Return what was known before it."""
+    found = (known or {}).get("before")
+    return found if isinstance(found, dict) else None
+
+
+def records(known: Known | None, side: str) -> tuple[Known, ...]:
+    """Return the objects of a list in the header."""
+    found = (known or {}).get(side)
+    return tuple(each for each in found[-MOST_SHOWN:] if isinstance(each, dict)) if isinstance(found, list) else ()

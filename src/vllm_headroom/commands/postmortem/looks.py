@@ -1,0 +1,89 @@
+"""What one GPU held in one life of the engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_headroom.commands.postmortem.facts import GpuFacts
+from vllm_headroom.model import Gpu
+from vllm_headroom.trace.course import Moment
+from vllm_headroom.vocabulary import LeakState
+
+LAST_SECONDS: Final = 90.0
+"""A tick, and the minute that the highest memory in use is kept for."""
+
+BEFORE_SECONDS: Final = 300.0
+"""What grew since then grew in a burst."""
+
+
+_MANY: Final = 2**31
+"""Where it is not known how many there were, none has joined them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Look:
+    """One GPU in one sample; what the engine held at the peak, where that is known."""
+
+    seconds: float
+    gpu: Gpu
+    room_bytes: int | None
+    engine_bytes: int | None
+
+
+class Looks:
+    """Keeps the first look of a life, and those of its last minutes."""
+
+    def __init__(self) -> None:
+        self._first: _Look | None = None
+        self._last: deque[_Look] = deque()
+
+    def add(self, gpu: Gpu, now: float, *, anew: bool) -> None:
+        """Add a look; the first one is `anew` this one when the engine begins to serve."""
+        look = _look(gpu, now)
+        self._first = look if anew or self._first is None else self._first
+        self._last.append(look)
+        while self._last[0].seconds < now - BEFORE_SECONDS - LAST_SECONDS:
+            self._last.popleft()
+
+    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuFacts:
+        """Return what to know at the end of the life; only after a first look."""
+        first = self._first or self._last[0]
+        last = [look for look in self._last if look.seconds >= self._last[-1].seconds - LAST_SECONDS]
+        before = [look for look in self._last if look.seconds < now - LAST_SECONDS] or [first]
+        memory = first.gpu.reading.memory
+        return GpuFacts(
+            index=first.gpu.reading.index,
+            uuid=first.gpu.reading.uuid,
+            total_bytes=None if memory is None else memory.total_bytes,
+            first_room_bytes=first.room_bytes,
+            last_room_bytes=_least(look.room_bytes for look in last),
+            first_engine_bytes=first.gpu.held_bytes,
+            before_engine_bytes=_most(look.gpu.held_bytes for look in before),
+            last_engine_bytes=_most(look.engine_bytes for look in last),
+            first_other_bytes=first.gpu.other_bytes,
+            last_other_bytes=_most(look.gpu.other_bytes for look in last),
+            joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
+            leak=leak,
+            leaked=leaked,
+        )
+
+
+def _look(gpu: Gpu, now: float) -> _Look:
+    memory, held_bytes = gpu.reading.memory, gpu.held_bytes
+    if memory is None:
+        return _Look(seconds=now, gpu=gpu, room_bytes=None, engine_bytes=held_bytes)
+    above = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
+    room_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes - above
+    at_peak = None if held_bytes is None else held_bytes + above
+    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes, engine_bytes=at_peak)
+
+
+def _least(values: Iterable[int | None]) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,1 @@
+"""One rule for each cause: the finding where it fits the facts."""

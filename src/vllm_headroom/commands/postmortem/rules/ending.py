@@ -1,0 +1,64 @@
+"""Rules on ends with GPU memory at ease."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from vllm_headroom.commands.postmortem.facts import Facts, What
+from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES
+from vllm_headroom.commands.postmortem.rules.shown import left, ran
+from vllm_headroom.units import duration
+
+FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
+"""Errors that end the program, by NVIDIA's table; 43 and 45 also follow from its end, 63 and 64 need not end it."""
+
+
+def crash(facts: Facts) -> Finding | None:
+    """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
+    stalled = facts.what is What.STALLED and not facts.broken
+    if facts.full is not None or facts.ooms or stalled or (facts.hung_seconds is not None and not facts.xids):
+        return None
+    fatal = FATAL_XIDS & set(facts.xids)
+    room = None if facts.worst is None else facts.worst.last_room_bytes
+    likely = facts.served and room is not None and room >= FEW_BYTES and (facts.broken or bool(facts.running))
+    whole = "A crash" if facts.served else "A start that failed"
+    return Finding(
+        cause=Cause.CRASH,
+        sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
+        sentence=f"{whole} with GPU memory at ease: look elsewhere."
+        if room is not None and room >= FEW_BYTES
+        else f"{whole}, and not known to be for want of GPU memory.",
+        evidence=tuple(_crashed(facts)),
+    )
+
+
+def orderly(facts: Facts) -> Finding | None:
+    """Fit where the engine had nothing to do when it ended, whole and with memory left."""
+    if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
+        return None
+    if facts.full is not None or facts.hung_seconds is not None or FATAL_XIDS & set(facts.xids):
+        return None
+    gpu = facts.worst
+    return Finding(
+        cause=Cause.ORDERLY,
+        sureness=Sureness.LIKELY,
+        sentence="An orderly end: the engine had nothing left to do.",
+        evidence=(
+            f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",
+            *(() if gpu is None else (left(gpu),)),
+        ),
+    )
+
+
+def _crashed(facts: Facts) -> Iterator[str]:
+    for xid in facts.xids:
+        yield f"the driver reported XID {xid}"
+    if facts.broken:
+        yield "a process that it cannot serve without went first, while its page still answered"
+    yield ran(facts)
+    if facts.worst is not None:
+        yield left(facts.worst)
+    if not facts.xids and not facts.broken and facts.running:
+        yield "a restart that was meant, in the midst of requests, looks the same"

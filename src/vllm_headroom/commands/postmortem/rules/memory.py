@@ -1,0 +1,130 @@
+"""Rules on GPU memory that ran out while the engine served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
+from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.rules.shown import left
+from vllm_headroom.units import GIB, duration, size
+from vllm_headroom.vocabulary import LeakState
+
+MOSTLY: Final = 0.5
+NEARLY_ALL: Final = 0.8
+"""Whose growth took half of the lost room is the cause that fits best; with four fifths no other can be it."""
+
+FEW_BYTES: Final = GIB
+"""An allocation that fails takes nothing: one of a gigabyte is a large one (the logits of 2,048 tokens)."""
+
+LONGER_SECONDS: Final = 600.0
+"""Of an engine seen for less it is not known how it stood before a burst."""
+
+
+def leak(facts: Facts) -> Finding | None:
+    """Fit where the engine's memory grew over all its time; sure by the alarm, where others' is told apart from it."""
+    gpu = _ran_out(facts)
+    if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
+        return None
+    says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
+    if not says and gpu.share(gpu.grown_bytes) < MOSTLY:
+        return None
+    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.others_bytes is not None
+    return Finding(
+        cause=Cause.LEAK,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory by a leak: the engine grew until GPU {gpu.index} was full.",
+        evidence=tuple(_leaked(facts, gpu)),
+    )
+
+
+def neighbour(facts: Facts) -> Finding | None:
+    """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
+    gpu = _ran_out(facts)
+    if gpu is not None and gpu.others_bytes is None and gpu.joined:
+        return _joined(gpu)
+    if gpu is None or gpu.others_bytes is None or gpu.share(gpu.others_bytes) < MOSTLY:
+        return None
+    sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
+    return Finding(
+        cause=Cause.NEIGHBOUR,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY,
+        sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of GPU {gpu.index}.",
+        evidence=(
+            left(gpu),
+            f"others held {size(gpu.last_other_bytes or 0)}, {size(gpu.first_other_bytes or 0)} before",
+        ),
+    )
+
+
+def _joined(gpu: GpuFacts) -> Finding:
+    return Finding(
+        cause=Cause.NEIGHBOUR,
+        sureness=Sureness.LIKELY,
+        sentence=f"Out of GPU memory by a neighbour: another process had come to GPU {gpu.index}.",
+        evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
+    )
+
+
+def burst(facts: Facts) -> Finding | None:
+    """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
+    gpu = _ran_out(facts)
+    if gpu is None:
+        return _perhaps(facts)
+    share = gpu.share(gpu.jumped_bytes)
+    if gpu.share(gpu.others_bytes) >= MOSTLY:
+        return None
+    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and gpu.others_bytes is not None
+    sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
+    return Finding(
+        cause=Cause.BURST,
+        sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory in a burst: GPU {gpu.index} was filled within minutes.",
+        evidence=tuple(_burst(facts, gpu)),
+    )
+
+
+def _ran_out(facts: Facts) -> GpuFacts | None:
+    return facts.full if facts.what is What.ENDED and facts.served else None
+
+
+def _perhaps(facts: Facts) -> Finding | None:
+    gpu = facts.worst
+    if facts.what is not What.ENDED or not facts.served:
+        return None
+    if facts.ooms:
+        text = "Out of GPU memory in a burst: torch was refused what it asked for."
+        return Finding(cause=Cause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+    if not facts.running or gpu is None:
+        return None
+    if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
+        return None
+    return Finding(
+        cause=Cause.BURST,
+        sureness=Sureness.POSSIBLE,
+        sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on GPU {gpu.index}.",
+        evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
+    )
+
+
+def _leaked(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
+    yield left(gpu)
+    if gpu.grown_bytes is not None:
+        yield f"the engine grew by {size(gpu.grown_bytes)} in {duration(facts.seen_seconds)}"
+    if gpu.leak in (LeakState.LEAKING, LeakState.GROWING):
+        yield f"the leak detector said {gpu.leak}"
+    else:
+        yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, and no leak"
+    if gpu.leaked is not None and gpu.leaked.bytes_per_request is not None:
+        yield f"{size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
+
+
+def _burst(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
+    yield left(gpu)
+    if gpu.jumped_bytes is not None:
+        yield f"the engine took {size(gpu.jumped_bytes)} more than minutes before"
+    if facts.running is not None:
+        usual = "" if facts.usual_running is None else f", {facts.usual_running:.0f} before"
+        yield f"{facts.running:.0f} requests ran{usual}"
+    yield f"the leak detector said {gpu.leak}"

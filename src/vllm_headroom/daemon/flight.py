@@ -1,0 +1,197 @@
+"""When a line goes to the flight record, and when a stretch of it is set aside as an incident."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import structlog
+
+from vllm_headroom.daemon.known import known, ooms
+from vllm_headroom.derive.life.follow import LIFE
+from vllm_headroom.expose.view import Incident as Last
+from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.incidents import INCIDENTS, name_of, newest_in
+from vllm_headroom.trace.write import line, record_of
+from vllm_headroom.vocabulary import EngineState, ExitReason
+
+log = structlog.get_logger()
+
+WRITE_SECONDS: Final = 1.0
+"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
+
+LEAST_SECONDS: Final = 0.9
+"""A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""
+
+AFTER_SECONDS: Final = 300.0
+"""What follows within this belongs to the same incident: a hang that a probe ends, the first steps of the next life."""
+
+AGAIN_SECONDS: Final = 60.0
+MOST_XIDS: Final = 32
+XID_SECONDS: Final = 900.0
+ENDED: Final = "ended"
+STALLED: Final = "stalled"
+HANGS: Final = "the file system does not answer"
+
+
+class Call(Protocol):
+    """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
+
+    def __call__(self, function: Callable[[], None], timeout_seconds: float) -> Coroutine[Any, Any, None]:
+        """Return when the function has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """What happened, first and then, when it is to be written next, and when it is complete; on the monotonic clock."""
+
+    seconds: float
+    closes: float
+    due: float
+    events: tuple[Mapping[str, Any], ...]
+    before: Mapping[str, Any]
+
+
+class Flight:
+    """Owns the record in `folder`; `lines` returns the last lines of the daemon's own log.
+
+    `last` is the newest incident that is on disk. What goes wrong on the volume is
+    logged when it begins and when it ends, and costs the record only.
+    """
+
+    def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
+        self.last: Last | None = None
+        self._folder = folder
+        self._call = call
+        self._lines = lines
+        self._version = version
+        self._exits: dict[ExitReason, int] | None = None
+        self._state = EngineState.UNKNOWN
+        self._written: float | None = None
+        self._before: Mapping[str, Any] = {}
+        self._served = False
+        self._incident: Incident | None = None
+        self._xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
+        self._ooms: list[dict[str, Any]] = []
+        self._counted: dict[tuple[str, int], int] | None = None
+        self._problem: str | None = None
+
+    def take_up(self, states: Mapping[str, Any]) -> None:
+        """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
+        if LIFE in states:
+            self._exits = dict(states[LIFE].lives.exits)
+
+    async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> None:
+        """Take note of one tick."""
+        now = snapshot.monotonic_seconds
+        if self._written is None:
+            await self._try(self._look_back)
+        self._note_xids(snapshot)
+        self._ooms = ooms(snapshot) or self._ooms
+        event = None if snapshot.life is None else self._event(snapshot.life)
+        if event is not None:
+            self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
+        elif not self._served or snapshot.life is None or snapshot.life.in_service:
+            self._served = self._served or (snapshot.life is not None and snapshot.life.in_service)
+            self._before = known(snapshot, verdicts, samples)
+        if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
+            self._written = now
+            await self._try(partial(keep, self._folder, line(record_of(snapshot))))
+        if self._incident is not None and now >= self._incident.due:
+            self._incident = await self._set_aside(self._incident, now)
+
+    def _event(self, life: Life) -> dict[str, str] | None:
+        exits, before = dict(life.exits), self._exits
+        self._exits = exits
+        was, self._state = self._state, life.state
+        reasons = [] if before is None else [str(each) for each in exits if exits[each] > before.get(each, 0)]
+        if reasons:
+            return {"what": ENDED, "reason": reasons[0]}
+        return {"what": STALLED} if life.state is EngineState.STALLED is not was else None
+
+    def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
+        now, going = snapshot.monotonic_seconds, self._incident
+        if going is not None:
+            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_XIDS:])
+        else:
+            self._incident = Incident(
+                seconds=snapshot.time_seconds,
+                closes=now + AFTER_SECONDS,
+                due=now,
+                events=(event,),
+                before=self._before,
+            )
+        self._served = False
+
+    async def _set_aside(self, incident: Incident, now: float) -> Incident | None:
+        """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
+        done = await self._try(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
+        if done:
+            file = self._folder / INCIDENTS / name_of(incident.seconds)
+            self.last = _last(file, self._header(incident))
+            if incident.due < incident.closes:
+                log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
+        if now >= incident.closes and (done or now >= incident.closes + AFTER_SECONDS):
+            return None
+        return replace(incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS)
+
+    def _header(self, incident: Incident) -> dict[str, Any]:
+        earliest = incident.seconds - XID_SECONDS
+        return {
+            **incident.events[0],
+            "version": self._version,
+            "events": list(incident.events),
+            "before": dict(incident.before),
+            "xids": [each for each in self._xids if each["t"] >= earliest],
+            "ooms": [each for each in self._ooms if each["t"] >= earliest],
+            "log": list(self._lines()),
+        }
+
+    def _look_back(self) -> None:
+        """Find the last incident of an earlier process."""
+        found = newest_in(self._folder)
+        self.last = None if found is None else _last(*found)
+
+    def _note_xids(self, snapshot: Snapshot) -> None:
+        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+        if not gpus:
+            return
+        counts = {(gpu.reading.uuid, xid): n for gpu in gpus for xid, n in gpu.reading.xid_errors}
+        before, self._counted = self._counted, {**(self._counted or {}), **counts}
+        if before is None:  # what was counted before this process could tell when
+            return
+        for (uuid, xid), count in counts.items():
+            if count > before.get((uuid, xid), 0):
+                self._xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
+
+    async def _try(self, function: Callable[[], None]) -> bool:
+        """Return whether a file operation worked."""
+        try:
+            await self._call(function, WRITE_SECONDS)
+        except TimeoutError:
+            self._report(HANGS)
+        except OSError as error:
+            self._report(error.strerror or str(error))
+        except ValueError as error:
+            self._report(str(error))
+        else:
+            self._report(None)
+            return True
+        return False
+
+    def _report(self, problem: str | None) -> None:
+        before, self._problem = self._problem, problem
+        if problem is not None and before is None:
+            log.warning("flight record not written", folder=str(self._folder), problem=problem)
+        elif problem is None and before is not None:
+            log.info("flight record written again", folder=str(self._folder))
+
+
+def _last(file: Path, known: Mapping[str, Any]) -> Last:
+    reason = None if known.get("reason") is None else str(known["reason"])
+    return Last(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))

@@ -1,0 +1,115 @@
+"""The flight record on disk: the last hours as a trace of two files, and beside it what was set aside of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
+from vllm_headroom.trace.recorder import append
+from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.units import MIB
+
+FLIGHT_BYTES: Final = 22 * MIB
+"""Of each of two files, the older of which makes room for a new one: a day of one GPU at 5 s, hours of eight at 1 s."""
+
+INCIDENT_BYTES: Final = 2 * MIB
+MOST_INCIDENTS: Final = 8
+"""With the record itself 60 MiB, so that a volume of 64 holds it, and one incident that is just being written."""
+
+ROOMY_BYTES: Final = 128 * MIB
+"""A volume on which all of it takes half. The components' own has 16 MiB: hours of one GPU at 5 s all the same."""
+
+BEFORE_SECONDS: Final = 6 * 3600.0
+"""The leak detector takes an hour or two to be sure; a leak that it found earlier is in the header."""
+
+CLOSE_SECONDS: Final = 600.0
+SPARSE_SECONDS: Final = 15.0
+"""Of what is longer ago than the last ten minutes, a sample in 15 s says how memory went: 1.5 MiB in six hours."""
+
+_TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
+"""How `write` begins each sample: its time without the cost of the rest."""
+
+
+def keep(folder: Path, written: bytes) -> None:
+    """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
+    folder.mkdir(parents=True, exist_ok=True)
+    append(folder / FLIGHT, written, int(share_of(folder) * FLIGHT_BYTES))
+
+
+def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
+    """Make the incident of that time from the record as it is now, in place of one of the same time; raises OSError.
+
+    The file is there as a whole or not at all. The oldest samples are left out where there are too many.
+    """
+    header, incidents = line({**HEADER, INCIDENT: known}), folder / INCIDENTS
+    samples = _stretch(_lines(folder), seconds, int(share_of(folder) * INCIDENT_BYTES) - len(header))
+    incidents.mkdir(parents=True, exist_ok=True)
+    file = incidents / name_of(seconds)
+    unfinished = incidents / "unfinished"
+    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+    try:
+        with unfinished.open("xb") as stream:
+            stream.write(header)
+            stream.writelines(samples)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _make_room(incidents, file)
+
+
+def share_of(folder: Path) -> float:
+    """Return how much of the usual sizes to take, so that on a small volume the other half stays for the state."""
+    volume = os.statvfs(folder)
+    return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
+
+
+def _make_room(incidents: Path, newest: Path) -> None:
+    """Give up what came soonest after another: of an engine that dies again and again, the first deaths stay."""
+    found = [(at, file) for file in incidents_in(incidents) if (at := began(file)) is not None]
+    while len(found) > MOST_INCIDENTS:
+        gaps = [(at - before, file) for (before, _), (at, file) in pairwise(found)]
+        _, given_up = min((gap, file) for gap, file in gaps if file != newest)
+        given_up.unlink(missing_ok=True)
+        found = [each for each in found if each[1] != given_up]
+
+
+def _lines(folder: Path) -> Iterator[bytes]:
+    for name in (f"{FLIGHT}.1", FLIGHT):
+        try:
+            with (folder / name).open("rb") as stream:
+                yield from stream
+        except FileNotFoundError:
+            continue
+
+
+def _stretch(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:
+    """Return the samples from so long before a time on, thinned out, the newest of them where that is too much."""
+    kept: deque[bytes] = deque()
+    size, slot = 0, -1
+    for each in lines:
+        time = _time(each)
+        if time is None or time < seconds - BEFORE_SECONDS:
+            continue
+        if time < seconds - CLOSE_SECONDS:
+            if int(time // SPARSE_SECONDS) == slot:
+                continue
+            slot = int(time // SPARSE_SECONDS)
+        kept.append(each)
+        size += len(each)
+        while size > most_bytes:
+            size -= len(kept.popleft())
+    return kept
+
+
+def _time(sample: bytes) -> float | None:
+    """Return the time of a sample; None of what is no whole one."""
+    found = _TIME.match(sample)
+    return float(found[1]) if found is not None and sample.endswith(b"\n") else None

@@ -1,0 +1,80 @@
+"""The real daemon beside processes that look like vLLM's: what is left on disk when one of them is killed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.life import Start, becomes, last_look, settings
+from tests.fakes.nvml.library import FakeNvml
+from tests.process import daemon, eventually
+from vllm_headroom.trace.incidents import incidents_in
+from vllm_headroom.trace.read import recorded
+
+
+def last_recorded(state: Path) -> float:
+    return [each.time_seconds for each in recorded(str(state / "flight.jsonl"))][-1]
+
+
+def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path
+) -> None:
+    state, vllm = tmp_path / "state", start()
+    with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
+        becomes(running, "serving")
+        assert running.get("/snapshot.json").json()["last_incident"] is None
+        vllm.kill(vllm.core)
+        last = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is told")
+
+        assert last["command"] == f"vllm-headroom postmortem {last['file']}"
+        assert last["file"] in running.get("/").text
+        process = subprocess.run(
+            [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = json.loads(process.stdout)
+        assert (found["cause"], found["sure"]) == ("crash", "likely")
+        assert found["file"] == last["file"]
+        assert any("engine is serving" in each for each in found["known"]["log"])
+        assert "an incident was set aside" in running.log()
+
+
+def test_a_daemon_that_is_killed_loses_one_interval_at_most_and_goes_on_in_its_record(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    start()
+    with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
+        seen = last_look(becomes(running, "serving"))
+        running.stop(signal.SIGKILL)
+    assert last_recorded(state) >= seen - 5.0 - 1.0  # an interval, and the time of a look
+
+    before = sum(1 for _ in recorded(str(state / "flight.jsonl")))
+    with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
+        becomes(running, "serving")
+        eventually(lambda: sum(1 for _ in recorded(str(state / "flight.jsonl"))) > before, "the record goes on")
+    assert incidents_in(state / "incidents") == []
+
+
+def test_a_state_directory_that_vanishes_costs_no_sample(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    start()
+    with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
+        becomes(running, "serving")
+        shutil.rmtree(state)
+        state.write_text("in its place")
+        eventually(lambda: "flight record not written" in running.log(), "it is told")
+        before = last_look(running.page())
+        running.sees(lambda page: last_look(page) > before + 10, "the samples go on")
+
+        state.unlink()
+        eventually(lambda: "flight record written again" in running.log(), "it is written again")
+        assert running.stop()[0] == 0

@@ -1,0 +1,104 @@
+"""Incidents of the demo's engine and of both simulators of leaks, to which an end is added where they have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+import traces
+
+from tests.unit.commands.postmortem.scenes import BEGAN, Record, Scene
+from vllm_headroom.commands.demo.memory import MIB
+from vllm_headroom.commands.demo.scenario import TABLE, Scenario, Visits
+from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
+from vllm_headroom.commands.postmortem.finding import Cause
+from vllm_headroom.units import GIB
+
+STEP: Final = 15.0
+LEAKY: Final = replace(TABLE["leak"], leak_bytes_per_request=150_000.0)
+GREEDY: Final = Scenario(
+    name="greedy",
+    neighbours=Visits(pause_seconds=(600.0, 900.0), stay_seconds=(900.0, 1_200.0), size=(8.0 * GIB, 9.0 * GIB)),
+)
+DEMONSTRATED: Final = (
+    (TABLE["crash"], Cause.CRASH, 0.6),
+    (TABLE["hang"], Cause.HANG, 0.5),
+    (LEAKY, Cause.LEAK, 3.0),
+    (GREEDY, Cause.NEIGHBOUR, 0.6),
+    (TABLE["sleep"], Cause.NOTHING, 0.6),
+    (TABLE["neighbour"], Cause.NOTHING, 0.5),
+    (TABLE["burst"], Cause.NOTHING, 0.5),
+    (TABLE["slow-start"], Cause.NOTHING, 0.5),
+)
+"""What happens, its truth, and hours in which it does."""
+
+LEAKS: Final = ("leak_req_204.8", "leak_req_51.2", "leak_req_diurnal", "leak_time_500000")
+AT_EASE: Final = ("flat", "flat_flicker", "lora_loads", "graph_sizes", "mig_slice", "sample_jitter")
+MECHANISM: Final = "leak_fast"
+"""Hours of it fill its card."""
+
+
+def incidents() -> Iterator[Scene]:
+    """Yield them all."""
+    for scenario, cause, hours in DEMONSTRATED:
+        for seed in range(2):
+            yield Scene(cause=cause, samples=_until_an_end(scenario, seed, hours))
+    for name in LEAKS:
+        yield Scene(cause=Cause.LEAK, samples=_ended(_full(traces.generated(name, 1, 3.0, STEP).samples)))
+    yield Scene(cause=Cause.LEAK, samples=_ended(traces.simulated(MECHANISM, 1).samples[::3]))
+    for name in AT_EASE:
+        yield Scene(cause=Cause.CRASH, samples=_ended(_busy(traces.generated(name, 1, 0.7, STEP).samples)))
+
+
+def _until_an_end(scenario: Scenario, seed: int, hours: float) -> list[Record]:
+    world, samples = World(scenario, seed), list[Record]()
+    lives = world.engine.number
+    for tick in range(int(hours * 3600 / STEP)):
+        world.advance(tick * STEP)
+        samples.append(_seen(world, tick * STEP))
+        if world.engine.number > lives:
+            break
+    return samples
+
+
+def _seen(world: World, at: float) -> Record:
+    engine, traffic = world.engine, world.engine.traffic
+    here = engine.exists(world.seconds)
+    gpu = {"uuid": "GPU-a", "total": TOTAL_BYTES, "used": world.used_bytes, "reserved": RESERVED_BYTES}
+    gpu |= {"engine": world.engine_bytes, "other": world.neighbour_bytes}
+    page = {"model_name": "m", "running": traffic.running, "waiting": traffic.waiting}
+    page |= {"finished_total": traffic.finished_total, "kv_used_ratio": traffic.kv_used_ratio}
+    page |= {"generation_tokens_total": traffic.generation_tokens_total, "awake": not engine.asleep}
+    roles = ("api_server", "engine_core", "worker") if here else ()
+    started = BEGAN + engine.started_seconds
+    return {
+        "t": BEGAN + at,
+        "gpus": [gpu],
+        "engines": [{**page, "started_at": started}] if world.serves else None,
+        "processes": [{"role": role, "rss": GIB, "started_at": started} for role in roles],
+    }
+
+
+def _full(samples: list[Record]) -> list[Record]:
+    """Make the card so small that what is in use at the end fills it."""
+    total = max(gpu["used"] for sample in samples for gpu in sample["gpus"] or ()) + 40 * MIB
+    for sample in samples:
+        for gpu in sample["gpus"] or ():
+            gpu["total"], gpu["reserved"] = total, 0
+    return samples
+
+
+def _busy(samples: list[Record]) -> list[Record]:
+    """Let a request run in the last minute, in which the engine then ends."""
+    for sample in samples[-5:]:
+        for engine in sample["engines"] or ():
+            engine["running"] = max(1, engine["running"])
+    return samples
+
+
+def _ended(samples: list[Record]) -> list[Record]:
+    last: dict[str, Any] = samples[-1]
+    gpus = [{**gpu, "used": 0, "engine": 0, "other": 0} for gpu in samples[-1]["gpus"] or ()]
+    after = [{"t": last["t"] + 5.0 * n, "gpus": gpus, "engines": None, "processes": []} for n in range(1, 4)]
+    return [*samples, *after]

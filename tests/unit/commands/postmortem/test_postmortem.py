@@ -1,0 +1,227 @@
+"""The command: one page, one object, one file of HTML, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.commands.postmortem import scenes
+from tests.unit.commands.postmortem.scenes import Scene
+from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.cli import execute
+from vllm_headroom.commands.load.status import watched
+from vllm_headroom.commands.postmortem.command import COMMAND
+from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.flight import set_aside
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of
+from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.trace.write import HEADER, line
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def called(*words: object) -> tuple[int, str, str]:
+        status = execute(COMMAND, "postmortem", [str(word) for word in words], {})
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return called
+
+
+def write(folder: Path, scene: Scene) -> Path:
+    """Set a scene aside, as the daemon does."""
+    with (folder / FLIGHT).open("wb") as stream:
+        stream.write(line(HEADER))
+        stream.writelines(map(line, scene.samples))
+    assert scene.header is not None
+    set_aside(folder, scene.header["t"], scene.header)
+    return folder / INCIDENTS / name_of(scene.header["t"])
+
+
+@pytest.fixture
+def leaked(tmp_path: Path) -> Path:
+    scene = scenes.scene(scenes.leak, 1)
+    assert scene.header is not None
+    scene.header |= {"version": "1.2.3", "log": ["a <line> of the log", "\x1b[31mred"], "events": [{"what": "ended"}]}
+    scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
+    scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
+    scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": 7, "used": 5}]
+    return write(tmp_path, scene)
+
+
+def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Path) -> None:
+    status, out, err = run(leaked)
+
+    assert (status, err) == (0, "")
+    assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
+    for part in (
+        "the leak detector said leaking",
+        "said  GPU 0 leaks. (the sidecar, before)",
+        "Timeline",
+        "the driver reported XID 79 on GPU-a",
+        "Numbers for a bug report",
+        "GPU-a pid 7 5 B",
+        "80 GiB in all",
+        "https://github.com/vllm-project/vllm/issues",
+        "a <line> of the log",
+    ):
+        assert part in out, part
+    assert len(out.splitlines()) <= 60
+    assert "\x1b" not in out
+
+
+def test_the_object_has_the_same(run: Run, leaked: Path) -> None:
+    status, out, _ = run(leaked, "--json")
+    found = json.loads(out)
+
+    assert status == 0
+    assert (found["cause"], found["sure"], found["what"]) == ("out_of_memory_leak", "sure", "ended")
+    assert found["known"]["version"] == "1.2.3"
+    assert found["also"] == []
+    assert [each["t"] for each in found["timeline"]] == sorted(each["t"] for each in found["timeline"])
+    assert found["numbers"]["GPU 0"].endswith("leak detector: leaking")
+
+
+def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, leaked: Path, tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    assert run(leaked, "--html", page)[0] == 0
+
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert 'class="line"' in text
+    assert "a &lt;line&gt; of the log" in text
+    assert "\x1b" not in text
+    assert not re.search(r"<script|<link|src=|url\(", text)
+
+
+def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, scenes.scene(scenes.leak, 1))
+    killed = scenes.scene(scenes.killed, 1)
+    assert killed.header is not None
+    for sample in killed.samples:
+        sample["t"] += 90_000.0
+    killed.header["t"] += 90_000.0
+    newest = write(tmp_path, killed)
+    monkeypatch.setenv("HEADROOM_STATE_DIR", str(tmp_path))
+
+    found = [json.loads(run(*words, "--json")[1]) for words in ((tmp_path,), (tmp_path / INCIDENTS,), ())]
+
+    assert {each["file"] for each in found} == {str(newest)}
+    assert {each["cause"] for each in found} == {"killed_by_kernel"}
+
+
+def test_a_trace_without_an_end_is_an_answer(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_bytes(line(HEADER) + b"".join(map(line, scenes.scene(scenes.crash, 2).samples[:20])))
+
+    status, out, _ = run(trace)
+
+    assert status == 0
+    assert out.startswith("No end of an engine is seen here")
+
+
+def test_an_end_that_only_the_header_tells_of_is_not_denied(run: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_bytes(line({**HEADER, "incident": {"t": 2_000_000_000.0, "what": "ended"}}))
+
+    assert "cannot be told" in run(trace)[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"dear diary\n", "line 1: no trace of this version"),
+        (b'{"headroom_trace":1,"incident":{"what":"ended"}}\n', "has a time `t`"),
+        (b'{"headroom_trace":1,"incident":{"t":1,"what":["ended"]}}\n', "has a time `t`"),
+        (b'{"headroom_trace":1,"incident":{"t":1,"what":"ended"}}\n{"t":-1}\n', "line 2: t: got -1"),
+    ],
+)
+def test_a_bad_file_ends_with_status_2_and_one_line(run: Run, tmp_path: Path, content: bytes, problem: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+
+    status, out, err = run(file)
+
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert problem in err
+
+
+def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADROOM_STATE_DIR", raising=False)
+    found = [run(), run(tmp_path), run(tmp_path / "gone"), run(tmp_path, "--html", tmp_path)]
+
+    assert [status for status, _, _ in found] == [2, 2, 2, 2]
+    assert "needs a FILE or a FOLDER" in found[0][2]
+    assert "has no incident" in found[1][2]
+    assert "No such file" in found[2][2]
+
+
+def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    assert scene.header is not None
+    scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
+
+    found = json.loads(run(write(tmp_path, scene), "--json")[1])
+
+    assert (found["cause"], found["sure"]) == ("out_of_memory_burst", "likely")
+    assert found["evidence"] == ["torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"]
+
+
+def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    assert scene.header is not None
+    nonsense: dict[str, Any] = {"xids": [{"t": "x", "xid": "y"}, 3], "log": 5, "before": [], "events": {}, "version": 1}
+    scene.header |= nonsense
+
+    status, out, err = run(write(tmp_path, scene))
+
+    assert (status, err) == (0, "")
+    assert "A crash" in out
+
+
+def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
+    """`replay`, `check` and `advise` see in it what they see in the samples without its header; so does `load`."""
+    snapshots = list(recorded(str(leaked)))
+    samples = [json.loads(each) for each in leaked.read_bytes().splitlines()[1:]]
+    plain = [snapshot for each in samples if isinstance(snapshot := snapshot_of(each), Snapshot)]
+    assert snapshots == plain
+
+    watches, histories = [Watch(), Watch()], [History(), History()]
+    for found, watch, history in zip((snapshots, plain), watches, histories, strict=True):
+        for snapshot in found:
+            watch.step(snapshot)
+            history.step(snapshot)
+
+    courses = [watch.gpus[0][2].leaking for watch in (*watches, watched(leaked))]
+    assert courses[0] == courses[1] == courses[2]
+    assert courses[0]
+    assert histories[0].facts(Settings()) == histories[1].facts(Settings())
+
+
+@pytest.mark.parametrize(
+    "words", [("check", "--max-leak-per-thousand-requests", "1MiB", "--trace"), ("advise",), ("replay",)]
+)
+def test_the_other_commands_take_the_file(words: tuple[str, ...], leaked: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "vllm_headroom", *words, str(leaked), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert process.stderr == ""
+    assert json.loads(process.stdout)

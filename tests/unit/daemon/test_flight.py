@@ -1,0 +1,350 @@
+"""The flight record and its incidents, on real files and real full disks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.process import eventually
+from tests.samples import gpu, snapshot
+from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
+from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.derive.life.follow import LIFE, LifeState
+from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.trace import flight as record
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
+from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.write import line, record_of
+from vllm_headroom.vocabulary import Level, Role
+
+FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
+BEGAN = 1_760_000_000.0
+
+
+async def at_once(function: Callable[[], None], timeout_seconds: float) -> None:
+    assert timeout_seconds == 1.0
+    function()
+
+
+def flight(folder: Path) -> Flight:
+    return Flight(folder=folder, call=at_once, lines=lambda: ("a line",), version="1.2.3")
+
+
+def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
+    """Take note of snapshots; return what was logged."""
+
+    async def run() -> None:
+        for each in seen:
+            await subject.step(each, (FULL,), ())
+
+    with capture_logs() as lines:
+        asyncio.run(run())
+    return [dict(each) for each in lines]
+
+
+def seen(watch: Watch) -> Snapshot:
+    assert watch.seen is not None
+    return watch.seen
+
+
+def died(subject: Flight, watch: Watch | None = None) -> Watch:
+    """Let an engine serve, and then be gone."""
+    watch = serving() if watch is None else watch
+    step(subject, seen(watch))
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
+    step(subject, seen(watch))
+    return watch
+
+
+def header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        known = known_of(stream.readline())
+    assert known is not None
+    return known
+
+
+def the_incident(folder: Path) -> Path:
+    (file,) = incidents_in(folder / "incidents")
+    return file
+
+
+def times(file: Path) -> list[float]:
+    return [each.time_seconds - BEGAN for each in recorded(str(file))]
+
+
+def test_every_tick_is_kept_but_no_more_than_one_a_second(tmp_path: Path) -> None:
+    step(flight(tmp_path), *(snapshot(at=at) for at in (0.0, 0.5, 1.0, 1.5, 2.0, 7.0)))
+
+    assert times(tmp_path / "flight.jsonl") == [0.0, 1.0, 2.0, 7.0]
+
+
+def test_the_record_is_bounded_and_its_newest_lines_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "FLIGHT_BYTES", 2000)
+    step(flight(tmp_path), *(snapshot(at=at) for at in range(100)))
+
+    files = sorted(each.name for each in tmp_path.iterdir())
+    assert files == ["flight.jsonl", "flight.jsonl.1"]
+    assert sum((tmp_path / each).stat().st_size for each in files) <= 4000
+    assert times(tmp_path / "flight.jsonl")[-1] == 99.0
+
+
+def test_on_a_small_volume_half_is_left_for_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "ROOMY_BYTES", 8 * _size(tmp_path))
+    monkeypatch.setattr(record, "FLIGHT_BYTES", 8 * 2000)
+    step(flight(tmp_path), *(snapshot(at=at) for at in range(100)))
+
+    assert 2000 < sum(each.stat().st_size for each in tmp_path.iterdir()) <= 4000
+
+
+def _size(folder: Path) -> int:
+    volume = os.statvfs(folder)
+    return volume.f_blocks * volume.f_frsize
+
+
+def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> None:
+    subject = flight(tmp_path)
+    died(subject)
+
+    file = the_incident(tmp_path)
+    known = header(file)
+    assert (known["what"], known["reason"], known["version"], known["log"]) == ("ended", "gone", "1.2.3", ["a line"])
+    assert [each["sentence"] for each in known["before"]["verdicts"]] == ["GPU 0 leaks."]
+    assert known["before"]["t"] < known["t"]
+    assert times(file) == [10.0, 15.0]
+    assert file.name == name_of(BEGAN + 15)
+    last = subject.last
+    assert last is not None
+    assert (last.seconds, last.what, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
+    later = flight(tmp_path)
+    step(later, snapshot(at=900))
+    assert later.last == last
+
+
+def test_what_follows_within_five_minutes_belongs_to_it(tmp_path: Path) -> None:
+    subject = flight(tmp_path)
+    watch = died(subject)
+    for _ in range(70):
+        watch.look(REFUSED)
+        step(subject, seen(watch))
+
+    assert times(the_incident(tmp_path))[-1] == 15.0 + 300.0
+
+
+def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    step(subject, seen(watch))
+    watch.look(working(20), after=70.0)
+    step(subject, seen(watch))
+    assert header(the_incident(tmp_path))["what"] == "stalled"
+
+    died(subject, watch)
+
+    assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
+
+
+def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
+    before = serving()
+    subject = flight(tmp_path)
+    watch = Watch()
+    watch.state = LifeState(lives=before.state.lives)
+    subject.take_up({LIFE: watch.state})
+    watch.look(working(1, started=BEGAN + 500))
+    step(subject, seen(watch))
+
+    assert header(the_incident(tmp_path))["what"] == "ended"
+
+
+def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
+    step(subject, seen(watch))
+
+    assert not (tmp_path / "incidents").exists()
+
+
+def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    step(subject, seen(watch))
+    watch.look(working(30), gpus=(gpu(xid_errors=((79, 1),)),))
+    step(subject, seen(watch))
+    died(subject, watch)
+
+    (xid,) = header(the_incident(tmp_path))["xids"]
+    assert (xid["uuid"], xid["xid"]) == ("GPU-a", 79)
+
+
+def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    raised = [OomRecord(at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3) for at in (9.0, -2000.0)]
+    left = tuple(
+        ProbedProcess(
+            pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
+        )
+        for pid, oom in enumerate(raised)
+    )
+    step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
+    died(subject, watch)
+
+    assert header(the_incident(tmp_path))["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+
+
+def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:
+    for at in range(0, 3600, 5):
+        keep(tmp_path, line(record_of(snapshot(at=at))))
+    set_aside(tmp_path, BEGAN + 3595, {"t": 1})
+
+    found = times(the_incident(tmp_path))
+    assert found[:3] == [0.0, 10.0, 25.0]  # the first of each 15 s of the clock
+    assert [at for at in found if at >= 2995] == [float(at) for at in range(2995, 3600, 5)]
+
+
+def test_an_incident_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "INCIDENT_BYTES", 2000)
+    for at in range(100):
+        keep(tmp_path, line(record_of(snapshot(at=at))))
+    set_aside(tmp_path, BEGAN + 99, {"t": 1})
+
+    assert the_incident(tmp_path).stat().st_size <= 2000
+    assert times(the_incident(tmp_path))[-1] == 99.0
+
+
+def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) -> None:
+    keep(tmp_path, line(record_of(snapshot(at=0))))
+    day = 86400.0
+    alone = [BEGAN + n * day for n in range(4)]
+    loop = [BEGAN + 5 * day + n * 400.0 for n in range(30)]
+    for seconds in (*alone, *loop):
+        set_aside(tmp_path, seconds, {"t": seconds})
+
+    found = [header(file)["t"] for file in incidents_in(tmp_path / "incidents")]
+    assert len(found) == record.MOST_INCIDENTS
+    assert {*alone, loop[0], loop[-1]} <= set(found)
+
+
+@pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_costs_nothing_of_the_last_minutes(tmp_path: Path, step_seconds: float) -> None:
+    for at in range(0, 600, 5):
+        keep(tmp_path, line(record_of(snapshot(at=at))))
+    for at in range(600, 700, 5):
+        keep(tmp_path, line(record_of(replace(snapshot(at=at), time_seconds=BEGAN + at + step_seconds))))
+    set_aside(tmp_path, BEGAN + 695 + step_seconds, {"t": 1})
+
+    found = times(the_incident(tmp_path))
+    assert [at - step_seconds for at in found[-20:]] == [float(at) for at in range(600, 700, 5)]
+    assert len(found) > 50
+
+
+def test_a_folder_that_vanishes_costs_its_lines_and_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    subject = flight(folder)
+    step(subject, snapshot(at=0))
+    for each in folder.iterdir():
+        each.unlink()
+    folder.rmdir()
+    folder.write_text("in its place")
+
+    (told,) = step(subject, snapshot(at=5), snapshot(at=10))
+    folder.unlink()
+    (back,) = step(subject, snapshot(at=15))
+
+    assert told["event"] == "flight record not written"
+    assert back["event"] == "flight record written again"
+    assert times(folder / "flight.jsonl") == [15.0]
+
+
+FILLED = """
+import resource, sys
+from pathlib import Path
+from tests.unit.daemon import test_flight as tests
+folder = Path(sys.argv[1])
+subject = tests.flight(folder)
+watch = tests.serving()
+resource.setrlimit(resource.RLIMIT_FSIZE, (1500, resource.RLIM_INFINITY))
+for n in range(20):
+    watch.look(tests.working(30 + n))
+    print(*(each["event"] for each in tests.step(subject, tests.seen(watch))))
+tests.died(subject, watch)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+watch.look(tests.REFUSED, after=60.0)
+print(*(each["event"] for each in tests.step(subject, tests.seen(watch))))
+"""
+
+
+def test_a_disk_that_is_full_in_the_midst_of_a_line_costs_the_record_and_no_tick(tmp_path: Path) -> None:
+    """The kernel refuses to make a file larger, after part of a line, as a full disk does."""
+    process = subprocess.run(
+        [sys.executable, "-c", FILLED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=300
+    )
+
+    lines = [each for each in process.stdout.splitlines() if each]
+    assert lines[0] == "flight record not written"
+    assert lines[-1].split(" an ")[0] == "flight record written again"
+    assert times(tmp_path / "flight.jsonl")
+    assert header(the_incident(tmp_path))["what"] == "ended"
+
+
+def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path) -> None:
+    answers, worker, waits = threading.Event(), Worker[None]("flight"), []
+
+    async def call(function: Callable[[], None], timeout_seconds: float) -> None:
+        waits.append(timeout_seconds)
+
+        def late() -> None:
+            answers.wait()
+            function()
+
+        await worker.call(late, 0.05)
+
+    subject = Flight(folder=tmp_path, call=call, lines=tuple, version="1")
+    (told,) = step(subject, snapshot(at=1), snapshot(at=2))
+    answers.set()
+
+    assert told["problem"] == "the file system does not answer"
+    assert eventually(lambda: step(subject, snapshot(at=30)), "it answers again")[0]["event"].endswith("again")
+    assert set(waits) == {1.0}
+    worker.stop()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from vllm_headroom.trace.flight import set_aside
+print("begins", flush=True)
+number = 0
+while True:
+    number += 1
+    set_aside(Path(sys.argv[1]), 1_760_000_400.0 + number % 12, {"t": 1.0, "number": number})
+"""
+
+
+def test_kill_9_while_incidents_are_written_leaves_whole_ones(tmp_path: Path) -> None:
+    for at in range(400):
+        keep(tmp_path, line(record_of(snapshot(at=at))))
+    for kill in range(30):
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        threading.Event().wait(0.003 * (kill % 10))
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        process.stdout.close()
+        for file in incidents_in(tmp_path / "incidents"):
+            assert header(file)["t"] == 1.0
+            assert times(file)[-1] == 399.0
+    assert len(incidents_in(tmp_path / "incidents")) <= record.MOST_INCIDENTS + 1
+    assert json.loads((tmp_path / "flight.jsonl").read_bytes().splitlines()[-1])["t"] == BEGAN + 399
