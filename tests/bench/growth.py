@@ -24,7 +24,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.vocabulary import Reason, Role, Source
 
 SETTLED_TICKS: Final = 10_000

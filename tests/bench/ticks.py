@@ -23,7 +23,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes

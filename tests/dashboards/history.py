@@ -24,7 +24,7 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.model import Failure
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.vocabulary import Reason, Source
 
 SAMPLE_SECONDS: Final = 15

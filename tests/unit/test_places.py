@@ -21,7 +21,7 @@ from vllm_headroom.commands.doctor.offers import SERIES
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
 

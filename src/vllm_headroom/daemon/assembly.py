@@ -23,7 +23,7 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.gates.gates import GATES, Rules, gates
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.trace.recorder import Recorder

@@ -9,7 +9,7 @@ import structlog
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Sample, Snapshot
-from vllm_headroom.parse import nothing_found
+from vllm_headroom.parse.page import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
 
 log = structlog.get_logger()

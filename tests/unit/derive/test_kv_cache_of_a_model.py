@@ -12,7 +12,7 @@ from tests.unit.sizing.models import model
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.vocabulary import Source
 

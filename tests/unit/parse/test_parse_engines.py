@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Reason, Source
 

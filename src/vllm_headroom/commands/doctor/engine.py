@@ -11,7 +11,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.look import PATIENCE_SECONDS
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse import nothing_found
+from vllm_headroom.parse.page import nothing_found
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.vocabulary import Reason
 

@@ -15,7 +15,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
-from vllm_headroom.parse import profile_of
+from vllm_headroom.parse.page import profile_of
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
 from vllm_headroom.sizing.footprint import token_bytes

@@ -15,7 +15,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Snapshot
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.recorder import Recorder

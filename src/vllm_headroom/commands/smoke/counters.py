@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import Name, State, Step
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse import nothing_found, parse_engines
+from vllm_headroom.parse.page import nothing_found, parse_engines
 
 POLL_SECONDS: Final = 0.5
 COUNTED_SECONDS: Final = 15.0

@@ -9,7 +9,7 @@ from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.traffic import CAPACITY_TOKENS
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.model import EnginePage
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 
 EPOCH_SECONDS = 1_790_000_000.0
 BASE = ("engine", "model_name")

@@ -11,7 +11,7 @@ from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.server import engine_application, serving
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import Reason
 

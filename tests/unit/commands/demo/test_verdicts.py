@@ -18,7 +18,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure, Sample
-from vllm_headroom.parse import parse_engines
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.vocabulary import Reason, Source
 
 EPOCH = 1_760_000_000.0
