@@ -115,6 +115,17 @@ EMPTY: Final = (
             },
         },
     ),
+    Empty(
+        why="no scenario has a container with a limit, or a probe",
+        over=EVERYWHERE,
+        queries={
+            "headroom": {
+                "What the engine uses it for": (),
+                "Host memory against its limit": (),
+                "Time until the kernel kills": (),
+            }
+        },
+    ),
     Empty(why="no scenario leaks host memory", over=EVERYWHERE, queries={"headroom": {"Host leak rate": ()}}),
     Empty(
         why="no scenario breaks a GPU",
