@@ -104,6 +104,11 @@ class EngineServer:
         """What the request asks for that the calling thread answers."""
         return str(self._answering.path)
 
+    @property
+    def body(self) -> bytes:
+        """What came with the request that the calling thread answers."""
+        return bytes(self._answering.body)
+
     def wait_until_idle(self, deadline_seconds: float = 30) -> None:
         """Return when no connection is open any more."""
         deadline = time.monotonic() + deadline_seconds
@@ -151,7 +156,7 @@ class EngineServer:
             while head := _read_head(connection):
                 self.requests.append(head)
                 self._answering.path = head.split()[1]
-                _skip_body(connection, head)
+                self._answering.body = _body(connection, head)
                 self.answer(connection, self._closing)
 
 
@@ -165,11 +170,13 @@ def _shake_hands(connection: ssl.SSLSocket) -> None:
         raise Hangup from None
 
 
-def _skip_body(connection: socket.socket, head: str) -> None:
+def _body(connection: socket.socket, head: str) -> bytes:
+    """Return what follows the head of a request, or as much of it as comes before the client hangs up."""
     lengths = [line.partition(":")[2] for line in head.lower().splitlines() if line.startswith("content-length:")]
-    left = sum(map(int, lengths))
-    while left and (data := connection.recv(left)):
-        left -= len(data)
+    left, body = sum(map(int, lengths)), b""
+    while len(body) < left and (data := connection.recv(left - len(body))):
+        body += data
+    return body
 
 
 def _read_head(connection: socket.socket) -> str:

@@ -57,18 +57,10 @@ class Vllm(EngineServer):
     def _by_path(self, connection: socket.socket, closing: threading.Event) -> None:
         head = self.requests[-1]  # the smoke test asks for one thing at a time
         path = head.split()[1].removeprefix(self.prefix)
-        length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
-        if length:
-            self.bodies.append((path, json.loads(_exactly(connection, int(length[1])))))
+        if self.body:
+            self.bodies.append((path, json.loads(self.body)))
         if path == "/metrics" and path not in self.answers:
             page(metrics(self.finished))(connection, closing)
             return
         self.answers.get(path, MISSING)(connection, closing)
         self.finished += path.endswith("completions")
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        data += connection.recv(count - len(data))
-    return data
