@@ -52,7 +52,8 @@ def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
 def test_what_is_named_is_there() -> None:
     named = set(
         re.findall(
-            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy)`", README
+            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|memory-limit|probe|gates)`",
+            README,
         )
     )
     there = {path.parent.name for path in COMPONENTS.glob("*/kustomization.yaml")}
