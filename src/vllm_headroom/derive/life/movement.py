@@ -49,7 +49,7 @@ def progress_age(movements: Mapping[Labels, Movement], now: float, owed_since: f
 
 
 def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
-    """Return what the KV cache of each engine still holds that has been idle for a minute."""
+    """Return what the KV cache of each engine still holds that has been awake and idle for a minute."""
     return tuple(
         (labels, each.kv_used_ratio)
         for labels, each in movements.items()
@@ -72,7 +72,7 @@ def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
         busy=busy,
         moved_seconds=before.moved_seconds if before is not None and before.busy and same else now,
         done_seconds=before.done_seconds if before is not None and done else now,
-        idle_seconds=None if busy or engine.running is None else rested,
+        idle_seconds=None if busy or engine.running is None or engine.awake is False else rested,
         kv_used_ratio=engine.kv_used_ratio,
     )
 

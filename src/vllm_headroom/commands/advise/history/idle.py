@@ -22,7 +22,7 @@ class Idle:
         """Go on to the next sample, `seconds` after the one before."""
         if reading.started_at_seconds != self._began:
             self._began, self._seconds, self._ratios = reading.started_at_seconds, 0.0, []
-        if reading.running or reading.waiting or reading.running is None:
+        if reading.running or reading.waiting or reading.running is None or reading.awake is False:
             self._seconds = 0.0
             return
         self._seconds += seconds
