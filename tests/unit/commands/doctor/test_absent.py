@@ -34,12 +34,8 @@ ELSEWHERE = (
     "headroom_gpu_",
     "headroom_host_leak_bytes",
     "headroom_host_time_to_oom",
-    "headroom_allocator_",
-    "headroom_engine_memory_bytes",
-    "headroom_leak_location",
-    "headroom_gate_open",
 )
-"""What begins so is not in this world: it is of a GPU's other facts, of a leak on the host, or of the probe."""
+"""What begins so is not in this world: it is of a GPU's other facts, or of a leak on the host."""
 
 CONFIGURED = {
     "headroom_allocator_allocated_bytes",
