@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from functools import cache
 from types import FrameType
 
 from vllm_headroom_probe.probe import Probe
@@ -23,7 +24,7 @@ def begin(folder: str, frame: FrameType | None) -> None:
     global _probe  # noqa: PLW0603 - see above
     version = str(vars(sys.modules.get("vllm") or sys).get("__version__", ""))
     if TOO_OLD.match(version):
-        logging.getLogger("vllm.headroom_probe").warning("headroom probe: idle, vLLM %s is older than 0.9", version)
+        _tell_too_old(version)
         return
     if _probe is None:
         _probe = Probe(folder)
@@ -31,6 +32,11 @@ def begin(folder: str, frame: FrameType | None) -> None:
         _watch_for_ooms()
         _probe.start()
     _probe.engine.search(frame)
+
+
+@cache
+def _tell_too_old(version: str) -> None:
+    logging.getLogger("vllm.headroom_probe").warning("headroom probe: idle, vLLM %s is older than 0.9", version)
 
 
 def _before_fork() -> None:

@@ -30,9 +30,8 @@ class Shortage(StrEnum):
 class Leak:
     """What the leak detector says of one series, a GPU or a role of processes.
 
-    `leaked` is whether there was an alarm at any time; the figures are those of its last moment, None where it does not
-    say. `ended_seconds` is when it ended, None where it did not; `location` is what the probe inside the
-    engine tells.
+    `leaked` is whether there ever was an alarm; the figures are those of its last moment, None where it does not say, and
+    `ended_seconds` where it did not end. `location` is what the probe tells.
     """
 
     state: LeakState
