@@ -28,10 +28,9 @@ class Shortage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """What the leak detector says of one series, a GPU or a role of processes.
+    """What the leak detector says of one series, a GPU or a role of processes; `leaked` is whether there was an alarm.
 
-    `leaked` is whether there ever was an alarm; the figures are those of its last moment, None where it does not say, and
-    `ended_seconds` where it did not end. `location` is what the probe tells.
+    The figures are of its last moment, None where it does not say; `ended_seconds` is None where it did not end.
     """
 
     state: LeakState
