@@ -136,23 +136,29 @@ def _load(values: Values) -> str:
 
 
 def _host(values: Values) -> Iterator[Verdict]:
+    said = partial(Verdict, subject="host memory")
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
-    for role, state in found.items():
-        if state in (LeakState.LEAKING, LeakState.GROWING):
-            verb = "leaks" if state == LeakState.LEAKING else "may leak"
-            rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
-            text = f"Host memory of {role} {verb}{rate}."
-            level = Level.ALARM if state == LeakState.LEAKING else Level.WARNING
-            yield Verdict(subject="host memory", level=level, sentence=text, alert="HeadroomHostMemoryLeak")
-    if found and not set(found.values()) & {LeakState.LEAKING, LeakState.GROWING}:
-        held = sum(values.of(catalog.HOST_MEMORY).values())
+    growing = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
+    left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
+    soon = left is not None and left < HOUR_SECONDS
+    for role, state in growing.items():
+        sure = state == LeakState.LEAKING
+        rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
+        text = f"Host memory of {role} {'leaks' if sure else 'may leak'}{rate}{_left(left, least)}."
+        alert = "HeadroomHostOutOfMemorySoon" if soon else "HeadroomHostMemoryLeak"
+        yield said(level=Level.ALARM if sure or soon else Level.WARNING, sentence=text, alert=alert)
+    if found and not growing:
         tells = bool({LeakState.STABLE, LeakState.UNSETTLED} & set(found.values()))
         text = "shows no leak" if tells else "is watched, too early to tell whether it leaks"
-        yield Verdict(
-            subject="host memory",
-            level=Level.GOOD if tells else Level.UNKNOWN,
-            sentence=f"Host memory {text}; the engine's processes hold {size(held)}.",
-        )
+        level = Level.GOOD if tells else Level.UNKNOWN
+        yield said(level=level, sentence=f"Host memory {text}; {_in_use(values)}.")
+
+
+def _in_use(values: Values) -> str:
+    used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
+    if used is None or limit is None:
+        return f"the engine's processes hold {size(sum(values.of(catalog.HOST_MEMORY).values()))}"
+    return f"{size(used)} of {size(limit)} are in use"
 
 
 def _ended(text: str) -> str:

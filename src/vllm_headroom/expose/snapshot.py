@@ -107,7 +107,7 @@ def _states(found: Mapping[tuple[str, ...], float], own: tuple[str, ...]) -> Any
 
 def _problems(view: View) -> list[dict[str, str]]:
     snapshot = view.snapshot
-    parts = () if snapshot is None else (snapshot.engines, snapshot.gpus, snapshot.processes)
+    parts = () if snapshot is None else (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
     return [
         {"source": part.source, "reason": part.reason, "message": part.message}
         for part in parts

@@ -147,6 +147,18 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
     assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
 
 
+def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
+    leaking = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("worker",))
+    stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
+    soon, least = Sample(catalog.HOST_TIME_TO_OOM, (), 1800.0), Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 1200.0)
+    room = (Sample(catalog.HOST_MEMORY_USED, (), 12.0 * GIB), Sample(catalog.HOST_MEMORY_LIMIT, (), 64.0 * GIB))
+
+    verdict = of("host memory", leaking, soon, least)
+    assert verdict.sentence == "Host memory of worker leaks: out of memory in 30 min 0 s, 20 min 0 s at the least."
+    assert verdict.alert == "HeadroomHostOutOfMemorySoon"
+    assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
+
+
 def test_the_worst_comes_first() -> None:
     found = verdicts(seen(EngineState.DOWN), [state(LeakState.GROWING)])
 

@@ -69,8 +69,9 @@ def danger(known: Watched, snapshot: Snapshot, values: Values, *, least_seconds:
     `least_seconds` is the time that must be left by the lower bound; of a gate that is `closed` more is asked.
     """
     wanted = least_seconds * (WIDER if closed else 1.0)
-    times = {f"GPU {gpu}": left for (gpu, _), left in values.of(catalog.TIME_TO_OOM_LOWER).items()}
-    for whose, left in sorted(times.items(), key=lambda each: each[1]):
+    times = [(left, f"GPU {gpu}") for (gpu, _), left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
+    times += [(left, "the host") for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values()]
+    for left, whose in sorted(times):
         if left < wanted:
             return Danger(text=f"{whose} may be out of memory in {duration(left)}", urgent=left < URGENT_SECONDS)
     return _burst(known, snapshot, WIDER if closed else 1.0) or _queue(known, snapshot)

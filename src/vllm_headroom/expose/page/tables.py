@@ -53,7 +53,7 @@ ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
 
 
 def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
-    parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
+    parts = (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
     failures = {str(part.source): part for part in parts if isinstance(part, Failure)}
     for (source,), up in values.of(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)

@@ -64,6 +64,12 @@ def test_it_closes_when_the_end_may_be_near_and_says_so() -> None:
     assert Gate().goes_on(60, left(LEAST)) is None
 
 
+def test_the_hosts_end_closes_it_as_well() -> None:
+    host = Values([Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 400.0)])
+
+    assert Gate().goes_on(60, host) == "the host may be out of memory in 6 min 40 s"
+
+
 def test_one_sample_closes_nothing() -> None:
     gate = Gate()
 
