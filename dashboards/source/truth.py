@@ -212,7 +212,7 @@ def who_holds_the_memory() -> Row:
     """Return the ledger, and the engine's story beside it."""
     return Row(
         title="Who holds the memory, and does vLLM's story match?",
-        panels=[_ledger(), _story(), _parts(), _unreported(), _more()],
+        panels=[_ledger(), _story(), _unreported(), _more(), _parts()],
     )
 
 
@@ -244,6 +244,7 @@ def _parts() -> Json:
         height=8,
         stacked=True,
         min=0,
+        noValue="only the probe inside vLLM tells this",
     )
 
 
