@@ -16,6 +16,9 @@ _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 """How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
 
+_KERNEL_THREADS: Final = 2
+"""Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
+
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
@@ -61,7 +64,7 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
 
 
 def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
-    if name.startswith(_MAY_BE_VLLM):
+    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != _KERNEL_THREADS):
         return False
     return (known.name, known.parent_pid, known.started_seconds) == (name, int(fields[1]), _started(fields))
 

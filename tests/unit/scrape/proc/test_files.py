@@ -69,3 +69,15 @@ def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600", state="Z")
 
     assert entry(tree.path, 7, known) is None
+
+
+def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_anew(tree: ProcTree) -> None:
+    tree.add(7, 1, "sleep", "600")
+    whole = (tree.path / "7" / "cmdline").read_bytes()
+    (tree.path / "7" / "cmdline").write_bytes(b"")
+    known = entry(tree.path, 7)
+    (tree.path / "7" / "cmdline").write_bytes(whole)
+
+    assert known is not None
+    assert known.command == ("sleep",)
+    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
