@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, ReadingTime, Sample, Snapshot
+from vllm_headroom.model import ReadingTime, Sample, Snapshot
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 
@@ -30,11 +30,7 @@ INITIAL: Final = HealthState(
 
 def health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
     """Return the health series of every source that was read in this snapshot."""
-    failed = {
-        part.source: part.reason
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
-        if isinstance(part, Failure)
-    }
+    failed = {failure.source: failure.reason for failure in snapshot.failures}
     failures = {**_of_probe(snapshot), **state.failures}
     for key in failed.items():
         failures[key] = failures.get(key, 0) + 1

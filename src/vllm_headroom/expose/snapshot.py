@@ -10,7 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Answer
 from vllm_headroom.expose.history import STEP_SECONDS
 from vllm_headroom.expose.view import Incident, View
-from vllm_headroom.model import Failure, Metric, Values, worst
+from vllm_headroom.model import Metric, Values, worst
 
 FORMAT: Final = 1
 STATE: Final = "state"
@@ -106,13 +106,8 @@ def _states(found: Mapping[tuple[str, ...], float], own: tuple[str, ...]) -> Any
 
 
 def _problems(view: View) -> list[dict[str, str]]:
-    snapshot = view.snapshot
-    parts = () if snapshot is None else (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
-    return [
-        {"source": part.source, "reason": part.reason, "message": part.message}
-        for part in parts
-        if isinstance(part, Failure)
-    ]
+    failures = () if view.snapshot is None else view.snapshot.failures
+    return [{"source": each.source, "reason": each.reason, "message": each.message} for each in failures]
 
 
 def _incident(incident: Incident | None) -> dict[str, Any] | None:

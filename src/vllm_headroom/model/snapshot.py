@@ -31,3 +31,9 @@ class Snapshot:
     unanswered_since_seconds: float | None = None
     life: Life | None = None
     host: HostMemory | None = None
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """Why sources could not be read, of those that could not."""
+        parts = (self.engines, self.gpus, self.processes, self.probe)
+        return tuple(part for part in parts if isinstance(part, Failure))

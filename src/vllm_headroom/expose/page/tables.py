@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Failure, Metric, Snapshot, Values
+from vllm_headroom.model import Metric, Snapshot, Values
 from vllm_headroom.units import duration, gib
 
 HOLDERS: Final = ("engine", "other", "unattributed")
@@ -53,8 +53,7 @@ ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
 
 
 def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
-    parts = (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe)
-    failures = {str(part.source): part for part in parts if isinstance(part, Failure)}
+    failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.of(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)
         worked = values.value(catalog.SOURCE_LAST_SUCCESS, source)
