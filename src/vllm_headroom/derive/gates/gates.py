@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from vllm_headroom import catalog
@@ -47,14 +47,16 @@ def gates(rules: Rules, samples: tuple[Sample, ...]) -> Derivation[Gates]:
 
 
 def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tuple[Gates, tuple[Sample, ...]]:
-    following, open_now = Gates(ready=state.ready, live=state.live), {}
+    configured = []
     if rules.ready_seconds is not None:
         least, most = rules.ready_seconds, rules.ready_most_seconds
         shut = ready(state.ready, snapshot, values, least_seconds=least, most_seconds=most, name=rules.name)
-        following, open_now[GateName.READY] = Gates(ready=shut, live=state.live), shut.reason is None
+        state = replace(state, ready=shut)
+        configured.append(GateName.READY)
     if rules.live_seconds is not None:
         dying = live(state.live, snapshot, values, least_between_seconds=rules.live_seconds, name=rules.name)
-        following, open_now[GateName.LIVE] = Gates(ready=following.ready, live=dying), dying.reason is None
-    return following, tuple(
-        Sample(catalog.GATE_OPEN, (str(name),), float(is_open)) for name, is_open in open_now.items()
+        state = replace(state, live=dying)
+        configured.append(GateName.LIVE)
+    return state, tuple(
+        Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None)) for name in configured
     )
