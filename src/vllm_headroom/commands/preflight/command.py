@@ -21,7 +21,7 @@ from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import duration_seconds
 
@@ -121,17 +121,17 @@ async def _run(given: Namespace) -> Report:
         tensor_parallel_size=given.tensor_parallel_size or 1,
     )
     ignored = frozenset(Kind(name) for name in given.ignore)
-    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
+    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
     processes = Processes(engine_port=0, proc=PROC, monotonic=time.monotonic)  # it is asked who is there, not whose
 
     async def report() -> Report:
-        sight = await look(nvml, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        sight = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         return judge(sight, ask, wanted, ignored)
 
     try:
         return await settled(report, given.wait, tell)
     finally:
-        await nvml.close()
+        await gpus.close()
 
 
 COMMAND: Final[Command[Report]] = Command(

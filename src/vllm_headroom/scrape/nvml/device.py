@@ -15,9 +15,9 @@ from vllm_headroom.scrape.nvml.calls import Calls, Handle
 from vllm_headroom.scrape.nvml.errors import LOST
 from vllm_headroom.scrape.nvml.faults import GpuFaults, faults_of
 from vllm_headroom.scrape.nvml.parts import Part, parts, whole_gpu
-from vllm_headroom.scrape.nvml.peak import Peak
 from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes
 from vllm_headroom.scrape.nvml.xids import Xids
+from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
 
 T = TypeVar("T")
@@ -137,7 +137,7 @@ class Device:
             used_bytes=used_bytes,
             free_bytes=machine.available_bytes,
             reserved_bytes=None,
-            unified=True,
+            machine_available_bytes=machine.available_bytes,
         )
 
     def _processes(self, part: Part, memory: GpuMemory | None) -> ProcessList:
