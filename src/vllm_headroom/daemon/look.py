@@ -21,6 +21,7 @@ from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
 from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
+SYS: Final = Path("/sys")
 PATIENCE_SECONDS: Final = 6.0
 """For each source, all at the same time: a look has to be over within ten seconds."""
 
@@ -50,9 +51,9 @@ async def closed(*readers: PageReader | Gpus) -> None:
                 await reader.close()
 
 
-async def machine(settings: Settings, proc: Path = PROC) -> Machine:
+async def machine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Machine:
     """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
-    cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc)
+    cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
     found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
     try:

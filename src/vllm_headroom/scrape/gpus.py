@@ -23,8 +23,8 @@ NO_AMD: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
 class Gpus:
     """Reads NVIDIA's GPUs by NVML and AMD's by /sys, side by side, and counts AMD's on after NVIDIA's.
 
-    What each argument means, `Nvml` says; `sys` is where AMD's cards show. Beside other GPUs, a card of AMD's that has
-    no memory of its own is left out: it is the processor's, for the screen.
+    What each argument means, `Nvml` says; `sys` is where AMD's cards show. Beside other GPUs, AMD's integrated ones are
+    left out: they are the processors', for the screen.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Gpus:
             return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
         of_nvidia = self._failed(nvml) if isinstance(nvml, Failure) else nvml.devices
         self._of_nvidia = of_nvidia
-        own = tuple(reading for reading in amd if _has_own_memory(reading))
+        own = tuple(reading for reading in amd if reading.uuid not in self._amd.integrated)
         first = 1 + max((reading.index for reading in of_nvidia), default=-1)
         shown = own if of_nvidia or own else amd
         self._of_amd = tuple(replace(reading, index=first + reading.index) for reading in shown)
@@ -90,7 +90,3 @@ class Gpus:
             GpuReading(index=each.index, uuid=each.uuid, name=each.name, xid_errors=each.xid_errors, failure=failure)
             for each in self._of_nvidia
         )
-
-
-def _has_own_memory(reading: GpuReading) -> bool:
-    return reading.failure is not None or (reading.memory is not None and not reading.memory.unified)

@@ -164,6 +164,13 @@ def test_beside_amds_own_cards_the_processors_is_left_out(sys: AmdTree, proc: Pr
     assert gpu.uuid == "GPU-ffffffffffffffff"
 
 
+@pytest.mark.usefixtures("nvml")
+def test_a_card_that_does_not_tell_its_memory_is_not_taken_for_the_processors(sys: AmdTree, proc: ProcTree) -> None:
+    (sys.add(CARDS[0], card=1).folder / "mem_info_vram_total").unlink()
+
+    assert len(run(sys, proc, devices)) == 3
+
+
 @pytest.mark.usefixtures("no_nvidia")
 def test_alone_the_processors_own_is_the_gpu(sys: AmdTree, proc: ProcTree) -> None:
     apu(sys, proc)

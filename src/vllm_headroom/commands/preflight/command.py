@@ -98,8 +98,9 @@ def _waits_for(report: Report, left_seconds: float) -> str:
 
 
 def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
-    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES does not say."""
-    count, visible = given.tensor_parallel_size, environ.get("CUDA_VISIBLE_DEVICES")
+    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
+    variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
         return Wanted(named=given.gpus, count=count)
@@ -107,7 +108,7 @@ def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
         return Wanted(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
-        raise BadOptions(f"CUDA_VISIBLE_DEVICES: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
+        raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
     return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
 
 

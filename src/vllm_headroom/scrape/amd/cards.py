@@ -13,6 +13,12 @@ from vllm_headroom.scrape.amd.files import line, names, text, told
 
 DRIVER: Final = "amdgpu"
 DRM: Final = "class/drm"
+TEMPERATURES: Final = ("temp1_input", "temp2_input")
+"""At the edge, else at the junction: from MI200 on there is no sensor at the edge."""
+
+POWERS: Final = ("power1_average", "power1_input")
+"""A card has one or the other: what it took of late, or takes now."""
+
 TOPOLOGY: Final = "class/kfd/kfd/topology"
 _CARD: Final = re.compile(r"card\d+")
 _ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -32,7 +38,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A card at a PCI address, with its folder in /sys and that of its sensors.
+    """A card at a PCI address, with its folder in /sys, and the files of its sensors where it has them.
+
+    Only `is_apu`, a processor's own, has a sensor of the north bridge's voltage (amdgpu_pm.c).
 
     `nodes` are those of KFD: several where the card is cut, none where ROCm cannot use it, None where KFD does not let
     itself be asked: in a container it does for the cards whose device in /dev the container has (kfd_topology.c).
@@ -40,7 +48,9 @@ class Card:
 
     address: str
     folder: str
-    sensors: str
+    temperature: str | None
+    power: str | None
+    is_apu: bool
     uuid: str
     name: str
     nodes: tuple[Node, ...] | None
@@ -72,11 +82,14 @@ def signature(sys: str) -> tuple[list[str], int | None]:
 
 def _card(address: str, folder: str, nodes: tuple[Node, ...] | None) -> Card:
     unique, product = line(f"{folder}/unique_id"), line(f"{folder}/product_name")
-    sensors = next(iter(names(f"{folder}/hwmon")), "none")
+    monitor = f"{folder}/hwmon/{next(iter(names(f'{folder}/hwmon')), '')}"
+    sensors = names(monitor)
     return Card(
         address=address,
         folder=folder,
-        sensors=f"{folder}/hwmon/{sensors}",
+        temperature=next((f"{monitor}/{name}" for name in TEMPERATURES if name in sensors), None),
+        power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), None),
+        is_apu="in1_label" in sensors,
         uuid=f"GPU-{unique}" if unique else f"PCI-{address}",
         name=product or f"AMD GPU {line(f'{folder}/device')}".rstrip(),
         nodes=nodes,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,6 @@ from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
 from vllm_headroom.vocabulary import Vendor
-
-TEMPERATURES: Final = ("temp1_input", "temp2_input")
-"""At the edge, else at the junction: from MI200 on there is no sensor at the edge."""
-
-POWERS: Final = ("power1_average", "power1_input")
-"""A card has one or the other: what it took of late, or takes now."""
 
 WHOLE: Final = "SPX"
 """The compute partition of a card that is not cut."""
@@ -44,7 +37,8 @@ def readings(card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
         return tuple(_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
     memory = memory_of(card, look.proc)
     busy_percent = told(f"{card.folder}/gpu_busy_percent")
-    millidegrees, microwatts = _first(card, TEMPERATURES), _first(card, POWERS)
+    millidegrees = None if card.temperature is None else told(card.temperature)
+    microwatts = None if card.power is None else told(card.power)
     reading = GpuReading(
         vendor=Vendor.AMD,
         index=index,
@@ -98,12 +92,8 @@ def _of_the_machine(card: Card, granted_bytes: int, proc: Path) -> GpuMemory | N
 
 
 def _may_grant_other(card: Card) -> bool:
-    """Tell whether a card of which KFD does not tell may be cut, or an APU: only those tell the north bridge's voltage.
-
-    By amdgpu_pm.c.
-    """
-    cut = line(f"{card.folder}/current_compute_partition")
-    return cut not in {"", WHOLE} or os.path.exists(f"{card.sensors}/in1_label")  # noqa: PTH110 - as all of /sys here
+    """Tell whether a card of which KFD does not tell may grant the machine's memory, or a share of its own."""
+    return card.is_apu or line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
 
 
 def _partition(card: Card, index: int, place: int, node: Node, look: Look) -> GpuReading:
@@ -144,8 +134,3 @@ def _peak(uuid: str, memory: GpuMemory | None, look: Look) -> int | None:
     if memory is not None:
         peak.add(look.now, memory.used_bytes)
     return peak.highest_bytes(look.now)
-
-
-def _first(card: Card, sensors: tuple[str, ...]) -> int | None:
-    values = (told(f"{card.sensors}/{name}") for name in sensors)
-    return next((value for value in values if value is not None), None)

@@ -21,10 +21,12 @@ from vllm_headroom.vocabulary import Reason, Vendor
 class Amd:
     """Reads all cards that amdgpu drives, on a thread of its own: a sensor may block while the driver is ill.
 
+    `integrated` are the UUIDs of the processors' own that work on the machine's memory, or do not tell.
     A card keeps the index at which it was first seen, in the order of PCI addresses, and stays listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
+        self.integrated: frozenset[str] = frozenset()
         self._monotonic = monotonic
         self._sys = str(sys)
         self._proc = proc
@@ -62,7 +64,9 @@ class Amd:
         look = Look(
             processes=Processes(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
-        return tuple(each for index, card in enumerate(self._cards.values()) for each in self._card(card, index, look))
+        found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
+        self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
+        return tuple(part for _, parts in found for part in parts)
 
     def _find(self) -> None:
         now = signature(self._sys)
@@ -91,3 +95,7 @@ class Amd:
                 if memory is not None:
                     self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
         return ()
+
+
+def _is_integrated(card: Card, reading: GpuReading) -> bool:
+    return reading.memory.unified if reading.memory is not None else card.is_apu

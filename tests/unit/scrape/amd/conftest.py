@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -13,6 +10,7 @@ from typing import TypeVar
 import pytest
 
 from tests.fakes.amd_tree import AmdTree
+from tests.fakes.nobody import open_folder
 from tests.fakes.nvml.reader import Clock
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import GpuReading
@@ -20,7 +18,6 @@ from vllm_headroom.scrape.amd.reader import Amd
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 20.0
-NOBODY = 65534
 
 
 class Machine:
@@ -48,16 +45,5 @@ class Machine:
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o755)  # for nobody, below
-        yield Machine(Path(folder))
-
-
-@contextlib.contextmanager
-def nobody() -> Iterator[None]:
-    """Be a user to whom permissions apply, where this is root."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(NOBODY)
-    yield
-    os.seteuid(before)
+    with open_folder() as folder:
+        yield Machine(folder)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.amd_tree import GIB
+from tests.fakes.nobody import nobody
 from tests.fakes.nvml.reader import reasons
-from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine, nobody
+from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
 from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.amd.reader import Amd
 from vllm_headroom.vocabulary import Reason, Source, Vendor

@@ -3,7 +3,8 @@
 import shutil
 
 from tests.fakes.amd_tree import GIB, open_card
-from tests.unit.scrape.amd.conftest import Machine, nobody
+from tests.fakes.nobody import nobody
+from tests.unit.scrape.amd.conftest import Machine
 from vllm_headroom.model import GpuProcess
 
 CARD = "0000:c1:00.0"

@@ -1,7 +1,8 @@
 """Cards that are cut, and cards that have no memory of their own."""
 
 from tests.fakes.amd_tree import DRIVER_BYTES, GIB, MI300X_BYTES, AmdCard
-from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine, nobody
+from tests.fakes.nobody import nobody
+from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
 from vllm_headroom.model import GpuMemory, GpuProcess
 from vllm_headroom.scrape.amd.reader import Amd
 
@@ -143,10 +144,14 @@ def test_an_apu_of_which_kfd_may_not_tell_has_no_memory(machine: Machine) -> Non
     meminfo(machine, available_gib=90)
     hide(machine)
 
-    with nobody():
-        (gpu,) = machine.read()
+    async def steps(amd: Amd) -> None:
+        (gpu,) = await amd.read(PATIENCE_SECONDS)
 
-    assert gpu.memory is None
+        assert gpu.memory is None
+        assert amd.integrated == {gpu.uuid}
+
+    with nobody():
+        machine.run(steps)
 
 
 def apu(machine: Machine, *, own_bytes: int, granted_bytes: int) -> None:
