@@ -77,7 +77,6 @@ class Amd:
         try:
             self._parts[card.address] = readings(card, index, look)
         except OSError as error:
-            self._seen = None  # it may come back as another device
             return self._failed(card, index, failure_of(error))
         return self._parts[card.address]
 
