@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,8 +17,11 @@ _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 """How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
 
-_KERNEL_THREADS: Final = 2
+KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
+
+_KERNEL_THREADS_NAME: Final = "kthreadd"
+"""What pid 2 is called where it is their parent; in a container it is a process like any other."""
 
 _PART_BYTES: Final = 64 * 2**10
 
@@ -85,9 +89,15 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
 
 
 def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
-    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != _KERNEL_THREADS):
+    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
         return False
     return (known.name, known.parent_pid, known.started_seconds) == (name, int(fields[1]), _started(fields))
+
+
+def shows_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
+    """Tell whether the children of pid 2 are the kernel's own, which never become anything else."""
+    parent = entries.get(KERNEL_THREADS)
+    return parent is not None and parent.name == _KERNEL_THREADS_NAME and parent.command == (_KERNEL_THREADS_NAME,)
 
 
 def command(proc: Path, pid: int) -> tuple[str, ...]:
