@@ -23,7 +23,7 @@ from tests.samples import gpu, snapshot
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.derive.life.follow import LIFE, LifeState
-from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
@@ -51,7 +51,7 @@ def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
 
     async def run() -> None:
         for each in seen:
-            await subject.step(each, (FULL,), ())
+            await subject.step(each, (FULL,), Values(()))
 
     with capture_logs() as lines:
         asyncio.run(run())

@@ -10,7 +10,7 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Life, Metric, Sample, Snapshot, Verdict, worst
+from vllm_headroom.model import Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, LeakState, Level, Source
 
@@ -26,7 +26,7 @@ def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [each for each in verdicts(at or seen(), samples) if each.subject == subject]
+    found = [each for each in verdicts(at or seen(), Values(samples)) if each.subject == subject]
     assert found, subject
     return found[0]
 
@@ -132,7 +132,7 @@ def test_a_life_that_nobody_follows_is_not_known() -> None:
 
 
 def test_stranded_blocks_are_a_warning() -> None:
-    found = verdicts(seen(), [Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)])
+    found = verdicts(seen(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
 
     assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
 
@@ -160,7 +160,7 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    found = verdicts(seen(EngineState.DOWN), [state(LeakState.GROWING)])
+    found = verdicts(seen(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
     assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
     assert worst(found) is Level.ALARM
