@@ -120,11 +120,7 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    """Return whether an alarm goes on because it was sure of late, or while the next demand may find no room."""
-    if track.sure_seconds is None:
-        return False
-    full = track.estimate is not None and track.estimate.oom_seconds_lower == 0
-    return full or track.seconds - track.sure_seconds <= NEAR_SECONDS
+    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:

@@ -34,10 +34,8 @@ FASTER_THAN_RECORDS: Final = 4.0
 """Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
 
 LEAST_FOLDS: Final = 0.01
-LEAST_SECONDS: Final = 3600.0
 WARM_SECONDS: Final = 1800.0
-WARM_SHARE: Final = 0.15
-"""The window begins this long after the life, at least, and so much of its own length."""
+"""The window begins this long after the life, at least."""
 
 YOUNG_SECONDS: Final = 3.5 * 3600.0
 """No alarm so early in a life: its first hours have a few large steps of their own."""
@@ -108,9 +106,8 @@ def _keeps_pace(grown: Growth, lasted: float) -> bool:
 
 def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
     """Return the growth of a window if it is a pace: several rises, even, late in the life and not slowing down."""
-    total, lasted = floors[-1] - floors[0], points[-1].seconds - points[0].seconds
-    age = points[0].seconds - life.began[0]
-    if total < LEAST_BYTES or lasted < LEAST_SECONDS or age < max(WARM_SECONDS, WARM_SHARE * lasted):
+    total = floors[-1] - floors[0]
+    if total < LEAST_BYTES or points[0].seconds - life.began[0] < WARM_SECONDS:
         return None
     rises = tuple(after - before for before, after in pairwise(floors))
     when = [point.seconds for point, rise in zip(points[1:], rises, strict=True) if rise >= RISE_SHARE * total]
