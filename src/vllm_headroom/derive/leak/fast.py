@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from vllm_headroom.derive.leak.evidence import RISE_BYTES, folds
+from vllm_headroom.derive.leak.evidence import RISE_BYTES
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Point, Run
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 
@@ -27,8 +27,8 @@ STEP_BYTES: Final = 20 * MIB
 QUIET_SECONDS: Final = 300.0
 """So long after a start or a wake nothing counts: memory that comes back is even and fast."""
 
-MOST_FOLDS: Final = 0.5
-"""Where the work of the life grew more than this e-fold within the run, as in the first surge, load explains it."""
+SURGE: Final = 1.5
+"""Where so many times as many requests were finished as usual within minutes, load explains it."""
 
 LASTS_SECONDS: Final = 120.0
 LARGEST_SHARE: Final = 0.4
@@ -50,19 +50,19 @@ def followed(run: Run, now: Point) -> Run:
     return replace(run, points=(*run.points, now)[-READINGS:]) if rose and apart >= APART_SECONDS else run
 
 
-def fast(run: Run, room_bytes: float, began: tuple[float, float], *, on: bool) -> Estimate | None:
-    """Return how fast it grows; None unless it grows evenly and would soon fill the room.
+def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | None:
+    """Return how fast it grows; None unless it grows evenly, not with the load, and would soon fill the room.
 
-    `began` is when and after how many requests the life began. `on`: the alarm is up.
+    `rate` is that of the requests, averaged over minutes. `on`: the alarm is up.
     """
     first, last = run.points[0], run.points[-1]
     lasted, grown = last.seconds - first.seconds, last.floor_bytes - first.floor_bytes
     if len(run.points) < FEWEST_READINGS or lasted < LEAST_SECONDS or grown <= 0:
         return None
-    since = [(point.seconds - began[0], point.requests - began[1]) for point in (first, last)]
+    surges = last.requests - first.requests > SURGE * rate * lasted
     room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     soon = room * lasted <= grown * (STILL_FAST_SECONDS if on else FAST_SECONDS)
-    if not soon or folds(*since) > MOST_FOLDS or not _even(run.points, grown):
+    if not soon or surges or not _even(run.points, grown):
         return None
     paces = _paces(run.points)
     pace = grown / lasted

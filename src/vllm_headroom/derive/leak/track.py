@@ -130,7 +130,7 @@ def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         return track
     track = replace(track, run=longer)
     room = held_bytes if room_bytes is None else room_bytes
-    found = fast(longer, room, (track.anchor_seconds or 0.0, track.anchor_requests), on=run.alarm_until > 0)
+    found = fast(longer, room, track.work.rate, on=run.alarm_until > 0)
     if found is None:
         return track
     lasting = replace(longer, alarm_until=track.seconds + LASTS_SECONDS)

@@ -103,7 +103,7 @@ def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
     assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
 
 
-def test_the_first_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:
+def test_a_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:
     begins = 600.0
 
     def surge(requests_before: float, requests_after: float) -> Verdict:
