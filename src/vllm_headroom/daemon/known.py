@@ -52,6 +52,8 @@ def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
             "uuid": each.oom.uuid,
             "asked": each.oom.asked_bytes,
             "free": each.oom.free_bytes,
+            "allocated": each.oom.allocated_bytes,
+            "reserved": each.oom.reserved_bytes,
         }
         for each in (*probe.present, *probe.silent, *probe.others)
         if each.oom is not None
