@@ -7,6 +7,7 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, Sample, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState, LeakState, Level
@@ -48,6 +49,13 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in sorted(owned, key=lambda each: each.reading.index):
         yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid)
+        for leftover in gpu.leftovers:
+            yield Verdict(
+                subject=f"GPU {gpu.reading.index}",
+                level=Level.WARNING,
+                sentence=f"GPU {gpu.reading.index}: {described(leftover)}.",
+                alert="HeadroomMemoryNotReleased",
+            )
 
 
 def _gpu(values: Values, gpu: str, uuid: str) -> Verdict:

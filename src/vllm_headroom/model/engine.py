@@ -74,7 +74,9 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended. `host` is the memory of the machine and of the engine's container.
+    ended; `strays` are those of cores and workers that init has taken over from a server which nobody saw alive, and of
+    what hangs from them. `zombies` have ended and still have a pid: nothing runs in them but what a driver may hold.
+    `host` is the memory of the machine and of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -82,6 +84,8 @@ class ProcessReadings:
     sees_host_pids: bool
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
+    strays: frozenset[int] = frozenset()
+    zombies: frozenset[int] = frozenset()
     host: HostReading = field(default_factory=HostReading)
 
 
