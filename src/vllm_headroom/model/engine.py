@@ -95,7 +95,8 @@ class Life:
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
     nothing of leaks. `began_seconds` is seconds since the epoch. `progress_age_seconds` is None while there is nothing
-    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds.
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
+    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes.
     """
 
     state: EngineState
@@ -105,3 +106,4 @@ class Life:
     exits: tuple[tuple[ExitReason, int], ...] = ()
     progress_age_seconds: float | None = None
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()
+    to_wake: tuple[tuple[str, int], ...] = ()

@@ -175,3 +175,19 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
     assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryNotReleased")
+
+
+@pytest.mark.parametrize(
+    ("to_wake", "level", "says"),
+    [
+        (2 * GIB, Level.GOOD, "; to wake takes 2 GiB; 5 GiB are free."),
+        (9 * GIB, Level.WARNING, "; to wake takes 9 GiB; 5 GiB are free: 4 GiB are missing."),
+    ],
+)
+def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
+    at = replace(seen(), life=Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+
+    verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
+
+    assert verdict.sentence == f"GPU 0: the engine sleeps{says}"
+    assert verdict.level is level
