@@ -17,7 +17,7 @@ import pytest
 
 from tests.engine.serving import HERE, Engine, free_port, serving, started, words
 from tests.fakes.cgroups import limited
-from tests.process import Daemon, Page, daemon
+from tests.process import Daemon, Page, daemon, eventually
 
 pytestmark = pytest.mark.engine
 
@@ -95,7 +95,7 @@ def test_a_real_leak_is_foretold_and_told_before_the_kernel_kills_and_named_afte
         with daemon(ENGINE_URL=engine.url, STATE_DIR=str(state)) as running, asked(engine):
             killed, foretold = until_killed(folder, running)
             page = running.sees(ended, "the life ended by the kernel's hand")
-            last = running.get("/snapshot.json").json()["last_incident"]
+            last = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is set aside")
 
     first, left = foretold[0]
     middle, later = foretold[len(foretold) // 2]
