@@ -41,7 +41,7 @@ class Sight:
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
     `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
-    `engine_pids` are the processes of the engine that was looked for.
+    `swap_bytes` is the machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
     """
 
     readings: GpuReadings | Failure
@@ -49,6 +49,7 @@ class Sight:
     holders: Mapping[str, tuple[Holder, ...]]
     shm: Shm | None
     host: HostMemory | None = None
+    swap_bytes: int | None = None
     engine_pids: frozenset[int] = frozenset()
 
 
@@ -65,6 +66,9 @@ async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeo
         holders=await _holders(readings, listed, proc),
         shm=shm_of(shm),
         host=host_here(proc),
+        swap_bytes=None
+        if isinstance(listed, Failure) or listed.host.machine is None
+        else listed.host.machine.swap_bytes,
         engine_pids=frozenset(() if isinstance(listed, Failure) else (process.pid for process in listed.engine)),
     )
 

@@ -121,7 +121,7 @@ def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | No
 
 
 def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> tuple[Finding, ...]:
-    memory = checks.memory(gpu.reading, ask, held_by(gpu))
+    memory = (*checks.memory(gpu.reading, ask, held_by(gpu)), *checks.swap(gpu.reading, sight.swap_bytes))
     if gpu.reading.failure is not None:
         return memory
     told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
