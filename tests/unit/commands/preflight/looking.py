@@ -14,7 +14,7 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import look
+from vllm_headroom.commands.preflight.look import Sight, look
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -50,6 +50,19 @@ class Preflight:
         patience_seconds: float = 20,
     ) -> Report:
         return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
+
+    def sight(self, *, port: int = 0, patience_seconds: float = 20) -> Sight:
+        """Look once; with a port, for the engine that serves it."""
+
+        async def main() -> Sight:
+            nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path)
+            processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
+            try:
+                return await look(nvml, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+            finally:
+                await nvml.close()
+
+        return asyncio.run(main())
 
     def wait(
         self,
