@@ -121,6 +121,11 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             ending.ask(BEYOND_REPAIR)
         await _record(sampler, views, recorder, flight)
 
+    async def look() -> None:
+        used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, fast))
+        if flight is not None:
+            flight.look(clock.time(), used_bytes)
+
     served = application(
         metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
         page=lambda _: html(landing_page(views.view(sampler))),
@@ -129,7 +134,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
+    peaks = every(fast, look, clock)
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
     return await live((every(interval, tick, clock), peaks, *saving, *asking), Server(served, door), listener, ending)

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import structlog
 
 from vllm_headroom.daemon.known import known, ooms
+from vllm_headroom.daemon.recent import Recent
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
@@ -74,6 +75,7 @@ class Flight:
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}
+        self._recent = Recent()
         self._served = False
         self._incident: Incident | None = None
         self._xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
@@ -85,6 +87,10 @@ class Flight:
         """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
         if LIFE in states:
             self._exits = dict(states[LIFE].lives.exits)
+
+    def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
+        """Take note of the memory in use between ticks, by UUID."""
+        self._recent.add(seconds, used_bytes)
 
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> None:
         """Take note of one tick."""
@@ -124,7 +130,10 @@ class Flight:
                 closes=now + AFTER_SECONDS,
                 due=now,
                 events=(event,),
-                before=self._before,
+                before={
+                    **self._before,
+                    "used": self._recent.of(each["uuid"] for each in self._before.get("leaks", ())),
+                },
             )
         self._served = False
 

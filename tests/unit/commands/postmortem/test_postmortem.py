@@ -61,6 +61,22 @@ def leaked(tmp_path: Path) -> Path:
     return write(tmp_path, scene)
 
 
+def test_memory_that_was_full_only_between_two_samples_is_found(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    assert scene.header is not None
+    ends = scene.header["t"]
+    used = [[ends - 4.0, scenes.TOTAL - scenes.RESERVED - 20 * scenes.MIB], ["?", 1], [ends - 3.0, 5]]
+
+    def cause() -> str:
+        return str(json.loads(run(write(tmp_path, scene), "--json")[1])["cause"])
+
+    assert cause() == "crash"
+    scene.header["before"] = {"used": {"GPU-a": used}}
+    assert cause() == "out_of_memory_burst"
+    run(write(tmp_path, scene), "--html", tmp_path / "page.html")
+    assert "Memory in use of GPU-a in the last minutes, second by second" in (tmp_path / "page.html").read_text()
+
+
 def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Path) -> None:
     status, out, err = run(leaked)
 
