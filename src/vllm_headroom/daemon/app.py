@@ -127,7 +127,12 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             flight.look(clock.time(), used_bytes)
 
     served = application(
-        metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+        metrics=MetricsPage(
+            lambda: sampler.published,
+            clock.monotonic,
+            build(),
+            lambda: None if flight is None or flight.last is None else flight.last.seconds,
+        ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
