@@ -214,9 +214,14 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
         for pid, oom in enumerate(raised)
     )
     step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
-    died(subject, watch)
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
+    step(subject, seen(watch))
 
-    assert header(the_incident(tmp_path))["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    known = header(the_incident(tmp_path))
+    assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    newest, _ = known["before"]["probe"]
+    assert (newest["pid"], newest["role"], newest["oom"]["asked_bytes"]) == (0, "worker", 5)
+    assert "parts" not in newest, "what it does not say is left out"
 
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:

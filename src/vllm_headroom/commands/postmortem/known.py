@@ -100,6 +100,16 @@ def holders(known: Known | None) -> Iterator[str]:
         yield f"{each.get('uuid')} pid {each.get('pid')} {each.get('used')} B"
 
 
+def probed(known: Known | None) -> Iterator[str]:
+    """Yield what torch held on each GPU, by the probe's last files."""
+    for process in records(before(known), "probe"):
+        for each in records(process, "devices"):
+            held = (
+                f"{word} {each[f'{word}_bytes']} B" for word in ("allocated", "reserved") if f"{word}_bytes" in each
+            )
+            yield f"{each.get('uuid')} pid {process.get('pid')} {process.get('role')}: {', '.join(held)}"
+
+
 def log_lines(known: Known | None) -> tuple[str, ...]:
     """Return the last lines of the daemon's log."""
     lines = (known or {}).get("log")
