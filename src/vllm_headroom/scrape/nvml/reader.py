@@ -24,7 +24,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
-from vllm_headroom.scrape.nvml.transitions import Transitions
+from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
