@@ -11,10 +11,6 @@ TAG: Final = "vllm-headroom"
 CELL: Final = "${__value.raw}"
 """What a link in a table puts in for its cell."""
 
-RUNBOOKS: Final = "https://runbooks.example"
-RUNBOOK: Final = f"{RUNBOOKS}/{CELL}"
-"""Stand for the place of alerts/runbooks and for the runbook of a cell's alert; generate.py puts others in."""
-
 
 def variables(*, gpu: bool) -> list[Json]:
     """Return the variables, each narrowed by those before it; `gpu` is of a dashboard of one engine.
@@ -129,7 +125,7 @@ RESTARTED: Final = (
 
 
 def links() -> list[Json]:
-    """Return the links at the top: the other dashboards, vLLM's own where they are imported, the runbooks."""
+    """Return the links at the top: the other dashboards, and vLLM's own where they are imported."""
     return [
         _dashboards("Headroom", TAG, "", with_variables=True, dropdown=False),
         _dashboards(
@@ -139,18 +135,6 @@ def links() -> list[Json]:
             with_variables=False,
             dropdown=True,
         ),
-        {
-            "title": "Runbooks",
-            "type": "link",
-            "icon": "doc",
-            "url": RUNBOOKS,
-            "includeVars": False,
-            "keepTime": False,
-            "asDropdown": False,
-            "tags": [],
-            "targetBlank": True,
-            "tooltip": "What each alert means and what to do",
-        },
     ]
 
 

@@ -55,18 +55,24 @@ def with_link(expr: str, *, gpu: bool = False) -> str:
     return expr
 
 
-OPEN: Final = override(
+def leading(column: str, text: str, title: str, url: str, **more: Any) -> Json:
+    """Return how a column of parts of addresses is shown: a word that leads there."""
+    shown = {"text": text, "color": "blue", "index": 0}
+    return override(
+        column,
+        displayName=" ",
+        custom__width=20 + 10 * len(text),
+        custom__cellOptions={"type": "color-text"},
+        mappings=[{"type": "regex", "options": {"pattern": ".*", "result": shown}}],
+        links=[{"title": title, "url": url, **more}],
+    )
+
+
+OPEN: Final = leading(
     "open",
-    displayName=" ",
-    custom__width=60,
-    custom__cellOptions={"type": "color-text"},
-    mappings=[{"type": "regex", "options": {"pattern": ".*", "result": {"text": "open", "color": "blue", "index": 0}}}],
-    links=[
-        {
-            "title": "Open this engine",
-            "url": f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
-        }
-    ],
+    "open",
+    "Open this engine",
+    f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
 IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")
