@@ -124,9 +124,9 @@ RESTARTED: Final = (
 )
 
 
-def links() -> list[Json]:
-    """Return the links at the top: the other dashboards, and vLLM's own where they are imported."""
-    return [
+def links(ahead: str = "", since: str = "") -> list[Json]:
+    """Return the links at the top: the other dashboards, vLLM's own where they are imported, one's own future."""
+    made = [
         _dashboards("Headroom", TAG, "", with_variables=True, dropdown=False),
         _dashboards(
             "vLLM: latency and throughput",
@@ -136,6 +136,22 @@ def links() -> list[Json]:
             dropdown=True,
         ),
     ]
+    return [*made, _future(ahead, since)] if ahead else made
+
+
+def _future(uid: str, since: str) -> Json:
+    return {
+        "title": "Look ahead",
+        "type": "link",
+        "icon": "external link",
+        "url": f"/d/{uid}?from={since}&to={since.replace('-', '%2B')}",
+        "includeVars": True,
+        "keepTime": False,
+        "asDropdown": False,
+        "tags": [],
+        "targetBlank": False,
+        "tooltip": "The same board with as much of the future, as a leak will make it",
+    }
 
 
 def _dashboards(title: str, tag: str, tooltip: str, *, with_variables: bool, dropdown: bool) -> Json:

@@ -8,13 +8,11 @@ from typing import Any, Final
 from dashboards.source.around import CELL
 from dashboards.source.colours import BAD
 from dashboards.source.grafana import Json, override
-from dashboards.source.series import ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS, UNREPORTED
+from dashboards.source.series import BY_GPU, BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
 
 ROWS: Final = 50
 """As many as somebody reads; every column of a table is asked for these rows only."""
 
-BY_TARGET: Final = "cluster, namespace, job, pod, instance"
-BY_GPU: Final = f"{BY_TARGET}, gpu, uuid"
 BY_MODEL: Final = "cluster, namespace, model_name"
 
 OWN_GPU: Final = f'headroom_gpu_info{{{TARGET},attribution!=""}}'
@@ -125,7 +123,7 @@ NUMBERS: Final = [
     number("time to OOM", "dtdurations", 100, TIME_TO_OOM_STEPS),
     number("leak rate", "binBps", 90),
     number("leaked", "bytes", 80),
-    number("unreported", "percentunit", 100, UNREPORTED, decimals=1),
+    number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),
     number("at the peak", "bytes", 100, FREE_FLOOR),
     number("KV cache", "percentunit", 85, decimals=0),

@@ -9,9 +9,7 @@ from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING
 from dashboards.source.grafana import Json, override, query, steps, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import (
-    BY_GPU,
     BY_MODEL,
-    BY_TARGET,
     IDENTITY,
     MODEL_OF,
     NARROW,
@@ -28,7 +26,7 @@ from dashboards.source.ranking import (
     with_link,
     worst,
 )
-from dashboards.source.series import SIDECAR, TARGET, free_at_the_peak
+from dashboards.source.series import BY_GPU, BY_TARGET, SIDECAR, TARGET, free_at_the_peak
 
 MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_name"'
 """What the recording rules keep."""
