@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution, Vendor
+from vllm_headroom.vocabulary import Attribution, Fate, Vendor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,15 @@ class GpuProcess:
     """A compute process on a GPU; `used_bytes` is None where the driver does not tell."""
 
     pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What a process holds of a GPU for no engine any more; `used_bytes` is None where the driver does not tell."""
+
+    pid: int
+    fate: Fate
     used_bytes: int | None
 
 
@@ -77,8 +86,8 @@ class Gpu:
     `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
     `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
     and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
-    `process_count` is the number of compute processes NVML lists. `inside` is what the engine's
-    processes say themselves.
+    `process_count` is the number of compute processes NVML lists, `leftovers` those of them that are sure to serve no
+    engine any more. `inside` is what the engine's processes say themselves.
     """
 
     reading: GpuReading
@@ -87,4 +96,5 @@ class Gpu:
     other_bytes: int | None = None
     held_bytes: int | None = None
     process_count: int | None = None
+    leftovers: tuple[Leftover, ...] = ()
     inside: Inside | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -63,9 +63,11 @@ class Gpus:
         driver_version = None if isinstance(nvml, Failure) else nvml.driver_version
         return GpuReadings(driver_version=driver_version, devices=(*of_nvidia, *self._of_amd))
 
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use of every GPU."""
-        await asyncio.gather(self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds))
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID, and keep it for each GPU's peak."""
+        looks = self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
+        of_nvidia, of_amd = await asyncio.gather(*looks)
+        return {**of_nvidia, **of_amd}
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""

@@ -21,12 +21,13 @@ from vllm_headroom.model import (
     GpuReading,
     HostMemory,
     Inside,
+    Leftover,
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, Fate, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -38,6 +39,9 @@ OF_TYPE: Final[dict[Any, st.SearchStrategy[Any]]] = {
     bool | None: st.none() | st.booleans(),
 }
 FACTS: Final = {name: OF_TYPE[kind] for name, kind in get_type_hints(EngineReading).items()}
+
+
+LEFTOVERS: Final = st.builds(Leftover, pid=st.just(0), fate=st.sampled_from(Fate), used_bytes=st.none() | SIZES)
 
 
 @st.composite
@@ -64,6 +68,7 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine_bytes is None else engine_bytes,
         process_count=draw(st.none() | st.integers(0, 9)),
+        leftovers=tuple(draw(st.lists(LEFTOVERS, max_size=2))),
         inside=_inside(draw),
     )
 

@@ -7,6 +7,7 @@ from typing import Final
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import ASK_KFD, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
+from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.units import gib
 from vllm_headroom.vocabulary import Vendor
@@ -42,6 +43,9 @@ def gpus(sight: Sight) -> Finding:
         return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
     devices = sight.readings.devices
     details = tuple(f"{called(device)} {device.name}{_unified(device)}{_trouble(device)}" for device in devices)
+    details += tuple(
+        f"{called(gpu.reading)}: {described(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
+    )
     unread = [device for device in devices if _trouble(device)]
     if not unread:
         return Finding(name=Name.GPUS, state=State.OK, text=f"{len(devices)} visible", details=details)

@@ -7,18 +7,13 @@ from math import ceil
 from typing import Final
 
 from vllm_headroom.model import GpuMemory
+from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
 from vllm_headroom.units import GIB
 
 LEAST_OWN_BYTES: Final = 3 * GIB // 10
 """vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already lie on the GPU.
 In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200) to 0.53 GiB (H100) apart on GPUs that
 are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
-"""
-
-LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
-Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that runs out of it
-does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
 """
 
 MOST_OWN_BYTES: Final = 6 * GIB // 10

@@ -6,7 +6,6 @@ from typing import Final
 
 from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
-    LEFT_TO_THE_MACHINE_BYTES,
     Ask,
     asked_bytes,
     highest_utilization,
@@ -16,6 +15,7 @@ from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
 from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason
 
@@ -77,6 +77,14 @@ def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> tuple[Fi
     less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
     fix = f"{less}; or --ignore host"
     return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, gpu=device.index),)
+
+
+def swap(device: GpuReading, swap_bytes: int | None) -> tuple[Finding, ...]:
+    """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
+    if device.memory is None or not device.memory.unified or not swap_bytes:
+        return ()
+    text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
+    return (Finding(kind=Kind.HOST, verdict=Verdict.GOOD, text=text, gpu=device.index),)
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:

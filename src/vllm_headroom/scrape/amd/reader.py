@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
@@ -35,12 +36,12 @@ class Amd:
         self._seen: object = None
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._transitions = Transitions()
-        self._worker = Worker[tuple[GpuReading, ...]]("amd")
+        self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
         """Return a reading of every card or partition, none where there is no card; does not raise."""
         try:
-            found = await self._worker.call(self._read, timeout_seconds)
+            found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
             silent = failure(Reason.TIMEOUT)
             found = tuple(
@@ -49,11 +50,13 @@ class Amd:
         self._transitions.report(found)
         return found
 
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use of every card that is not cut, for its peak."""
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID of every card that is not cut, and keep it for its peak."""
+        used: dict[str, int] = {}
         if self._cards:
-            with contextlib.suppress(TimeoutError, OSError):  # the next reading finds it too, and tells it
-                await self._worker.call(self._sample, timeout_seconds)
+            with contextlib.suppress(TimeoutError):
+                used = await self._worker.call(self._sample, timeout_seconds)
+        return used
 
     def close(self) -> None:
         """End the thread when it has nothing more to do."""
@@ -87,13 +90,17 @@ class Amd:
             GpuReading(vendor=Vendor.AMD, index=index, uuid=part.uuid, name=part.name, failure=why) for part in known
         )
 
-    def _sample(self) -> tuple[GpuReading, ...]:
+    def _sample(self) -> dict[str, int]:
+        used: dict[str, int] = {}
         for card in self._cards.values():
-            if card.nodes is None or len(card.nodes) <= 1:
+            if card.nodes is not None and len(card.nodes) > 1:
+                continue
+            with contextlib.suppress(OSError):  # the next reading finds it too, and tells it
                 memory = memory_of(card, self._proc)
                 if memory is not None:
+                    used[card.uuid] = memory.used_bytes
                     self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
-        return ()
+        return used
 
 
 def _is_integrated(card: Card, reading: GpuReading) -> bool:

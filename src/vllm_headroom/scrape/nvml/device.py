@@ -66,14 +66,14 @@ class Device:
             self._note(error.value)
             raise
 
-    def sample_used(self) -> None:
-        """Look at nothing but the memory in use, for its peak."""
+    def sample_used(self) -> dict[str, int]:
+        """Return nothing but the memory in use, by UUID, and note it for its peak."""
         try:
-            for part in self.parts:
-                self._memory(part)
+            seen = {part.uuid: self._memory(part) for part in self.parts}
         except pynvml.NVMLError as error:
             self._note(error.value)
             raise
+        return {uuid: memory.used_bytes for uuid, memory in seen.items() if memory is not None}
 
     def faults(self) -> GpuFaults:
         """Return what the whole GPU says of faults in its memory."""

@@ -14,7 +14,7 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import look
+from vllm_headroom.commands.preflight.look import Sight, look
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.scrape.gpus import Gpus
@@ -51,6 +51,19 @@ class Preflight:
         patience_seconds: float = 20,
     ) -> Report:
         return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
+
+    def sight(self, *, port: int = 0, patience_seconds: float = 20) -> Sight:
+        """Look once; with a port, for the engine that serves it."""
+
+        async def main() -> Sight:
+            gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
+            processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
+            try:
+                return await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+            finally:
+                await gpus.close()
+
+        return asyncio.run(main())
 
     def wait(
         self,

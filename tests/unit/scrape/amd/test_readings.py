@@ -92,7 +92,8 @@ def test_the_peak_is_that_of_the_fast_looks_too(machine: Machine) -> None:
     async def steps(amd: Amd) -> None:
         await amd.read(PATIENCE_SECONDS)
         card.tell(mem_info_vram_used=9 * GIB)
-        await amd.sample_used(PATIENCE_SECONDS)
+        assert list((await amd.sample_used(PATIENCE_SECONDS)).values()) == [9 * GIB]
+
         card.tell(mem_info_vram_used=DRIVER_BYTES)
         (gpu,) = await amd.read(PATIENCE_SECONDS)
 
