@@ -22,7 +22,6 @@ from vllm_headroom.scrape.gpus import Gpus
 CARD: Final = "0000:c1:00.0"
 CONTAINER: Final = "pid:[4026532555]"
 NO_LIST: Final = {"nvmlDeviceGetComputeRunningProcesses_v3": pynvml.NVML_ERROR_NOT_SUPPORTED}
-SENSED: Final = {"utilization_percent": 3, "temperature_celsius": 41, "power_milliwatts": 90_000}
 
 FACTS: Final[dict[str, Callable[[GpuReading], object]]] = {
     "memory": lambda reading: reading.memory,
@@ -69,7 +68,11 @@ def _apu(sys: AmdTree, proc: ProcTree) -> None:
 
 
 KINDS: Final = (
-    Kind(name="NVIDIA GPU", made=FakeGpu(uuid="GPU-a", **SENSED), why=""),
+    Kind(
+        name="NVIDIA GPU",
+        made=FakeGpu(uuid="GPU-a", utilization_percent=3, temperature_celsius=41, power_milliwatts=90_000),
+        why="",
+    ),
     Kind(
         name="NVIDIA MIG instance",
         made=FakeGpu(uuid="GPU-a", mig=True, instances=[FakeInstance(uuid="MIG-a", gpu_instance=1)]),
@@ -77,7 +80,9 @@ KINDS: Final = (
     ),
     Kind(
         name="NVIDIA GPU on the machine's memory (GB10, Thor, Jetson)",
-        made=FakeGpu(uuid="GPU-a", total_bytes=None, **SENSED),
+        made=FakeGpu(
+            uuid="GPU-a", total_bytes=None, utilization_percent=3, temperature_celsius=41, power_milliwatts=90_000
+        ),
         why="memory is by /proc/meminfo: total and what the kernel calls available",
     ),
     Kind(

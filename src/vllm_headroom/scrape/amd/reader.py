@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
 from vllm_headroom.scrape.amd.device import Look, memory_of, readings
 from vllm_headroom.scrape.amd.errors import failure, failure_of
@@ -16,7 +16,7 @@ from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.scrape.worker import Worker
-from vllm_headroom.vocabulary import Reason, Vendor
+from vllm_headroom.vocabulary import Reason
 
 
 class Amd:

@@ -1,8 +1,7 @@
 from tests.fakes.amd_tree import DRIVER_BYTES, GIB, MI300X_BYTES, open_card
 from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
-from vllm_headroom.model import GpuMemory, GpuProcess
+from vllm_headroom.model import GpuMemory, GpuProcess, Vendor
 from vllm_headroom.scrape.amd.reader import Amd
-from vllm_headroom.vocabulary import Vendor
 
 CARD = "0000:c1:00.0"
 
