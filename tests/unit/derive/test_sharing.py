@@ -60,6 +60,7 @@ def sliced(engine_bytes: int | None, granted: int | None) -> Gpu:
     ("seen", "left"),
     [
         (sliced(15 * GIB, SLICE), 5 * GIB),
+        (sliced(21 * GIB, SLICE), 0),
         (sliced(15 * GIB, CARD), 30 * GIB),
         (sliced(15 * GIB, None), 30 * GIB),
         (sliced(None, SLICE), 30 * GIB),
