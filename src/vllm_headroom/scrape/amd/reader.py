@@ -23,7 +23,8 @@ class Amd:
     """Reads all cards that amdgpu drives, on a thread of its own: a sensor may block while the driver is ill.
 
     `integrated` are the UUIDs of the processors' own that work on the machine's memory, or do not tell.
-    A card keeps the index at which it was first seen, in the order of PCI addresses, and stays listed when it is gone.
+    A card keeps the index at which it was first seen, in the order of PCI addresses, wherever it comes back, and stays
+    listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
@@ -78,14 +79,14 @@ class Amd:
 
     def _card(self, card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
         try:
-            self._parts[card.address] = readings(card, index, look)
+            self._parts[card.uuid] = readings(card, index, look)
         except OSError as error:
             return self._failed(card, index, failure_of(error))
-        return self._parts[card.address]
+        return self._parts[card.uuid]
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
         """Return that each part the card was read as last has failed."""
-        known = self._parts.get(card.address) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
+        known = self._parts.get(card.uuid) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
         return tuple(
             GpuReading(vendor=Vendor.AMD, index=index, uuid=part.uuid, name=part.name, failure=why) for part in known
         )
