@@ -82,16 +82,20 @@ class Target:
 
 
 def scrapes(
-    scenario: Scenario, hours: float, *, ends_seconds: float, scrape_seconds: int = SAMPLE_SECONDS, seed: int = 0
+    scenario: Scenario,
+    hours: float,
+    *,
+    ends_seconds: float,
+    scrape_seconds: int = SAMPLE_SECONDS,
+    seed: int = 0,
+    gpus: type[SimulatedGpus] = SimulatedGpus,
 ) -> Iterator[Scrape]:
     """Yield each scrape of a daemon that samples `scenario` from its start on."""
     began = ends_seconds - hours * 3600
     clock = SteppedClock(began)
     now = present(World(scenario, seed), clock)
     sampler = Sampler(
-        sources=Sources(
-            engine=SimulatedEngine(now(), began), gpus=SimulatedGpus(now), processes=SimulatedProcesses(now, began)
-        ),
+        sources=Sources(engine=SimulatedEngine(now(), began), gpus=gpus(now), processes=SimulatedProcesses(now, began)),
         parse=parse_engines,
         selection=Selection(),
         derivations=derivations(reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None),
