@@ -29,7 +29,7 @@ EMPTY: Final = (
         queries={
             "headroom": {"Leak rate with its 95 % interval": (), "Leaked": (), "At the least": ()},
             "headroom-fleet": {
-                "GPUs, worst first": ("C", "D", "E"),
+                "GPUs, worst first": ("B", "C", "D"),
                 "Models, worst first": ("E", "F"),
                 "Least time to out of memory, by model": (),
                 "Leaking GPUs, by model": (),
@@ -89,7 +89,7 @@ EMPTY: Final = (
                 "Inputs vLLM does not offer": (),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("F",),
+                "GPUs, worst first": ("E",),
                 "Models, worst first": (),
             },
         },
