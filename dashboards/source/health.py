@@ -63,7 +63,7 @@ def host_memory() -> Row:
             state_timeline(
                 "Host leak state over time",
                 "Each role's state as the detector saw it.",
-                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{process}}")],
                 [STATE_VALUES],
                 height=6,
             ),
@@ -112,7 +112,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=16,
         ),
@@ -142,7 +142,7 @@ def _readings() -> list[Json]:
             [
                 query(
                     f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{instance}} {{source}}",
+                    "{{source}}",
                 )
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],

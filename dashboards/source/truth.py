@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from dashboards.source.colours import (
     BAD,
     ENGINE_COLOUR,
@@ -15,7 +17,6 @@ from dashboards.source.colours import (
     RESERVED_COLOUR,
     RUNNING_COLOUR,
     UNATTRIBUTED_COLOUR,
-    UNREPORTED_COLOUR,
     WARNING,
 )
 from dashboards.source.dashboard import Row
@@ -24,6 +25,7 @@ from dashboards.source.grafana import Json, coloured, on_the_right, override, qu
 from dashboards.source.panels import stat, timeseries
 from dashboards.source.series import (
     BY_GPU,
+    BY_TARGET,
     ENGINE,
     FREE,
     FREE_FLOOR,
@@ -90,9 +92,10 @@ def _left() -> Json:
         "Time to out of memory",
         "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
         "unknown: the engine does not answer, or what it holds cannot be told.",
-        [query(time_to_oom(GPU))],
+        [query(time_to_oom(GPU), "GPU {{gpu}}")],
         unit="dtdurations",
         width=4,
+        named=True,
         noValue="unknown",
         mappings=[TIME_TO_OOM_VALUES],
         thresholds=TIME_TO_OOM_STEPS,
@@ -102,12 +105,13 @@ def _left() -> Json:
 def _least() -> Json:
     return stat(
         "At the least",
-        "The lower bound of the time to out of memory, and the GPU it is of; drawn only while one grows or leaks.",
-        [query(f"bottomk(1, headroom_time_to_oom_seconds_lower{{{GPU}}})", "GPU {{gpu}}")],
+        "The lower bound of the time to out of memory, and the GPU it is of.",
+        [query(time_to_oom(GPU, metric="headroom_time_to_oom_seconds_lower"), "GPU {{gpu}}")],
         unit="dtdurations",
         width=3,
         named=True,
-        noValue="none",
+        noValue="unknown",
+        mappings=[TIME_TO_OOM_VALUES],
         thresholds=TIME_TO_OOM_STEPS,
     )
 
@@ -167,30 +171,37 @@ def _others() -> Json:
 
 def _room() -> Json:
     """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
-    free = f"headroom_gpu_memory_free_bytes{{{GPU}}}"
+    empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
+    there = f"unless on ({BY_TARGET}) {empty}"
     return timeseries(
         "Headroom: free memory of each GPU, down to zero",
         "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
         "the next long prompt may be the last. A leak is a line that falls while running requests do not rise. "
+        "Nothing is drawn while the engine is down, loads or sleeps: the card is empty then. "
         "Where the time shown ends in the future (Look ahead, above), what a leak will leave is dashed, and dotted if "
         "it is as fast as it may be.",
         [
-            query(free, "GPU {{gpu}}"),
-            query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"),
+            query(f"{FREE}{{{GPU}}} {there}", "GPU {{gpu}}"),
+            query(f"{free_at_the_peak(GPU)} {there}", "GPU {{gpu}} at its peaks"),
             query(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
             query(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
             RUNNING,
         ],
         unit="bytes",
-        width=15,
+        width=14,
         height=10,
         min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[
-            override("/ at its peaks$/", custom__lineWidth=1),
-            override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
-            override("/ at the least$/", custom__lineWidth=1, custom__lineStyle={"fill": "dot", "dash": [1, 5]}),
+            override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND),
+            override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
+            override(
+                "/ at the least$/",
+                custom__lineWidth=1,
+                custom__lineStyle={"fill": "dot", "dash": [1, 5]},
+                custom__hideFrom=LEGEND,
+            ),
             on_the_right("running requests", RUNNING_COLOUR),
         ],
     )
@@ -258,12 +269,14 @@ def _ledger() -> Json:
 
 
 def _parts() -> Json:
+    fullest = f"bottomk(1, min_over_time({FREE}{{{GPU}}}[$__range] @ end()))"
+    parts = f"headroom_engine_memory_bytes{{{GPU}}} and on ({BY_GPU}) {fullest}"
     return timeseries(
-        "What the engine uses it for",
-        "The engine's own ledger of the GPUs chosen, by the probe inside it: its parts sum to what it holds. "
+        "What the engine uses the fullest GPU for",
+        "The engine's own ledger of that GPU, by the probe inside it: its parts sum to what it holds. "
         "Fragmented and cached is what torch has reserved and nobody uses; outside torch are CUDA, NCCL and libraries. "
         "Empty without a probe.",
-        [query(f"sum by (part) (headroom_engine_memory_bytes{{{GPU}}})", "{{part}}")],
+        [query(f"max by (part) ({parts})", "{{part}}")],
         unit="bytes",
         width=12,
         height=10,
@@ -274,11 +287,14 @@ def _parts() -> Json:
     )
 
 
+LEGEND: Final = {"legend": True, "tooltip": False, "viz": False}
+"""Hides from the legend what the tooltip tells: eight GPUs would fill the panel with names."""
+
 HOLDERS = [
     coloured("engine", ENGINE_COLOUR),
     coloured("other", OTHER_COLOUR),
     coloured("unattributed", UNATTRIBUTED_COLOUR),
-    coloured("reserved by the driver", RESERVED_COLOUR),
+    coloured("reserved by the driver", RESERVED_COLOUR, custom__hideFrom=LEGEND),
     coloured("free", FREE_COLOUR, custom__fillOpacity=25),
     coloured(
         "peak",
@@ -286,6 +302,7 @@ HOLDERS = [
         custom__stacking={"mode": "none", "group": "A"},
         custom__fillOpacity=0,
         custom__lineWidth=1,
+        custom__hideFrom=LEGEND,
     ),
 ]
 """How the lines of `lines_of_held` are drawn in a stack."""
@@ -295,20 +312,17 @@ def _story() -> Json:
     reported = f"headroom_memory_reported_bytes{{{GPU}}}"
     return timeseries(
         "Does the engine's story match the GPU's?",
-        "Reported is what the engine says or was told to use; actual is what the GPU says it holds; each line is one "
-        "GPU. Unreported is their difference, as a share of what is reported, of the GPU that is furthest off.",
+        "Reported is what the engine says or was told to use; actual is what the GPU says it holds.",
         [
-            query(reported, "GPU {{gpu}} reported ({{basis}})"),
+            query(f"max by (basis) ({reported})", "reported ({{basis}})"),
             query(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),
-            query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})", "unreported"),
         ],
         unit="bytes",
         width=12,
         height=10,
         decimals=2,
         overrides=[
-            coloured("/reported \\(/", REPORTED_COLOUR, custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
+            coloured("/^reported/", REPORTED_COLOUR, custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
             override("/actual/", custom__lineWidth=2),
-            on_the_right("unreported", UNREPORTED_COLOUR, "percentunit", reaches=0.05, decimals=1),
         ],
     )
