@@ -9,6 +9,10 @@ Json = dict[str, Any]
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
+LEGEND: Final = {"legend": True, "tooltip": False, "viz": False}
+"""Hides from the legend what the tooltip tells: eight GPUs would fill the panel with names."""
+
+
 def query(expr: str, legend: str = "", *, instant: bool = False, table: bool = False, ref: str = "") -> Json:
     """Return one PromQL query; `panel` names those without a `ref` A, B, C ..."""
     return {

@@ -31,14 +31,14 @@ def host_memory() -> Row:
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
-                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
                 ],
                 unit="bytes",
                 noValue="not known",
                 overrides=[
                     coloured("limit", BAD),
                     coloured("in use", ENGINE_COLOUR),
-                    coloured("of it /dev/shm", NEUTRAL),
+                    coloured("of it shared", NEUTRAL),
                 ],
             ),
             timeseries(
@@ -140,10 +140,7 @@ def _readings() -> list[Json]:
             "Sources",
             "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
             [
-                query(
-                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{source}}",
-                )
+                query(f"max by (instance, source) (headroom_source_up{{{TARGET}}})", "{{source}}"),
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],
             width=12,

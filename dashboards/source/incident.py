@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from dashboards.source import around, tables
-from dashboards.source.colours import (
-    BAD,
-    FINISHED_COLOUR,
-    GOOD,
-    RUNNING_COLOUR,
-    WAITING_COLOUR,
-    WARNING,
-)
+from dashboards.source.colours import BAD, FINISHED_COLOUR, GOOD, RUNNING_COLOUR, WAITING_COLOUR, WARNING
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import Json, coloured, override, query, steps, values
+from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
@@ -29,7 +22,7 @@ from dashboards.source.series import (
     leak_state,
     lines_of_held,
 )
-from dashboards.source.truth import HOLDERS, LEGEND
+from dashboards.source.truth import HOLDERS
 from dashboards.source.wide import lines, states
 
 
@@ -58,7 +51,7 @@ def _alerts() -> Json:
     firing, pending = (alerts.replace("{", f'{{alertstate="{state}",', 1) for state in ("firing", "pending"))
     return states(
         "Alerts",
-        "Headroom's alerts on the engines chosen: pending until they have held as long as the rule asks, then firing.",
+        "Headroom's alerts: pending until they have held as long as the rule asks, then firing.",
         [query(f"2 * {by} ({firing}) or {by} ({pending})", "{{alertname}}")],
         values((1, "pending", WARNING), (2, "firing", BAD)),
         height=5,
