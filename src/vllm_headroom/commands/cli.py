@@ -149,5 +149,6 @@ def say(text: str) -> None:
 def tell(line: str) -> None:
     """Write to standard error a line that is no result, in the place of a bar that stands there."""
     over = "\r\x1b[K" if draws(sys.stderr) else ""
-    sys.stderr.write(f"{over}{line.translate(CONTROLS)}\n")
+    shown = "\n".join(terminal(sys.stderr).lines(line.translate(CONTROLS)))
+    sys.stderr.write(f"{over}{shown}\n")
     sys.stderr.flush()

@@ -96,3 +96,11 @@ def test_who_wants_no_colour_gets_none(trace: str, off: dict[str, str]) -> None:
 
     assert "LEAKING" in shown
     assert "\x1b" not in shown
+
+
+def test_a_mistake_is_told_within_the_width_too() -> None:
+    shown, status = on_a_terminal("plan", COLUMNS="60")
+
+    assert status == 2
+    assert "missing:" in shown
+    assert max(map(len, shown.replace("\r\x1b[K", "").splitlines())) <= 60
