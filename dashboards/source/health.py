@@ -31,14 +31,14 @@ def host_memory() -> Row:
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
-                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
                 ],
                 unit="bytes",
                 noValue="not known",
                 overrides=[
                     coloured("limit", BAD),
                     coloured("in use", ENGINE_COLOUR),
-                    coloured("of it /dev/shm", NEUTRAL),
+                    coloured("of it shared", NEUTRAL),
                 ],
             ),
             timeseries(
@@ -63,7 +63,7 @@ def host_memory() -> Row:
             state_timeline(
                 "Host leak state over time",
                 "Each role's state as the detector saw it.",
-                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{process}}")],
                 [STATE_VALUES],
                 height=6,
             ),
@@ -112,7 +112,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=16,
         ),
@@ -140,10 +140,7 @@ def _readings() -> list[Json]:
             "Sources",
             "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
             [
-                query(
-                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{instance}} {{source}}",
-                )
+                query(f"max by (instance, source) (headroom_source_up{{{TARGET}}})", "{{source}}"),
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],
             width=12,
