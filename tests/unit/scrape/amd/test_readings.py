@@ -1,3 +1,5 @@
+import shutil
+
 from tests.fakes.amd_tree import DRIVER_BYTES, GIB, MI300X_BYTES, open_card
 from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
 from vllm_headroom.model import GpuMemory, GpuProcess, Vendor
@@ -139,8 +141,9 @@ def test_a_process_is_listed_where_it_holds_memory_and_nowhere_else(machine: Mac
 
 
 def test_where_kfd_is_silent_the_processes_own_files_tell(machine: Machine) -> None:
-    """A card with a render node and without KFD: the module is not there, or ROCm cannot use the card."""
+    """A card with a render node, on a machine without KFD."""
     machine.sys.add(CARD, card=1)
+    shutil.rmtree(machine.sys.path / "class" / "kfd")
     machine.proc.add(4242, 1, "python3", "serve.py")
     open_card(machine.proc, 4242, 11, CARD, client=7, vram_kib=1024)
     open_card(machine.proc, 4242, 12, CARD, client=7, vram_kib=1024)
