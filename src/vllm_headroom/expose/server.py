@@ -29,6 +29,9 @@ MOST_GUESTS: Final = 256
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 1.0
+SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
+"""What a kubelet asks, with a second's patience and a restart behind it: it does not wait for a crowd of scrapers."""
+
 SHUTDOWN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
@@ -36,13 +39,15 @@ SHUTDOWN_SECONDS: Final = 0.5
 class Server:
     """Answers requests with `handler`, which is quick, to whom `door` lets in, to all without one.
 
-    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most.
+    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most. Of requests
+    that are short and others one each is answered in turn: neither crowd keeps the other waiting.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
         self._handler = handler
         self._door = door
         self._connections: set[Connection] = set()
+        self._short: deque[tuple[Connection, Request]] = deque()
         self._waiting: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
         self._guests: dict[asyncio.Task[None], None] = {}
@@ -134,7 +139,8 @@ class Server:
             connection.answer(door.dressed(refusal))
 
     def _queue(self, connection: Connection, request: Request) -> None:
-        self._waiting.append((connection, request))
+        queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting
+        queue.append((connection, request))
         self._has_work.set()
 
     def closed(self, connection: Connection) -> None:
@@ -144,12 +150,14 @@ class Server:
     async def _answer(self) -> None:
         while True:
             await self._has_work.wait()
-            connection, request = self._waiting.popleft()
-            if not self._waiting:
-                self._has_work.clear()
-            answer = self._handled(request)
-            connection.answer(self._door.dressed(answer) if self._door else answer)
-            await asyncio.sleep(0)
+            self._has_work.clear()
+            while self._short or self._waiting:
+                for queue in (self._short, self._waiting):
+                    if queue:
+                        connection, request = queue.popleft()
+                        answer = self._handled(request)
+                        connection.answer(self._door.dressed(answer) if self._door else answer)
+                        await asyncio.sleep(0)
 
     def _handled(self, request: Request) -> Answer:
         try:
