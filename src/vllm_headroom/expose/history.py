@@ -6,7 +6,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from typing import Final
 
 from vllm_headroom.expose.drawing import Point
@@ -130,9 +130,9 @@ class History:
             return []
         oldest = newest - POINTS + 1
         values = [*curve[oldest % POINTS :], *curve[: oldest % POINTS]]
-        first = next((place for place, value in enumerate(values) if not isnan(value)), POINTS)
-        return [
-            (float((oldest + place) * STEP_SECONDS), None if isnan(values[place]) else values[place])
+        first = next((place for place, value in enumerate(values) if isfinite(value)), POINTS)
+        return [  # 1e39 requests, which a page may claim, are beyond these floats and become infinite
+            (float((oldest + place) * STEP_SECONDS), values[place] if isfinite(values[place]) else None)
             for place in range(first, POINTS)
         ]
 
