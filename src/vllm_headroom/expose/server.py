@@ -24,6 +24,10 @@ PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 1
 """How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
 at the least often."""
 
+SOCKET_BUFFER_BYTES: Final = 64 * 2**10
+"""What the kernel keeps for a connection each way, twice over: left to itself it takes 2.5 MB of answers that a client
+does not read, and lets him wait as one who is idle; all of it counts against the container's limit."""
+
 MOST_GUESTS: Final = 256
 """Handshakes and checks of passwords under way at once; the oldest gives way."""
 
@@ -181,10 +185,13 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises OSError when the address cannot be bound.
     """
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    if socket.has_dualstack_ipv6():
+    listener = None
+    if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # compiled in but switched off: IPv4 is what there is
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    if listener is None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # connections take them over
+        listener.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
+    return listener

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from pathlib import Path
 
 import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, Hangup, page
-from tests.process import daemon
+from tests.process import daemon, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 RUNNING = "vllm:num_requests_running"
@@ -87,11 +86,6 @@ def test_an_answer_in_endless_little_pieces_is_given_up_long_before_its_time(
         seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 
         assert seen.value("source_failures_total", source="engine", reason=reason) == 1
-
-
-def peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 WIDE = "\N{GRINNING FACE}"
