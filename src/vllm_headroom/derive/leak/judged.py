@@ -18,7 +18,8 @@ PROJECTED_LEVEL: Final = 3
 
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
-"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for an hour."""
+HELD_SECONDS: Final = 2700.0
+"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for so long after its growth."""
 
 STEP_LEVEL: Final = 1
 STEP_SECONDS: Final = 3240.0
@@ -120,7 +121,7 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
+    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= HELD_SECONDS
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:

@@ -89,9 +89,10 @@ def _said(grown: Growth, life: Life) -> Verdict:
     room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
-    share = HELD_SHARE if life.before is Verdict.LEAKING else LEAKING_SHARE
+    on = life.before is Verdict.LEAKING
+    share = HELD_SHARE if on else LEAKING_SHARE
     old = grown.points[-1].seconds - life.began[0] >= YOUNG_SECONDS
-    if old and lasted >= share * left and _keeps_pace(grown, lasted):
+    if old and lasted >= share * left and (on or _keeps_pace(grown, lasted)):
         said = Verdict.LEAKING
     else:
         said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
