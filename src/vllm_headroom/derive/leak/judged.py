@@ -54,11 +54,14 @@ def judged(track: Track, room_bytes: int | None) -> Track:
 
 
 def _foretold(track: Track) -> Verdict:
+    """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
+    if track.projected is not Verdict.LEAKING:
+        return track.projected
     level = track.levels[STEP_LEVEL]
     risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
     left = None if track.estimate is None else track.estimate.oom_seconds_lower
     paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
-    return min(track.projected, Verdict.GROWING) if paused else track.projected
+    return Verdict.GROWING if paused else Verdict.LEAKING
 
 
 def _floor(track: Track) -> float:
