@@ -70,7 +70,9 @@ def test_a_process_that_lives_and_does_not_write_is_silent() -> None:
 
 
 def test_a_probe_that_gave_up_is_not_taken_for_a_process_that_hangs() -> None:
-    assert standing(aged(1, stopped="it was slow"), aged(900, pid=8, stopped="it was slow"), processes=(process(),)) == "oo"
+    files = aged(1, stopped="it was slow"), aged(900, pid=8, stopped="it was slow")
+
+    assert standing(*files, processes=(process(),)) == "oo"
 
 
 def test_of_two_files_of_one_process_the_newest_counts() -> None:
