@@ -12,6 +12,7 @@ from vllm_headroom.trace.course import Course, Interval, Moment
 from vllm_headroom.trace.entries import host_entry, unnamed
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
+from vllm_headroom.vocabulary import PLACES
 
 MOST_INTERVALS: Final = 5
 """What a person reads; --json has them all."""
@@ -83,6 +84,8 @@ def _moment(moment: Moment) -> Iterator[str]:
         yield f"    how fast     {_rate(moment)}"
     if moment.by_requests is not None:
         yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
+    if moment.location is not None:
+        yield f"    in           {PLACES[moment.location]}"
     if moment.leaked_bytes is not None:
         yield f"    how much     {size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:

@@ -10,7 +10,7 @@ from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
 from vllm_headroom.commands.advise.flags import Version
 from vllm_headroom.units import duration, instant, size
-from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
+from vllm_headroom.vocabulary import PLACES, LeakLocation, LeakState, Role
 
 NO_FLAG: Final = "No option mends a leak: less for vLLM only makes the time until the next restart longer."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
@@ -27,13 +27,6 @@ EXPANDABLE: Final = (
     " refuses it: what leaks is memory that torch has and cannot use, in fragments"
 )
 FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
-
-
-PLACES: Final = {
-    LeakLocation.TENSORS: "tensors",
-    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
-    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
