@@ -158,14 +158,6 @@ class LeakLocation(StrEnum):
     OUTSIDE_TORCH = "outside_torch"
 
 
-PLACES: Final = {
-    LeakLocation.TENSORS: "tensors",
-    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
-    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
-}
-"""As sentences have it, after "in"."""
-
-
 class LeakState(StrEnum):
     """What the leak detector says of one series; the values of the label `state`."""
 

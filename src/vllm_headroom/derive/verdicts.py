@@ -7,10 +7,11 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
-from vllm_headroom.vocabulary import PLACES, EngineState, LeakLocation, LeakState, Level
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
 """With less than this left, HeadroomOutOfMemorySoon pages."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Course, Interval, Moment
 from vllm_headroom.trace.entries import host_entry, unnamed
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
-from vllm_headroom.vocabulary import PLACES
 
 MOST_INTERVALS: Final = 5
 """What a person reads; --json has them all."""

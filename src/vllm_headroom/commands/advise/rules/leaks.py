@@ -9,8 +9,9 @@ from typing import Final
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
 from vllm_headroom.commands.advise.flags import Version
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.units import duration, instant, size
-from vllm_headroom.vocabulary import PLACES, LeakLocation, LeakState, Role
+from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 NO_FLAG: Final = "No option mends a leak: less for vLLM only makes the time until the next restart longer."
 RESTART: Final = "a restart: drain the engine first, while another replica serves"
