@@ -86,10 +86,10 @@ def _more(before: int | None, after: int | None) -> int | None:
 class Facts:
     """An end, or a stall, and what went before it in that life.
 
-    `served` is whether it ever did, `hung` for how long nothing had moved, `answered` whether its page still came.
-    `broken` is whether a process without which it serves nobody went before the rest. `idle_seconds` is for how long
-    nothing had run or waited when the page was last seen; None where something did, or that is not known. `xids` and
-    `ooms` are of the quarter of an hour before.
+    `unseen_seconds` is how long before its end it was last seen. `served` is whether it ever did, `hung` for how long
+    nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it serves
+    nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last seen;
+    None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before.
     """
 
     what: What
@@ -97,6 +97,7 @@ class Facts:
     reason: ExitReason | None = None
     began_seconds: float | None = None
     seen_seconds: float = 0.0
+    unseen_seconds: float | None = None
     served: bool = False
     hung_seconds: float | None = None
     answered: bool = False

@@ -37,7 +37,7 @@ NOTHING: Final = Finding(
 
 
 def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
-    """Return what fits, the surest first; there is always one. `told` is whether a header tells of an end.
+    """Return what fits, the surest first; there is always one. `told` is whether there was an end all the same.
 
     Beside one that is sure none is possible.
     """

@@ -14,6 +14,9 @@ from vllm_headroom.units import duration
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 """Errors that end the program, by NVIDIA's table; 43 and 45 also follow from its end, 63 and 64 need not end it."""
 
+UNSEEN_SECONDS: Final = 15.0
+"""Memory is filled within seconds: who was not looked at for longer may have run out of it."""
+
 
 def crash(facts: Facts) -> Finding | None:
     """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
@@ -22,13 +25,15 @@ def crash(facts: Facts) -> Finding | None:
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes
-    likely = facts.served and room is not None and room >= FEW_BYTES and (facts.broken or bool(facts.running))
+    seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
+    at_ease = seen and room is not None and room >= FEW_BYTES
+    likely = facts.served and at_ease and (facts.broken or bool(facts.running))
     whole = "A crash" if facts.served else "A start that failed"
     return Finding(
         cause=Cause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
         sentence=f"{whole} with GPU memory at ease: look elsewhere."
-        if room is not None and room >= FEW_BYTES
+        if at_ease
         else f"{whole}, and not known to be for want of GPU memory.",
         evidence=tuple(_crashed(facts)),
     )
@@ -43,7 +48,7 @@ def orderly(facts: Facts) -> Finding | None:
     gpu = facts.worst
     return Finding(
         cause=Cause.ORDERLY,
-        sureness=Sureness.LIKELY,
+        sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
         sentence="An orderly end: the engine had nothing left to do.",
         evidence=(
             f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",

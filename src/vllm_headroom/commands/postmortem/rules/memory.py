@@ -23,14 +23,15 @@ LONGER_SECONDS: Final = 600.0
 
 
 def leak(facts: Facts) -> Finding | None:
-    """Fit where the engine's memory grew over all its time; sure by the alarm, where others' is told apart from it."""
+    """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
     gpu = _ran_out(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
     says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
     if not says and gpu.share(gpu.grown_bytes) < MOSTLY:
         return None
-    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.others_bytes is not None
+    told_apart = gpu.others_bytes is not None and gpu.jumped_bytes is not None
+    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and told_apart
     return Finding(
         cause=Cause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
