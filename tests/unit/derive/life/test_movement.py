@@ -44,7 +44,7 @@ def test_the_age_is_that_of_the_rank_that_has_stood_still_longest() -> None:
     watch = Watch()
 
     def age(done: float, running: float) -> float | None:
-        ranks = engine(name="0", running=1.0, finished_total=done), engine(name="1", running=running, finished_total=7.0)
+        ranks = engine(running=1.0, finished_total=done), engine(name="1", running=running, finished_total=7.0)
         return watch.look(page(*ranks), after=10).progress_age_seconds
 
     assert [age(done, 1.0) for done in range(4)] == [0, 10, 20, 30]
