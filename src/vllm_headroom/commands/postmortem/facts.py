@@ -30,7 +30,8 @@ class GpuFacts:
 
     `first_…` is when this life began to serve, or else to be seen; `before_…` a few minutes before the end, and
     `last_…` the most, or the least room, of the last minute and a half, peaks included. `joined` is whether more
-    processes were on it at the end than at first.
+    processes were on it at the end than at first, `between` whether its least room was seen between samples, where it
+    is not told who took it.
     """
 
     index: int
@@ -44,6 +45,7 @@ class GpuFacts:
     first_other_bytes: int | None
     last_other_bytes: int | None
     joined: bool = False
+    between: bool = False
     leak: LeakState = LeakState.UNKNOWN
     leaked: Moment | None = None
 

@@ -76,6 +76,7 @@ class Looks:
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_most(look.gpu.other_bytes for look in last),
             joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
+            between=_least(look.room_bytes for look in last) != _least(_room(look.gpu) for look in last),
             leak=leak,
             leaked=leaked,
         )
@@ -93,13 +94,17 @@ class Looks:
 
 
 def _look(gpu: Gpu, now: float) -> _Look:
-    memory, held_bytes = gpu.reading.memory, gpu.held_bytes
-    if memory is None:
+    memory, held_bytes, room_bytes = gpu.reading.memory, gpu.held_bytes, _room(gpu)
+    if memory is None or room_bytes is None:
         return _Look(seconds=now, gpu=gpu, room_bytes=None, engine_bytes=held_bytes)
     above = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
-    room_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes - above
     at_peak = None if held_bytes is None else held_bytes + above
-    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes, engine_bytes=at_peak)
+    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes - above, engine_bytes=at_peak)
+
+
+def _room(gpu: Gpu) -> int | None:
+    memory = gpu.reading.memory
+    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
 
 
 def _least(values: Iterable[int | None]) -> int | None:

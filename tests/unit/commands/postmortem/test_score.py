@@ -43,6 +43,13 @@ def test_the_named_cause_is_right_and_never_surely_wrong() -> None:
     assert sure / len(said) >= 0.4, tally
 
 
+def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
+    said = [named(scenes.scene(scenes.hasty_neighbour, seed)) for seed in range(10)]
+
+    assert {str(finding.cause) for finding in said} == {Cause.BURST}
+    assert Sureness.SURE not in {finding.sureness for finding in said}
+
+
 def told(spoil: Spoil) -> list[tuple[Cause, Finding]]:
     """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]

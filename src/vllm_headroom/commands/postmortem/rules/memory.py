@@ -76,7 +76,8 @@ def burst(facts: Facts) -> Finding | None:
     share = gpu.share(gpu.jumped_bytes)
     if gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
-    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and gpu.others_bytes is not None
+    told_apart = gpu.others_bytes is not None and not gpu.between
+    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and told_apart
     sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
     return Finding(
         cause=Cause.BURST,
