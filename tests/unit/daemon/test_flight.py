@@ -24,7 +24,7 @@ from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.recent import MOST_LOOKS
 from vllm_headroom.derive.life.follow import LIFE, LifeState
-from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
@@ -52,7 +52,7 @@ def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
 
     async def run() -> None:
         for each in seen:
-            await subject.step(each, (FULL,), ())
+            await subject.step(each, (FULL,), Values(()))
 
     with capture_logs() as lines:
         asyncio.run(run())
@@ -206,7 +206,12 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 
 def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    raised = [OomRecord(at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3) for at in (9.0, -2000.0)]
+    raised = [
+        OomRecord(
+            at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3, allocated_bytes=60, reserved_bytes=64
+        )
+        for at in (9.0, -2000.0)
+    ]
     left = tuple(
         ProbedProcess(
             pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
@@ -218,7 +223,7 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     step(subject, seen(watch))
 
     known = header(the_incident(tmp_path))
-    assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}]
     newest, _ = known["before"]["probe"]
     assert (newest["pid"], newest["role"], newest["oom"]["asked_bytes"]) == (0, "worker", 5)
     assert "parts" not in newest, "what it does not say is left out"

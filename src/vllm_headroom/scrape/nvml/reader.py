@@ -24,7 +24,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
-from vllm_headroom.scrape.nvml.transitions import Transitions
+from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
@@ -140,6 +140,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
+        await self._count_xids((deadline - _now()) / 2)
         outcomes: list[tuple[Device, Outcome]] = []
         try:
             for device, limit_seconds in self._shares(deadline):
@@ -161,10 +162,15 @@ class Nvml:
         for device, limit_seconds in self._shares(deadline):
             seen = await self._ask(device, device.sample_used, limit_seconds)
             used.update({} if isinstance(seen, Failure) else seen)
-        limit_seconds = min(self._call_timeout_seconds, deadline - _now())
+        await self._count_xids(deadline - _now())
+
+    async def _count_xids(self, left_seconds: float) -> None:
+        """Count the XID events that have arrived; where that hangs it is not tried again before it returns."""
+        limit_seconds = min(self._call_timeout_seconds, left_seconds)
         if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
             return
-        await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
+        with contextlib.suppress(TimeoutError):
+            await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
 
     def _shares(self, deadline: float) -> Iterator[tuple[Device, float]]:
         """Yield each GPU with the seconds it may take: half of what is left, so that a hung one leaves some for others.
