@@ -1,7 +1,8 @@
-"""A volume that stops answering in the midst of an incident costs no sample, and the incident is written later."""
+"""A volume that is full or stops answering in an incident costs no sample, and the incident is written later."""
 
 from __future__ import annotations
 
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +13,9 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
 from vllm_headroom.trace.incidents import incidents_in
+from vllm_headroom.trace.read import recorded
 
+ENOUGH_BYTES = 16_384
 SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"
 
 
@@ -47,3 +50,35 @@ def test_an_end_while_the_volume_hangs_is_set_aside_when_it_answers(
         assert "flight record written again" in running.log()
         assert running.stop()[0] == 0
     assert len(incidents_in(state / "incidents")) == 1
+
+
+def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path
+) -> None:
+    """The kernel refuses to make a file of the daemon's larger, after part of a line, as a full disk does."""
+    state, vllm = tmp_path / "state", start()
+    record = state / "flight.jsonl"
+    with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
+        becomes(running, "serving")
+        eventually(
+            lambda: record.exists() and record.stat().st_size > ENOUGH_BYTES, "the record is larger than the log"
+        )
+        pid, (_, most) = running.process.pid, resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (record.stat().st_size + 10, most))
+        eventually(lambda: "flight record not written" in running.log(), "it is told")
+        vllm.end()
+        vllm.hold(0)
+        before = last_look(becomes(running, "down"))
+        running.sees(lambda page: last_look(page) > before + 60, "the samples go on")
+        assert recorded_seconds(record) < before
+
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
+        running.sees(lambda _: recorded_seconds(record) > before, "the record goes on")
+        running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
+        assert running.stop()[0] == 0
+    (incident,) = incidents_in(state / "incidents")
+    assert [each.time_seconds for each in recorded(str(incident))]
+
+
+def recorded_seconds(record: Path) -> float:
+    return [each.time_seconds for each in recorded(str(record))][-1]
