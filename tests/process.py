@@ -118,7 +118,7 @@ class Daemon:
         return self.process.poll() is not None
 
 
-IN_FULL = frozenset({"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STUCK"})
+IN_FULL = frozenset({"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK"})
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import pytest
 from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
+from vllm_headroom.commands.postmortem.command import report_of
+from vllm_headroom.commands.postmortem.finding import Cause
 from vllm_headroom.trace.incidents import incidents_in
 from vllm_headroom.trace.read import recorded
 
@@ -78,6 +80,28 @@ def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
         assert running.stop()[0] == 0
     (incident,) = incidents_in(state / "incidents")
     assert [each.time_seconds for each in recorded(str(incident))]
+
+
+@pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
+def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path, step_seconds: float
+) -> None:
+    state, vllm, stepped = tmp_path / "state", start(), tmp_path / "stepped"
+    with daemon(**settings(port, nvml, STATE_DIR=str(state), STEPPED=str(stepped))) as running:
+        before = last_look(becomes(running, "serving"))
+        running.sees(lambda page: last_look(page) > before + 60, "it is seen for a while")
+        (tmp_path / "new").write_text(str(step_seconds))
+        (tmp_path / "new").rename(stepped)
+        running.sees(lambda page: abs(last_look(page) - before - step_seconds) < 1800, "the clock is set")
+        vllm.kill(vllm.core)
+        running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
+    (incident,) = incidents_in(state / "incidents")
+    found = report_of(incident)
+
+    assert found.answer.cause is Cause.CRASH
+    assert found.facts is not None
+    assert found.facts.seen_seconds >= (60 if step_seconds < 0 else 7200)
+    assert abs(found.facts.seconds - before - step_seconds) < 1800
 
 
 def recorded_seconds(record: Path) -> float:
