@@ -129,20 +129,26 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
+    looking = (
+        ()
+        if fast >= interval
+        else (every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock),)
+    )
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
-    return await live((every(interval, tick, clock), peaks, *saving, *asking), Server(served, door), listener, ending)
+    return await live(
+        (every(interval, tick, clock), *looking, *saving, *asking), Server(served, door), listener, ending
+    )
 
 
 async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:
     """Write down what the tick saw, where that is wanted."""
-    if sampler.snapshot is None or sampler.published is None:
+    if sampler.snapshot is None:
         return
     if recorder is not None:
         await recorder.record(sampler.snapshot)
     if flight is not None:
-        await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
+        await flight.step(sampler.snapshot, views.verdicts, sampler.values)
 
 
 async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:

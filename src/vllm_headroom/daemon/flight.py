@@ -14,7 +14,7 @@ import structlog
 from vllm_headroom.daemon.known import known, ooms
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
-from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
+from vllm_headroom.model import Failure, Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
@@ -86,7 +86,7 @@ class Flight:
         if LIFE in states:
             self._exits = dict(states[LIFE].lives.exits)
 
-    async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> None:
+    async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
         if self._written is None:
@@ -98,7 +98,7 @@ class Flight:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
         elif not self._served or snapshot.life is None or snapshot.life.in_service:
             self._served = self._served or (snapshot.life is not None and snapshot.life.in_service)
-            self._before = known(snapshot, verdicts, samples)
+            self._before = known(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
             await self._try(partial(keep, self._folder, line(record_of(snapshot))))

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, Metric, Sample, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, Metric, Snapshot, Values, Verdict
 
 MOST_HOLDERS: Final = 64
 FIGURES: Final = (
@@ -19,9 +19,9 @@ FIGURES: Final = (
 """What the leak detector says of a GPU besides its state."""
 
 
-def known(snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> dict[str, Any]:
+def known(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
     """Return what a later reader cannot tell from the samples alone."""
-    values, gpus = Values(samples), () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
     owned = [gpu for gpu in gpus if gpu.attribution is not None]
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
     holders = [
@@ -52,6 +52,8 @@ def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
             "uuid": each.oom.uuid,
             "asked": each.oom.asked_bytes,
             "free": each.oom.free_bytes,
+            "allocated": each.oom.allocated_bytes,
+            "reserved": each.oom.reserved_bytes,
         }
         for each in (*probe.present, *probe.silent, *probe.others)
         if each.oom is not None

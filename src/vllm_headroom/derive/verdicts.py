@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Failure, Sample, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState, LeakState, Level
 
@@ -31,9 +31,8 @@ ENGINE_SAYS: Final = {
 }
 
 
-def verdicts(snapshot: Snapshot, samples: Iterable[Sample]) -> tuple[Verdict, ...]:
+def verdicts(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
     """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
-    values = Values(samples)
     said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(values))
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 

@@ -28,8 +28,6 @@ class PoolReading:
 
     weights_bytes: int | None = None
     kv_cache_bytes: int | None = None
-    runtime_bytes: int | None = None
-    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +48,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerReading:
-    """What an engine core's scheduler knows; `steps_total` counts what it has done."""
+    """What an engine core's scheduler knows and the page does not say; `steps_total` counts what it has done."""
 
-    kv_blocks_total: int | None = None
-    kv_blocks_free: int | None = None
-    block_size: int | None = None
-    running: int | None = None
-    waiting: int | None = None
     steps_total: int | None = None
     max_num_seqs: int | None = None
-    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +82,6 @@ class OomRecord:
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    running: int | None = None
-    waiting: int | None = None
     seen: int | None = None
 
 

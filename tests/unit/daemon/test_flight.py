@@ -23,7 +23,7 @@ from tests.samples import gpu, snapshot
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.derive.life.follow import LIFE, LifeState
-from vllm_headroom.model import Snapshot, Verdict
+from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
@@ -51,7 +51,7 @@ def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
 
     async def run() -> None:
         for each in seen:
-            await subject.step(each, (FULL,), ())
+            await subject.step(each, (FULL,), Values(()))
 
     with capture_logs() as lines:
         asyncio.run(run())
@@ -191,7 +191,12 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 
 def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    raised = [OomRecord(at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3) for at in (9.0, -2000.0)]
+    raised = [
+        OomRecord(
+            at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3, allocated_bytes=60, reserved_bytes=64
+        )
+        for at in (9.0, -2000.0)
+    ]
     left = tuple(
         ProbedProcess(
             pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
@@ -201,7 +206,9 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
     died(subject, watch)
 
-    assert header(the_incident(tmp_path))["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    assert header(the_incident(tmp_path))["ooms"] == [
+        {"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}
+    ]
 
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:

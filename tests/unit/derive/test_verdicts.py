@@ -10,7 +10,7 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Verdict, worst
+from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, Fate, LeakState, Level, Source
 
@@ -26,7 +26,7 @@ def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [each for each in verdicts(at or seen(), samples) if each.subject == subject]
+    found = [each for each in verdicts(at or seen(), Values(samples)) if each.subject == subject]
     assert found, subject
     return found[0]
 
@@ -132,7 +132,7 @@ def test_a_life_that_nobody_follows_is_not_known() -> None:
 
 
 def test_stranded_blocks_are_a_warning() -> None:
-    found = verdicts(seen(), [Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)])
+    found = verdicts(seen(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
 
     assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
 
@@ -160,7 +160,7 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
 
 
 def test_the_worst_comes_first() -> None:
-    found = verdicts(seen(EngineState.DOWN), [state(LeakState.GROWING)])
+    found = verdicts(seen(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
     assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
     assert worst(found) is Level.ALARM
@@ -171,7 +171,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
     at = replace(seen(), gpus=(replace(gpu(), leftovers=(left,)),))
 
-    first, *_ = [each for each in verdicts(at, (state(LeakState.STABLE),)) if each.subject == "GPU 0"]
+    first, *_ = [each for each in verdicts(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
     assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryNotReleased")

@@ -70,7 +70,7 @@ class Sampling:
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
         self._sampler = Sampler(
-            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
             parse=parse_engines,
             selection=selection,
             derivations=derivations(),
@@ -104,7 +104,7 @@ class Sampling:
     def _note(self, snapshot: Snapshot) -> None:
         self.samples += 1
         self.first, self.last = self.first or snapshot, snapshot
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes):
+        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe):
             if isinstance(part, Failure):
                 count, _ = self.failures.get(part.source, (0, part))
                 self.failures[part.source] = (count + 1, part)

@@ -70,6 +70,7 @@ def header_ooms(known: Known | None) -> tuple[str, ...]:
     """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
     return tuple(
         f"torch raised OutOfMemoryError on {each.get('uuid')}: {each.get('asked')} B asked, {each.get('free')} B free"
+        + ("" if each.get("reserved") is None else f", {each['reserved']} B its own, {each.get('allocated')} B in use")
         for each in records(known, "ooms")
     )
 

@@ -41,17 +41,15 @@ class Rules:
     name: str
 
 
-def gates(rules: Rules, samples: tuple[Sample, ...]) -> Derivation[Gates]:
-    """Return the question of the gates, to be asked when all others have answered with `samples`."""
-    return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, samples))
+def gates(rules: Rules, values: Values) -> Derivation[Gates]:
+    """Return the question of the gates, to be asked when all others have answered with `values`."""
+    return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, values))
 
 
-def _step(
-    rules: Rules, samples: tuple[Sample, ...], state: Gates, snapshot: Snapshot
-) -> tuple[Gates, tuple[Sample, ...]]:
+def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tuple[Gates, tuple[Sample, ...]]:
     if rules.ready_seconds is None and rules.live_seconds is None:
         return state, ()
-    values, configured = Values(samples), []
+    configured = []
     if rules.ready_seconds is not None:
         least, most = rules.ready_seconds, rules.ready_most_seconds
         shut = ready(state.ready, snapshot, values, least_seconds=least, most_seconds=most, name=rules.name)

@@ -124,13 +124,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Rises without a fall: the times and bytes of the newest, some seconds apart.
+    """Rises without a fall: the newest readings of them, some seconds apart, as blocks of one.
 
     None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
     """
 
-    seconds: tuple[float, ...] = ()
-    held_bytes: tuple[float, ...] = ()
+    points: tuple[Point, ...] = ()
     quiet_until: float = 0.0
     alarm_until: float = 0.0
 

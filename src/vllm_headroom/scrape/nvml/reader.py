@@ -138,6 +138,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
+        await self._count_xids((deadline - _now()) / 2)
         outcomes: list[tuple[Device, Outcome]] = []
         try:
             for device, limit_seconds in self._shares(deadline):
@@ -158,10 +159,15 @@ class Nvml:
     async def _sample(self, deadline: float) -> None:
         for device, limit_seconds in self._shares(deadline):
             await self._ask(device, device.sample_used, limit_seconds)
-        limit_seconds = min(self._call_timeout_seconds, deadline - _now())
+        await self._count_xids(deadline - _now())
+
+    async def _count_xids(self, left_seconds: float) -> None:
+        """Count the XID events that have arrived; where that hangs it is not tried again before it returns."""
+        limit_seconds = min(self._call_timeout_seconds, left_seconds)
         if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
             return
-        await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
+        with contextlib.suppress(TimeoutError):
+            await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
 
     def _shares(self, deadline: float) -> Iterator[tuple[Device, float]]:
         """Yield each GPU with the seconds it may take: half of what is left, so that a hung one leaves some for others.

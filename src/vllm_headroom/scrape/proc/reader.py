@@ -119,11 +119,13 @@ class Processes:
         return tuple(process for process in found if process)
 
     def _looked_at(self, pids: frozenset[int]) -> dict[int, ProcEntry]:
-        """Return the processes, those that were looked at last behind the others."""
+        """Return the processes, those that were looked at last behind the others; at the kernel's, once is enough."""
         now = self._monotonic()
         share = (now - self._looked_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
         self._looked_at_seconds = now
-        due = frozenset(islice(self._entries, ceil(share * len(self._entries))))
+        never = proc_files.KERNEL_THREADS if proc_files.shows_kernel_threads(self._entries) else None
+        others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
+        due = frozenset(islice(others, ceil(share * len(others))))
         kept = {pid: entry for pid, entry in self._entries.items() if pid in pids and pid not in due}
         looked = ((pid, proc_files.entry(self._proc, pid, self._entries.get(pid))) for pid in pids if pid not in kept)
         return kept | {pid: entry for pid, entry in looked if entry}

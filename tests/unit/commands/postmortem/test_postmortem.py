@@ -173,12 +173,16 @@ def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkey
 def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
-    scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    first = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
+    scene.header["ooms"] = [first, first | {"allocated": 60, "reserved": 64}]
 
     found = json.loads(run(write(tmp_path, scene), "--json")[1])
 
     assert (found["cause"], found["sure"]) == ("out_of_memory_burst", "likely")
-    assert found["evidence"] == ["torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"]
+    assert found["evidence"] == [
+        "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free",
+        "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free, 64 B its own, 60 B in use",
+    ]
 
 
 def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tests.samples import A_GPU, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.gates.gates import Gates, Rules, gates
-from vllm_headroom.model import Life, Sample
+from vllm_headroom.model import Life, Sample, Values
 from vllm_headroom.vocabulary import EngineState, GateName
 
 OFF = Rules(ready_seconds=None, ready_most_seconds=900.0, live_seconds=None, name="vllm-1")
@@ -16,7 +16,7 @@ SOON = (Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 10.0),)
 
 
 def after(rules: Rules, samples: tuple[Sample, ...] = SOON) -> tuple[Gates, dict[tuple[str, ...], float]]:
-    question = gates(rules, samples)
+    question = gates(rules, Values(samples))
     state: Gates = question.initial
     found: tuple[Sample, ...] = ()
     for seconds in range(0, 60, 5):
