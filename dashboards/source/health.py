@@ -32,9 +32,12 @@ def host_memory() -> Row:
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
                     query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "size of /dev/shm"),
+                    query(f"increase(headroom_host_oom_kills_total{{{TARGET}}}[$__rate_interval])", "kills"),
                 ],
                 unit="bytes",
                 noValue="not known",
+                overrides=[on_the_right("kills", BAD)],
             ),
             timeseries(
                 "Time until the kernel kills",
@@ -67,7 +70,17 @@ def host_memory() -> Row:
 
 def gpu_health() -> Row:
     """Return the hardware's own troubles."""
-    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles()])
+    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles(), _asleep()])
+
+
+def _asleep() -> Json:
+    return timeseries(
+        "Kept by an engine that sleeps",
+        "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
+        [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
+        unit="bytes",
+        noValue="has not slept",
+    )
 
 
 def _physics() -> list[Json]:
