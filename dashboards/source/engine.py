@@ -17,6 +17,7 @@ def engine() -> Json:
         refresh="30s",
         marks=[around.alerts(), around.restarts()],
         one_engine=True,
+        looks_ahead=True,
         rows=[
             truth.about_to_die(),
             truth.who_holds_the_memory(),

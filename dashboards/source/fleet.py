@@ -9,14 +9,14 @@ from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, WARNING
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, BY_GPU, OWN_GPU
+from dashboards.source.ranking import AND_CHOSEN, OWN_GPU
 from dashboards.source.series import (
+    BY_GPU,
     SIDECAR,
     STATE_NAMES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
-    UNREPORTED,
     in_each_state,
     time_to_oom,
 )
@@ -125,8 +125,7 @@ def _over_time() -> list[Json]:
             ENGINE_COLOUR,
             unit="percentunit",
             noValue="unknown",
-            thresholds=UNREPORTED,
-            custom={"thresholdsStyle": {"mode": "dashed"}, "axisSoftMin": 0, "axisSoftMax": 0.06},
+            custom={"axisSoftMin": 0, "axisSoftMax": 0.06},
         ),
     ]
 

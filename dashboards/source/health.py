@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source.colours import BAD, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR
+from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR, WARNING
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, query, steps, values
 from dashboards.source.panels import stat, state_timeline, table, timeseries
@@ -37,7 +37,12 @@ def host_memory() -> Row:
                 ],
                 unit="bytes",
                 noValue="not known",
-                overrides=[on_the_right("kills", BAD)],
+                overrides=[
+                    coloured("limit", BAD),
+                    coloured("in use", ENGINE_COLOUR),
+                    coloured("of it /dev/shm", NEUTRAL),
+                    on_the_right("kills", BAD),
+                ],
             ),
             timeseries(
                 "Time until the kernel kills",
@@ -47,7 +52,8 @@ def host_memory() -> Row:
                     query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the least"),
                 ],
                 unit="s",
-                noValue="no leak seen",
+                noValue="none in sight",
+                overrides=[coloured("about", WARNING), coloured("at the least", NEUTRAL, custom__lineWidth=1)],
             ),
             timeseries(
                 "Host leak rate",
@@ -183,8 +189,10 @@ def _itself() -> list[Json]:
             min=0,
             overrides=[
                 coloured("age of the sample", NEUTRAL),
-                coloured("reading nvml", "#5ec4c4"),
+                coloured("reading engine", ENGINE_COLOUR),
+                coloured("reading nvml", "#009e73"),
                 coloured("reading process", OTHER_COLOUR),
+                coloured("reading probe", "#f0e442"),
             ],
         ),
         timeseries(

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dashboards.source import around
+from dashboards.source import around, tables
 from dashboards.source.colours import (
     BAD,
     FINISHED_COLOUR,
-    FREE_COLOUR,
     GOOD,
-    NEUTRAL,
     RUNNING_COLOUR,
     WAITING_COLOUR,
     WARNING,
 )
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import Json, coloured, query, steps, values
+from dashboards.source.grafana import Json, coloured, override, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
+    BY_GPU,
     ENGINE,
+    FREE,
     GPU,
     MIB,
     RUNNING,
@@ -38,7 +38,7 @@ def incident() -> Json:
     return dashboard(
         uid="headroom-incident",
         title="Headroom: incident",
-        description="The hour around an out-of-memory or a restart of one engine, on one time axis. Choose it first.",
+        description="The hour around an out-of-memory or a restart of one engine, on one time axis.",
         since="now-1h",
         refresh="30s",
         marks=[around.alerts(), around.restarts()],
@@ -47,6 +47,7 @@ def incident() -> Json:
             Row(title="What fired, what answered?", panels=[_alerts(), _answers(), _leak()]),
             Row(title="Where did the memory go?", panels=[_ledger(), _free(), _host()]),
             Row(title="What was it doing?", panels=[_load(), _kv_cache(), _events()]),
+            Row(title="What to do about it?", panels=[tables.alerts(width=24)]),
         ],
     )
 
@@ -96,10 +97,12 @@ def _leak() -> Json:
 
 
 def _ledger() -> Json:
+    fullest = f"bottomk(1, min_over_time({FREE}{{{GPU}}}[$__range] @ end()))"
     return lines(
-        "Memory by holder",
-        "All memory of the GPUs chosen, stacked to their size. The line on top is the highest use between two scrapes.",
-        lines_of_held(GPU),
+        "Memory of the fullest GPU, by holder",
+        "Of the GPU that had least free in the time shown, stacked to its size; the number of that GPU is in the panel "
+        "below. The line on top is the highest use between two scrapes.",
+        lines_of_held(GPU, f" and on ({BY_GPU}) {fullest}"),
         height=8,
         unit="bytes",
         stacked=True,
@@ -110,12 +113,12 @@ def _ledger() -> Json:
 
 def _free() -> Json:
     return lines(
-        "Free memory",
-        "Of the GPU that has least, at the scrapes and at the peaks between them; each step of the axis is double. "
+        "Free memory of each GPU",
+        "At the scrapes, and thin at the peaks between them; each step of the axis is double. "
         "In the red, under 512 MiB, the next large prompt may end the engine.",
         [
-            query(f"min(headroom_gpu_memory_free_bytes{{{GPU}}})", "free"),
-            query(f"min({free_at_the_peak(GPU)})", "free at the peak"),
+            query(f"{FREE}{{{GPU}}}", "GPU {{gpu}}"),
+            query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"),
         ],
         height=6,
         unit="bytes",
@@ -125,7 +128,7 @@ def _free() -> Json:
             "thresholdsStyle": {"mode": "area"},
             "scaleDistribution": {"type": "log", "log": 2},
         },
-        overrides=[coloured("free", FREE_COLOUR), coloured("free at the peak", NEUTRAL, custom__lineWidth=1)],
+        overrides=[override("/ at its peaks$/", custom__lineWidth=1)],
     )
 
 

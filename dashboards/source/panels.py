@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dashboards.source.colours import NEUTRAL, PALETTE, UNKNOWN_COLOUR
-from dashboards.source.grafana import DATASOURCE, Json, steps
+from dashboards.source.colours import GPU_COLOURS, NEUTRAL, PALETTE, UNKNOWN_COLOUR
+from dashboards.source.grafana import DATASOURCE, Json, coloured, steps
 
 UNKNOWN: Final = {
     "type": "special",
@@ -55,16 +55,18 @@ def stat(
     height: int = 4,
     text: Json | None = None,
     named: bool = False,
+    drawn: bool = False,
     **more: Any,
 ) -> Json:
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
     `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
-    What is unknown is grey, not of the lowest value's colour.
+    What is unknown is grey, not of the lowest value's colour. With `drawn` its curve lies behind the number, and the
+    queries have to leave out what is gone at the end.
     """
     options = {
         "colorMode": "value",
-        "graphMode": "none",
+        "graphMode": "area" if drawn else "none",
         "justifyMode": "auto",
         "orientation": "horizontal" if text else "auto",
         "percentChangeColorMode": "standard",
@@ -77,7 +79,7 @@ def stat(
     more.setdefault("color", {"mode": "thresholds"})
     if more.get("noValue") == "unknown":
         more["mappings"] = [*more.get("mappings", ()), UNKNOWN]
-    now = [{**each, "instant": True, "range": False} for each in queries]
+    now = queries if drawn else [{**each, "instant": True, "range": False} for each in queries]
     return panel("stat", title, description, now, unit=unit, width=width, height=height, options=options, **more)
 
 
@@ -94,7 +96,15 @@ def timeseries(
     custom: Json | None = None,
     **more: Any,
 ) -> Json:
-    """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum."""
+    """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum.
+
+    What is of a GPU, by the name of its series, has that GPU's colour everywhere.
+    """
+    if any(each["legendFormat"].startswith("GPU {{gpu}}") for each in queries):
+        more["overrides"] = [
+            *(coloured(f"/^GPU {gpu}\\b/", colour) for gpu, colour in enumerate(GPU_COLOURS)),
+            *more.get("overrides", ()),
+        ]
     drawn = {
         "drawStyle": "bars" if bars else "line",
         "lineInterpolation": "linear",

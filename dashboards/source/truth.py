@@ -7,9 +7,9 @@ from dashboards.source.colours import (
     ENGINE_COLOUR,
     FREE_COLOUR,
     GOOD,
-    GPU_COLOURS,
     NEUTRAL,
     OTHER_COLOUR,
+    PARTS,
     PEAK_COLOUR,
     REPORTED_COLOUR,
     RESERVED_COLOUR,
@@ -19,10 +19,13 @@ from dashboards.source.colours import (
     WARNING,
 )
 from dashboards.source.dashboard import Row
+from dashboards.source.gpus import each_gpu
 from dashboards.source.grafana import Json, coloured, on_the_right, override, query, steps, values
 from dashboards.source.panels import stat, timeseries
 from dashboards.source.series import (
+    BY_GPU,
     ENGINE,
+    FREE,
     FREE_FLOOR,
     GPU,
     MIB,
@@ -31,10 +34,13 @@ from dashboards.source.series import (
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
+    UNREPORTED,
+    ahead,
     free_at_the_peak,
     leak_state,
     lines_of_held,
     lowest_free,
+    still,
     time_to_oom,
 )
 
@@ -43,7 +49,7 @@ def about_to_die() -> Row:
     """Return the row that is read first."""
     return Row(
         title="Is it about to die?",
-        panels=[_alerts(), _engine(), _left(), _least(), _state(), *_free(), _others(), _room()],
+        panels=[_alerts(), _engine(), _left(), _least(), _state(), *_free(), _others(), _room(), each_gpu()],
     )
 
 
@@ -124,10 +130,11 @@ def _free() -> list[Json]:
         stat(
             "Free now",
             "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
-            [query(f"bottomk(1, headroom_gpu_memory_free_bytes{{{GPU}}})", "GPU {{gpu}}")],
+            [query(still(f"{FREE}{{{GPU}}}", "bottomk"), "GPU {{gpu}}")],
             unit="bytes",
             width=3,
             named=True,
+            drawn=True,
             noValue="unknown",
             thresholds=FREE_FLOOR,
         ),
@@ -148,10 +155,11 @@ def _others() -> Json:
     return stat(
         "Held by others",
         "What processes that are not the engine's hold, of the GPU where they hold most.",
-        [query(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})', "GPU {{gpu}}")],
+        [query(still(f'headroom_gpu_memory_held_bytes{{{GPU},holder="other"}}', "topk"), "GPU {{gpu}}")],
         unit="bytes",
         width=3,
         named=True,
+        drawn=True,
         noValue="unknown",
         thresholds=steps((None, GOOD), (2**30, WARNING)),
     )
@@ -163,36 +171,53 @@ def _room() -> Json:
     return timeseries(
         "Headroom: free memory of each GPU, down to zero",
         "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
-        "the next long prompt may be the last. A leak is a line that falls while running requests do not rise.",
-        [query(free, "GPU {{gpu}}"), query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"), RUNNING],
+        "the next long prompt may be the last. A leak is a line that falls while running requests do not rise. "
+        "Where the time shown ends in the future (Look ahead, above), what a leak will leave is dashed, and dotted if "
+        "it is as fast as it may be.",
+        [
+            query(free, "GPU {{gpu}}"),
+            query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"),
+            query(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
+            query(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
+            RUNNING,
+        ],
         unit="bytes",
-        width=24,
+        width=15,
         height=10,
         min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[
-            *(
-                coloured(f"GPU {gpu}{which}", colour, custom__lineWidth=width)
-                for gpu, colour in enumerate(GPU_COLOURS)
-                for which, width in (("", 2), (" at its peaks", 1))
-            ),
+            override("/ at its peaks$/", custom__lineWidth=1),
+            override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}),
+            override("/ at the least$/", custom__lineWidth=1, custom__lineStyle={"fill": "dot", "dash": [1, 5]}),
             on_the_right("running requests", RUNNING_COLOUR),
         ],
     )
 
 
 def _unreported() -> Json:
+    unreported = f"headroom_memory_discrepancy_bytes{{{GPU}}}"
+    first = f"instance:headroom_memory_discrepancy_bytes:first_served{{{GPU}}}"
     return stat(
         "Unreported",
         "What the engine holds beyond what it reports or was told to use, of the GPU that is furthest off. Up to some "
-        "2 GB lie outside the budget by design: CUDA context, NCCL, graphs. The alerts go by the engine's own start.",
-        [query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})")],
+        "2 GB lie outside the budget by design: CUDA context, NCCL, graphs. What came since the engine first served, "
+        "as a share of the card, is what the alerts go by; it needs their rules.",
+        [
+            query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})", "of what is reported"),
+            query(
+                f"max(({unreported} - on ({BY_GPU}) {first}) / on ({BY_GPU}) headroom_gpu_memory_total_bytes{{{GPU}}})",
+                "of the card, since it first served",
+            ),
+        ],
         unit="percentunit",
         width=12,
         decimals=1,
+        named=True,
         noValue="unknown",
-        thresholds=steps((None, NEUTRAL)),
+        thresholds=UNREPORTED,
+        overrides=[override("of what is reported", thresholds=steps((None, NEUTRAL)))],
     )
 
 
@@ -212,24 +237,24 @@ def who_holds_the_memory() -> Row:
     """Return the ledger, and the engine's story beside it."""
     return Row(
         title="Who holds the memory, and does vLLM's story match?",
-        panels=[_ledger(), _story(), _unreported(), _more(), _parts()],
+        panels=[_ledger(), _story(), _parts(), _unreported(), _more()],
     )
 
 
 def _ledger() -> Json:
-    return timeseries(
-        "Who holds the memory",
-        "All memory of the GPUs chosen, by holder, stacked to their size, with running requests beside it. "
-        "Unattributed is memory that no visible process accounts for. The line on top is the highest use between two "
-        "scrapes.",
-        [*lines_of_held(GPU), RUNNING],
+    made = timeseries(
+        "Who holds the memory of GPU $gpu",
+        "All memory of the GPU, by holder, stacked to its size. Unattributed is memory that no visible process "
+        "accounts for. The line on top is the highest use between two scrapes.",
+        lines_of_held(GPU),
         unit="bytes",
-        width=14,
-        height=10,
+        width=24,
+        height=8,
         stacked=True,
         min=0,
-        overrides=[*HOLDERS, on_the_right("running requests", RUNNING_COLOUR)],
+        overrides=HOLDERS,
     )
+    return {**made, "repeat": "gpu", "repeatDirection": "h", "maxPerRow": 4}
 
 
 def _parts() -> Json:
@@ -240,11 +265,12 @@ def _parts() -> Json:
         "Empty without a probe.",
         [query(f"sum by (part) (headroom_engine_memory_bytes{{{GPU}}})", "{{part}}")],
         unit="bytes",
-        width=24,
-        height=8,
+        width=12,
+        height=10,
         stacked=True,
         min=0,
         noValue="only the probe inside vLLM tells this",
+        overrides=[coloured(part, colour) for part, colour in PARTS],
     )
 
 
@@ -277,7 +303,7 @@ def _story() -> Json:
             query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})", "unreported"),
         ],
         unit="bytes",
-        width=10,
+        width=12,
         height=10,
         decimals=2,
         overrides=[

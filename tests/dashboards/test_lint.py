@@ -109,7 +109,7 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("counters", asks("sum(headroom_engine_preemptions_total)"), TITLE),
     ("legends", asks("sum by (pod) (headroom_gpu_up)", "GPU {{gpu}}"), TITLE),
     ("legends", lambda made: made["annotations"]["list"][0].update(textFormat="{{device}}"), MARK),
-    ("fresh", has("targets", 0, "instant", value=False), TITLE),
+    ("fresh", asks("min(headroom_gpu_up)"), TITLE),
     ("overrides", overrides("unit", "bytes"), TITLE),
     ("organized", tabulates(excludeByName={"Time": True, "Value": True}, renameByName={"devices": "GPU"}), TITLE),
     ("organized", tabulates(excludeByName={"Value": True}), TITLE),

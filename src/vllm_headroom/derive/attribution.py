@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.derive.leftovers import alive, leftovers
 from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings
-from vllm_headroom.vocabulary import Attribution
+from vllm_headroom.vocabulary import Attribution, Vendor
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)
@@ -122,8 +122,8 @@ def _same_pids(
 ) -> bool:
     if isinstance(processes, Failure):
         return False
-    if processes.sees_host_pids:
-        return True
+    if processes.sees_host_pids or all(device.vendor is Vendor.AMD for device in readings.devices):
+        return True  # of AMD's GPUs only such processes are listed as /proc shows under the same pid
     try:
         version = tuple(int(part) for part in (readings.driver_version or "").split("."))
     except ValueError:

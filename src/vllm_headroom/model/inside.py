@@ -12,9 +12,11 @@ class AllocatorReading:
     """torch's caching allocator on one device; the counts are of this process, since it began.
 
     `inactive_split_bytes` is what it holds, nobody uses and it cannot give back, as the rest of the segment is used.
+    `total_bytes` is what the process takes for the device's memory: less than that where a layer grants it a share.
     """
 
     uuid: str
+    total_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_split_bytes: int | None = None
@@ -123,9 +125,11 @@ class ProbeReadings:
 class Inside:
     """What the engine's processes say of one GPU: torch's allocator, and the ledger of what they hold there.
 
-    A part that is not known is not in `parts`.
+    `granted_bytes` is what they may take there, by what each takes for the device's memory. A part that is not known is
+    not in `parts`.
     """
 
+    granted_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     parts: tuple[tuple[MemoryPart, int], ...] = ()

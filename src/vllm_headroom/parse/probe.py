@@ -97,6 +97,7 @@ def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
         raise WrongFieldError("uuid", None, "the UUID of a device")
     return AllocatorReading(
         uuid=uuid,
+        total_bytes=size(entry, "total"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved"),
         inactive_split_bytes=size(entry, "inactive_split"),

@@ -65,6 +65,7 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
             "leftovers": [known({"fate": left.fate, "used": left.used_bytes}) for left in gpu.leftovers] or None,
+            "granted": inside.granted_bytes,
             "allocated": inside.allocated_bytes,
             "reserved_by_torch": inside.reserved_bytes,
             "parts": dict(inside.parts) or None,
@@ -107,6 +108,7 @@ def _inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return what the engine's processes said; parts that are not known here are passed over."""
     parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
     found = Inside(
+        granted_bytes=size(entry, "granted"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved_by_torch"),
         parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),

@@ -82,7 +82,13 @@ def test_a_whole_file_is_understood() -> None:
             vllm_version="0.32.0",
             devices=(
                 AllocatorReading(
-                    uuid="GPU-a", allocated_bytes=1, reserved_bytes=2, inactive_split_bytes=3, retries=4, ooms=5
+                    uuid="GPU-a",
+                    total_bytes=80,
+                    allocated_bytes=1,
+                    reserved_bytes=2,
+                    inactive_split_bytes=3,
+                    retries=4,
+                    ooms=5,
                 ),
             ),
             parts=EngineParts(

@@ -76,6 +76,7 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
 def _inside(draw: st.DrawFn) -> Inside | None:
     parts = draw(st.dictionaries(st.sampled_from(MemoryPart), SIZES))
     inside = Inside(
+        granted_bytes=draw(st.none() | SIZES),
         allocated_bytes=draw(st.none() | SIZES),
         reserved_bytes=draw(st.none() | SIZES),
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
@@ -179,11 +180,12 @@ def test_the_host_has_the_names_of_the_contract() -> None:
 
 
 def test_what_is_inside_has_the_names_of_the_contract() -> None:
-    known = Inside(allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
+    known = Inside(granted_bytes=7, allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
 
     (entry,) = record_of(snapshot(gpus=(gpu(inside=known),)))["gpus"]
 
-    assert (entry["allocated"], entry["reserved_by_torch"], entry["parts"]) == (5, 6, {"weights": 4})
+    names = ("granted", "allocated", "reserved_by_torch", "parts")
+    assert tuple(entry[name] for name in names) == (7, 5, 6, {"weights": 4})
 
 
 def test_fields_that_have_no_home_yet_are_passed_over() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,8 +39,9 @@ class GpusElsewhere:
         """Return why there is none."""
         return Failure(source=Source.NVML, reason=Reason.NO_DEVICES, message=ELSEWHERE)
 
-    async def sample_used(self, _timeout_seconds: float) -> None:
+    async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
         """Have nothing to look at."""
+        return {}
 
     async def close(self) -> None:
         """Have nothing to let go of."""

@@ -51,6 +51,10 @@ def asked_bytes(ask: Ask, memory: GpuMemory) -> int:
 
 def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01; None for none."""
-    left_bytes = memory.free_bytes - ask.most_own_bytes - (LEFT_TO_THE_MACHINE_BYTES if memory.unified else 0)
+    available = memory.machine_available_bytes
+    free_bytes = (
+        memory.free_bytes if available is None else min(memory.free_bytes, available - LEFT_TO_THE_MACHINE_BYTES)
+    )
+    left_bytes = free_bytes - ask.most_own_bytes
     hundredths = left_bytes * 100 // usable_bytes(memory) if usable_bytes(memory) > 0 else 0
     return hundredths / 100 if hundredths > 0 else None

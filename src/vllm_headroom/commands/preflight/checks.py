@@ -53,18 +53,21 @@ def memory(device: GpuReading, ask: Ask, held_by: str) -> tuple[Finding, ...]:
     if device.failure is not None:
         return (failure_of(device.failure, device.index),)
     if device.memory is None:
-        text = "NVML tells no memory of this GPU"
+        text = "the driver tells no memory of this GPU"
         return (_of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available"),)
     spare_bytes = device.memory.free_bytes - asked_bytes(ask, device.memory)
     if spare_bytes < LEAST_OWN_BYTES:
         return (_too_little(device, device.memory, ask, held_by),)
-    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask, spare_bytes))
+    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask))
 
 
-def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask, spare_bytes: int) -> tuple[Finding, ...]:
+def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> tuple[Finding, ...]:
     """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
-    left_bytes = spare_bytes - ask.most_own_bytes
-    if not memory.unified or left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
+    available_bytes = memory.machine_available_bytes
+    if available_bytes is None:
+        return ()
+    left_bytes = available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
+    if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return ()
     text = (
         f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"

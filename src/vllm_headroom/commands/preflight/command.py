@@ -23,7 +23,7 @@ from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import duration_seconds
 
@@ -104,8 +104,9 @@ def _waits_for(report: Report, left_seconds: float) -> str:
 
 
 def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
-    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES does not say."""
-    count, visible = given.tensor_parallel_size, environ.get("CUDA_VISIBLE_DEVICES")
+    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
+    variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
         return Wanted(named=given.gpus, count=count)
@@ -113,7 +114,7 @@ def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
         return Wanted(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
-        raise BadOptions(f"CUDA_VISIBLE_DEVICES: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
+        raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
     return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
 
 
@@ -147,12 +148,12 @@ async def _run(given: Namespace) -> Report:
         tensor_parallel_size=given.tensor_parallel_size or 1,
     )
     ignored = frozenset(Kind(name) for name in given.ignore)
-    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
+    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
     url = given.engine_url
     processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Report:
-        sight = await look(nvml, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        sight = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         if url is None:
             return judge(sight, ask, wanted, ignored)
         return judge_wake(sight, await _page(url), ask)
@@ -160,7 +161,7 @@ async def _run(given: Namespace) -> Report:
     try:
         return await settled(report, given.wait, tell)
     finally:
-        await nvml.close()
+        await gpus.close()
 
 
 COMMAND: Final[Command[Report]] = Command(

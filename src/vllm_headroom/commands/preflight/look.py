@@ -12,8 +12,8 @@ from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_tr
 from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.leftovers import WHO, leftovers
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.faults import GpuFaults
-from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
@@ -53,12 +53,12 @@ class Sight:
     engine_pids: frozenset[int] = frozenset()
 
 
-async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
-    """Look once; takes no longer than `timeout_seconds` for each of NVML's readings, and does not raise."""
-    readings = await nvml.read(timeout_seconds)
+async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
+    """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
+    readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
-    faults = await nvml.faults(timeout_seconds)
+    faults = await gpus.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     return Sight(
         readings=readings,

@@ -22,7 +22,7 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
 
     assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
     assert "the GPU is lost" in found.details[1]
-    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid"]
+    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
 
 
 def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
