@@ -48,6 +48,14 @@ def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:
     assert not [line for line in verdict(watched([at(0, 70_000)])) if "asleep" in line]
 
 
+def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
+    nap = [at(step, 2_048, running=0.0, awake=False, kv_used_ratio=0.0) for step in (25, 26)]
+
+    watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
+
+    assert [len(each["residue_bytes"]) for each in document(watch)["sleeps"]] == [1]
+
+
 def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
     def idle(ratio: float) -> Watch:
         return watched([at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))])
