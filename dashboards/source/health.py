@@ -31,8 +31,8 @@ def host_memory() -> Row:
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
-                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
-                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "size of /dev/shm"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
+                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "at most shared"),
                     query(f"increase(headroom_host_oom_kills_total{{{TARGET}}}[$__rate_interval])", "kills"),
                 ],
                 unit="bytes",
@@ -40,7 +40,7 @@ def host_memory() -> Row:
                 overrides=[
                     coloured("limit", BAD),
                     coloured("in use", ENGINE_COLOUR),
-                    coloured("of it /dev/shm", NEUTRAL),
+                    coloured("of it shared", NEUTRAL),
                     on_the_right("kills", BAD),
                 ],
             ),
@@ -66,7 +66,7 @@ def host_memory() -> Row:
             state_timeline(
                 "Host leak state over time",
                 "Each role's state as the detector saw it.",
-                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{process}}")],
                 [STATE_VALUES],
                 height=6,
             ),
@@ -125,7 +125,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=16,
         ),
@@ -153,10 +153,7 @@ def _readings() -> list[Json]:
             "Sources",
             "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
             [
-                query(
-                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{instance}} {{source}}",
-                )
+                query(f"max by (instance, source) (headroom_source_up{{{TARGET}}})", "{{source}}"),
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],
             width=12,
