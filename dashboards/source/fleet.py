@@ -9,16 +9,13 @@ from dashboards.source.colours import BAD, GOOD
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, OWN_GPU
+from dashboards.source.ranking import AND_CHOSEN, NEVER, ranked
 from dashboards.source.series import (
-    BY_GPU,
     SIDECAR,
     STATE_NAMES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
-    in_each_state,
-    time_to_oom,
 )
 from dashboards.source.tables import MODEL
 
@@ -45,7 +42,6 @@ def fleet() -> Json:
 
 def _counts() -> list[Json]:
     engines = f'headroom_source_up{{{TARGET},source="engine"}}{AND_CHOSEN}'
-    own_gpus = f"headroom_gpu_up{{{TARGET}}} and on ({BY_GPU}) {OWN_GPU}"
     return [
         stat(
             "Engines",
@@ -59,7 +55,7 @@ def _counts() -> list[Json]:
             "GPUs by leak state",
             "What the detectors say: growing is the early warning, leaking the alarm. Unsettled: load has just changed "
             "and they wait before they judge.",
-            [query(in_each_state(TARGET, AND_CHOSEN), "{{state}}")],
+            [query(_in_each_state(), "{{state}}")],
             unit="locale",
             width=7,
             noValue="unknown",
@@ -68,26 +64,54 @@ def _counts() -> list[Json]:
         stat(
             "Least time to out of memory",
             "Of the GPU that has least, free memory over the rate of its leak.",
-            [query(f"min({time_to_oom(TARGET, AND_CHOSEN)})")],
+            [query(_time_to_oom())],
             unit="dtdurations",
             width=5,
             noValue="unknown",
             mappings=[TIME_TO_OOM_VALUES],
             thresholds=TIME_TO_OOM_STEPS,
         ),
-        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", engines),
+        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
         _trouble(
-            "Sidecars down", "Sidecars that Prometheus cannot scrape: nothing is known of their engines.", SIDECAR
+            "Sidecars down",
+            "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
+            f"{SIDECAR} == 0",
+            SIDECAR,
         ),
-        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", own_gpus),
+        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
     ]
 
 
-def _trouble(title: str, description: str, series: str) -> Json:
+def _in_each_state() -> str:
+    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
+    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
+    states = (ranked(f',state="{state}"') for state in order)
+    return " or ".join(f"count by (state) ({each})" for each in states)
+
+
+def _time_to_oom() -> str:
+    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+
+    No leak is seen only by who can look: without an engine that answers there is no -1.
+    """
+
+    def any_in(states: str) -> str:
+        matcher = f',state=~"{states}"'
+        return f"group({ranked(matcher)})"
+
+    least = ranked(',state=~"growing|leaking"')
+    seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
+    return (
+        f"min({least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
+        f" or -2 * {any_in('warming_up')} or -3 * {any_in('asleep')}"
+    )
+
+
+def _trouble(title: str, description: str, bad: str, every: str) -> Json:
     return stat(
         title,
         description,
-        [query(f"count(({series}) == 0) or 0 * count({series})")],
+        [query(f"count({bad}) or 0 * count({every})")],
         unit="locale",
         width=3,
         noValue="unknown",

@@ -33,7 +33,7 @@ EMPTY: Final = (
                 "Each GPU, and when it will be full": ("D", "E"),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("C", "D", "E"),
+                "GPUs, worst first": ("B", "C", "D"),
                 "Models, worst first": ("E", "F"),
                 "Least time to out of memory, by model": (),
                 "Leaking GPUs, by model": (),
@@ -107,7 +107,7 @@ EMPTY: Final = (
                 "Inputs vLLM does not offer": (),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("F",),
+                "GPUs, worst first": ("E",),
                 "Models, worst first": (),
             },
         },
