@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dashboards.source import around, tables
-from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, WARNING
+from dashboards.source.colours import BAD, GOOD
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, query, steps
 from dashboards.source.panels import stat, timeseries
@@ -16,7 +16,6 @@ from dashboards.source.series import (
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
-    UNREPORTED,
 )
 from dashboards.source.tables import MODEL
 
@@ -126,7 +125,6 @@ def _over_time() -> list[Json]:
             "Least time to out of memory, by model",
             "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
             f"bottomk({LINES}, namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}})",
-            WARNING,
             unit="dtdurations",
             noValue="no leak seen",
             thresholds=steps((None, BAD), (3600, "transparent")),
@@ -136,7 +134,6 @@ def _over_time() -> list[Json]:
             "Leaking GPUs, by model",
             "How many of each model's GPUs are in the state leaking.",
             f"topk({LINES}, namespace_model:headroom_gpus_leaking:sum{{{MODEL}}} > 0)",
-            BAD,
             unit="short",
             noValue="none",
             decimals=0,
@@ -147,17 +144,14 @@ def _over_time() -> list[Json]:
             "Worst discrepancy, by model",
             "What engines hold beyond what they report, as a share of it, of each model's GPU that is furthest off.",
             f"topk({LINES}, namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}})",
-            ENGINE_COLOUR,
             unit="percentunit",
             noValue="unknown",
-            thresholds=UNREPORTED,
-            custom={"thresholdsStyle": {"mode": "dashed"}, "axisSoftMin": 0, "axisSoftMax": 0.06},
+            custom={"axisSoftMin": 0, "axisSoftMax": 0.06},
         ),
     ]
 
 
-def _by_model(title: str, description: str, expr: str, colour: str, **more: Any) -> Json:
+def _by_model(title: str, description: str, expr: str, **more: Any) -> Json:
     lines = query(expr, "{{namespace}} {{model_name}}")
     text = f"{description} At most {LINES} lines at a time; from the recording rules."
-    shades = {"mode": "shades", "fixedColor": colour}
-    return timeseries(title, text, [lines], width=8, height=9, color=shades, **more)
+    return timeseries(title, text, [lines], width=8, height=9, **more)

@@ -8,13 +8,11 @@ from typing import Any, Final
 from dashboards.source.around import CELL
 from dashboards.source.colours import BAD
 from dashboards.source.grafana import Json, override
-from dashboards.source.series import ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS, UNREPORTED
+from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
 
 ROWS: Final = 50
 """As many as somebody reads; every column of a table is asked for these rows only."""
 
-BY_TARGET: Final = "cluster, namespace, job, pod, instance"
-BY_GPU: Final = f"{BY_TARGET}, gpu, uuid"
 BY_MODEL: Final = "cluster, namespace, model_name"
 
 AND_CHOSEN: Final = (
@@ -53,18 +51,24 @@ def with_link(expr: str, *, gpu: bool = False) -> str:
     return expr
 
 
-OPEN: Final = override(
+def leading(column: str, text: str, title: str, url: str, **more: Any) -> Json:
+    """Return how a column of parts of addresses is shown: a word that leads there."""
+    shown = {"text": text, "color": "blue", "index": 0}
+    return override(
+        column,
+        displayName=" ",
+        custom__width=20 + 10 * len(text),
+        custom__cellOptions={"type": "color-text"},
+        mappings=[{"type": "regex", "options": {"pattern": ".*", "result": shown}}],
+        links=[{"title": title, "url": url, **more}],
+    )
+
+
+OPEN: Final = leading(
     "open",
-    displayName=" ",
-    custom__width=60,
-    custom__cellOptions={"type": "color-text"},
-    mappings=[{"type": "regex", "options": {"pattern": ".*", "result": {"text": "open", "color": "blue", "index": 0}}}],
-    links=[
-        {
-            "title": "Open this engine",
-            "url": f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
-        }
-    ],
+    "open",
+    "Open this engine",
+    f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
 IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")
@@ -117,7 +121,7 @@ NUMBERS: Final = [
     number("time to OOM", "dtdurations", 100, TIME_TO_OOM_STEPS),
     number("leak rate", "binBps", 90),
     number("leaked", "bytes", 80),
-    number("unreported", "percentunit", 100, UNREPORTED, decimals=1),
+    number("unreported", "percentunit", 100, decimals=1),
     number("free", "bytes", 80, FREE_FLOOR),
     number("at the peak", "bytes", 100, FREE_FLOOR),
     number("KV cache", "percentunit", 85, decimals=0),

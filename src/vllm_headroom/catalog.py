@@ -113,6 +113,11 @@ ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "New lives of the engin
 ENGINE_EXITS: Final = _counter(
     "engine_exits", ("reason",), "Lives of the engine that ended, by what is known of the cause."
 )
+LAST_INCIDENT: Final = _gauge(
+    "last_incident_timestamp_seconds",
+    (),
+    "When the newest incident in the state directory was, in seconds since the epoch; absent without one.",
+)
 ENGINE_PROGRESS_AGE: Final = _gauge(
     "engine_progress_age_seconds", (), "Time since a token, a prefill or a request last moved; absent without work."
 )

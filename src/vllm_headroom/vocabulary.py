@@ -84,6 +84,13 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
 """The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
 
 
+class Vendor(StrEnum):
+    """Whose driver shows a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+
+
 class Attribution(StrEnum):
     """How a GPU came to be taken for the engine's; the values of the label `attribution`."""
 
@@ -161,6 +168,14 @@ class LeakState(StrEnum):
     GROWING = "growing"
     LEAKING = "leaking"
     ASLEEP = "asleep"
+
+
+class Fate(StrEnum):
+    """What became of a process that holds GPU memory for no engine any more."""
+
+    ORPHANED = "orphaned"
+    ZOMBIE = "zombie"
+    VANISHED = "vanished"
 
 
 class GateName(StrEnum):

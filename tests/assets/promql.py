@@ -60,6 +60,7 @@ def vocabulary() -> dict[str, Labels]:
     known |= dict.fromkeys(("up", *PROCESS), TARGET)
     for name, expr in recorded():
         known[name] = labels(parsed(expr), known)[0] or frozenset()
+    known["headroom:runbooks:info"] = frozenset({"address"})  # alerts/generate.py makes it of an address
     return known | {"ALERTS": frozenset().union(*known.values()) | {"alertname", "alertstate", "severity", "area"}}
 
 

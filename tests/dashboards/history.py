@@ -79,6 +79,7 @@ class Target:
     scenario: Scenario
     labels: Mapping[str, str]
     answers_hours: float = inf
+    gpus: type[SimulatedGpus] = SimulatedGpus
 
 
 def scrapes(
@@ -120,9 +121,9 @@ def open_metrics(
     The format knows no staleness markers: let Prometheus look back for less than two scrapes (--query.lookback-delta).
     """
     families: dict[str, list[str]] = {}
-    for scenario in {target.scenario: None for target in targets}:
-        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds))
-        for target in (target for target in targets if target.scenario == scenario):
+    for scenario, gpus in {(target.scenario, target.gpus): None for target in targets}:
+        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds, gpus=gpus))
+        for target in (target for target in targets if (target.scenario, target.gpus) == (scenario, gpus)):
             answered = int(min(hours, target.answers_hours) * 3600 / scrape_seconds)
             series = _series(scraped[:answered])
             series["up", ()] = [(at, float(place < answered)) for place, (at, _) in enumerate(scraped)]

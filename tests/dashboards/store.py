@@ -14,9 +14,11 @@ from typing import Any, Final
 
 import httpx
 
+from tests.dashboards.cards import EightGpus, SmallCard
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
-from vllm_headroom.commands.demo.scenario import TABLE, Scenario
+from vllm_headroom.commands.demo.readers import SimulatedGpus
+from vllm_headroom.commands.demo.scenario import TABLE, Scenario, Visits
 
 END: Final = 1_767_225_600
 """The present, the same in every run: the first second of 2026."""
@@ -37,11 +39,23 @@ ENGINE_DOWN: Final = Scenario(name="down", restart_after_seconds=2 * (HOURS * 36
 """The engine ends two scrapes before the present, and is not back: a start takes a minute at least."""
 
 
-def _pod(scenario: Scenario, number: int, answers_hours: float = HOURS, **more: str) -> Target:
+ASLEEP: Final = Scenario(
+    name="asleep", sleeps=Visits(pause_seconds=2 * (HOURS * 3600 - 1_800,), stay_seconds=2 * (7_200,), size=(1.0, 1.0))
+)
+"""The engine sleeps for the last half hour."""
+
+
+def _pod(
+    scenario: Scenario,
+    number: int,
+    answers_hours: float = HOURS,
+    gpus: type[SimulatedGpus] = SimulatedGpus,
+    **more: str,
+) -> Target:
     name = f"vllm-{scenario.name}-{number}"
     labels = {"namespace": f"team-{number}", "job": f"team-{number}/vllm-headroom", "pod": name}
     labels |= {"instance": f"10.1.0.{number}:9839", **more}
-    return Target(scenario=scenario, labels=labels, answers_hours=answers_hours)
+    return Target(scenario=scenario, labels=labels, answers_hours=answers_hours, gpus=gpus)
 
 
 TARGETS: Final[Mapping[str, Target]] = {
@@ -52,6 +66,10 @@ TARGETS: Final[Mapping[str, Target]] = {
     "burst": _pod(TABLE["burst"], 5),
     "engine down": _pod(ENGINE_DOWN, 6),
     "sidecar down": _pod(TABLE["healthy"], 7, answers_hours=HOURS - 0.25),
+    "crash": _pod(TABLE["crash"], 8),
+    "asleep": _pod(ASLEEP, 9),
+    "eight GPUs": _pod(TABLE["leak"], 10, gpus=EightGpus),
+    "small card": _pod(TABLE["healthy"], 11, gpus=SmallCard),
     BARE: Target(scenario=TABLE["leak"], labels=BARE_METAL),
 }
 """What is scraped, by name."""

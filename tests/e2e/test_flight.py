@@ -32,6 +32,7 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
 
         assert last["command"] == f"vllm-headroom postmortem {last['file']}"
         assert last["file"] in running.get("/").text
+        running.sees(lambda page: page.value("last_incident_timestamp_seconds") == last["t"], "the page says when")
         process = subprocess.run(
             [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"],
             capture_output=True,

@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.vllm_processes import serving
 from tests.process import eventually
+from tests.unit.commands.doctor.looking import RECORDED
 
 HIDDEN = ("HEADROOM_", "CUDA_", "LD_LIBRARY_PATH")
 OWN = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
@@ -207,3 +210,18 @@ def test_its_help_has_an_example() -> None:
     assert process.returncode == 0
     assert "\n  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s\n" in process.stdout
     assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+def test_a_vllm_that_sleeps_is_asked_whether_it_could_wake(nvml: FakeNvml, tmp_path: Path) -> None:
+    sleeps = RECORDED.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
+    with EngineServer(page(sleeps)) as server, serving(tmp_path, server.port) as core:
+        nvml.gpus[1].used_bytes, nvml.gpus[1].processes = 12 * GIB, {core: 2 * GIB, os.getpid(): 10 * GIB}
+        nvml.write()
+
+        process = preflight("--engine-url", server.url, "--json", **nvml.environment())
+
+    found = document(process)
+    assert (process.returncode, found["verdict"], [gpu["gpu"] for gpu in found["gpus"]]) == (1, "not_good", [1])
+    assert (
+        "the engine sleeps and holds 2.00 GiB; to wake takes about 71.06 GiB, and only" in found["findings"][0]["text"]
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -52,7 +54,8 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         say(_version())
         status = 0
     elif name in table:
-        command = importlib.import_module(f"vllm_headroom.commands.{table[name][0]}").COMMAND
+        with unhindered():
+            command = importlib.import_module(f"vllm_headroom.commands.{table[name][0]}").COMMAND
         status = execute(command, name, argv, os.environ, table)
     else:
         status = BAD_INPUT
@@ -63,6 +66,16 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()
     os._exit(status)
+
+
+@contextmanager
+def unhindered() -> Iterator[None]:
+    """Import without looking for garbage, of which imports make next to none: a tenth of the daemon's start."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def execute(

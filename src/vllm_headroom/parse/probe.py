@@ -97,6 +97,7 @@ def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
         raise WrongFieldError("uuid", None, "the UUID of a device")
     return AllocatorReading(
         uuid=uuid,
+        total_bytes=size(entry, "total"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved"),
         inactive_split_bytes=size(entry, "inactive_split"),
@@ -118,25 +119,11 @@ def _parts(entry: dict[str, Any]) -> EngineParts:
 
 
 def _pool(entry: dict[str, Any]) -> PoolReading:
-    return PoolReading(
-        weights_bytes=size(entry, "weights"),
-        kv_cache_bytes=size(entry, "kv_cache"),
-        runtime_bytes=size(entry, "runtime"),
-        workspace_bytes=size(entry, "workspace"),
-    )
+    return PoolReading(weights_bytes=size(entry, "weights"), kv_cache_bytes=size(entry, "kv_cache"))
 
 
 def _scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    return SchedulerReading(
-        kv_blocks_total=size(entry, "kv_blocks_total"),
-        kv_blocks_free=size(entry, "kv_blocks_free"),
-        block_size=size(entry, "block_size"),
-        running=size(entry, "running"),
-        waiting=size(entry, "waiting"),
-        steps_total=size(entry, "steps_total"),
-        max_num_seqs=size(entry, "max_num_seqs"),
-        max_model_len=size(entry, "max_model_len"),
-    )
+    return SchedulerReading(steps_total=size(entry, "steps_total"), max_num_seqs=size(entry, "max_num_seqs"))
 
 
 def _host(entry: dict[str, Any]) -> HostBlock:
@@ -161,6 +148,4 @@ def _oom(entry: dict[str, Any]) -> OomRecord:
         free_bytes=size(entry, "free"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved"),
-        running=size(entry, "running"),
-        waiting=size(entry, "waiting"),
     )

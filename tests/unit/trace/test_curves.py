@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.expose.drawing import Point, thinned
-from vllm_headroom.trace.curves import Curves, limits
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.vocabulary import Source
 
 
@@ -32,14 +32,6 @@ def test_what_could_not_be_read_divides_the_curve() -> None:
 
 def test_a_single_reading_is_a_point() -> None:
     assert thinned([(5.0, 7.0)], 10) == [[(5.0, 7.0)]]
-
-
-def test_limits_leave_room_and_do_not_go_below_nothing() -> None:
-    low, high = limits([[(0.0, 100.0), (1.0, 200.0)]])
-
-    assert 0 < low < 100
-    assert high > 200
-    assert limits([[(0.0, 0.0)]]) == (0.0, 1.0)
 
 
 def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:

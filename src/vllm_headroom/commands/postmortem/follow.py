@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_xids
+from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import OneLife, is_broken
@@ -135,7 +135,7 @@ class Follower:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
         told = header_leaks(self._known).get(uuid, LeakState.UNKNOWN)
         surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
-        return looks.facts(now, surer, moment)
+        return looks.facts(now, surer, moment, header_used(self._known).get(uuid, ()))
 
 
 def _goes_to_pieces(life: OneLife | None, seen: Signs) -> bool:

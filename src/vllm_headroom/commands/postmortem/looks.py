@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import GpuFacts
@@ -12,7 +12,8 @@ from vllm_headroom.model import Gpu
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
 
-LAST_SECONDS: Final = 90.0
+PEAK_SECONDS: Final = 60.0
+LAST_SECONDS: Final = 30.0 + PEAK_SECONDS
 """A tick, and the minute that the highest memory in use is kept for."""
 
 BEFORE_SECONDS: Final = 300.0
@@ -48,9 +49,10 @@ class Looks:
         while self._last[0].seconds < now - BEFORE_SECONDS - LAST_SECONDS:
             self._last.popleft()
 
-    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuFacts:
-        """Return what to know at the end of the life; only after a first look."""
+    def facts(self, now: float, leak: LeakState, leaked: Moment | None, used: Iterable[tuple[float, int]]) -> GpuFacts:
+        """Return what to know at the end of the life; only after a first look. `used` was in use between samples."""
         first = self._first or self._last[0]
+        self._see(now, used)
         last = [look for look in self._last if look.seconds >= self._last[-1].seconds - LAST_SECONDS]
         before = [look for look in self._last if look.seconds < now - LAST_SECONDS] or [first]
         memory = first.gpu.reading.memory
@@ -69,6 +71,14 @@ class Looks:
             leak=leak,
             leaked=leaked,
         )
+
+    def _see(self, now: float, used: Iterable[tuple[float, int]]) -> None:
+        """Let the newest look have the highest memory in use that was seen since, or in the minute before it."""
+        last = self._last[-1]
+        known = [n_bytes for at, n_bytes in used if last.seconds - PEAK_SECONDS <= at <= now]
+        peak_bytes = max((*known, last.gpu.reading.used_peak_bytes or 0))
+        reading = replace(last.gpu.reading, used_peak_bytes=peak_bytes)
+        self._last[-1] = _look(replace(last.gpu, reading=reading), last.seconds)
 
 
 def _look(gpu: Gpu, now: float) -> _Look:

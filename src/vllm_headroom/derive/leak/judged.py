@@ -20,6 +20,11 @@ NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
 """With less than an hour left, or room for a quarter of what leaked, an alarm is held for an hour."""
 
+STEP_LEVEL: Final = 1
+STEP_SECONDS: Final = 3240.0
+"""An alarm of a few large steps is a warning again after 54 minutes without a rise, which this level sees four minutes
+late at most, and until the next one; not where the next one may find no room."""
+
 REFILL_SECONDS: Final = 3600.0
 """After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
 
@@ -32,7 +37,7 @@ def judged(track: Track, room_bytes: int | None) -> Track:
         track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - _floor(track)
     track, grown = _weighed(track, own_room)
-    verdict = max(track.projected, *(level.verdict for level in track.levels))
+    verdict = max(_foretold(track), *(level.verdict for level in track.levels))
     if verdict is not Verdict.LEAKING and _is_held(track):
         return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
     track = replace(track, verdict=verdict)
@@ -45,6 +50,14 @@ def judged(track: Track, room_bytes: int | None) -> Track:
     track = _timed(track, room_bytes)
     near = verdict is Verdict.LEAKING and _is_near(track, room_bytes)
     return replace(track, sure_seconds=track.seconds if near else None)
+
+
+def _foretold(track: Track) -> Verdict:
+    level = track.levels[STEP_LEVEL]
+    risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
+    left = None if track.estimate is None else track.estimate.oom_seconds_lower
+    paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
+    return min(track.projected, Verdict.GROWING) if paused else track.projected
 
 
 def _floor(track: Track) -> float:

@@ -55,6 +55,7 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.host_leak, Cause.HOST_LEAK),
     (traces.crash_with_an_orphan, Cause.CRASH),
     (traces.crashes, Cause.CRASH),
+    (traces.left_behind, Cause.LEFT_BEHIND),
     (traces.another_tenant, Cause.ANOTHER_TENANT),
     (traces.start_up_runs_out, Cause.START_UP),
     (traces.start_up_beside_others, Cause.START_UP),

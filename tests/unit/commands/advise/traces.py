@@ -168,6 +168,14 @@ def another_tenant() -> Iterator[Record]:
         yield sample(step, other_mib=5_300 if 400 <= step < 700 else 0)
 
 
+def left_behind() -> Iterator[Record]:
+    """A life before this one left a core that holds 3 GiB, which were never this engine's to use."""
+    for step in steps(8):
+        record = sample(step)
+        record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": 3 * 2**30}]
+        yield record
+
+
 def crash_with_an_orphan() -> Iterator[Record]:
     """The engine's core is killed, and its worker, which nobody finds any more, holds the memory for two minutes."""
     life = BEGAN + 4 * 3600

@@ -51,7 +51,7 @@ class GpuHistory:
         usable = float(memory.total_bytes - (memory.reserved_bytes or 0))
         room, others = usable - memory.used_bytes, others_bytes(gpu)
         known = None if others is None else self.orphans.step(float(gpu.engine_bytes or 0), others)
-        self._facts = _widened(self._facts, usable, room, known)
+        self._facts = replace(_widened(self._facts, usable, room, known), leftovers=gpu.leftovers)
         if gpu.held_bytes is not None:
             self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
         if serving is not None:
