@@ -55,7 +55,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
                 subject=f"GPU {gpu.reading.index}",
                 level=Level.WARNING,
                 sentence=f"GPU {gpu.reading.index}: {described(leftover)}.",
-                alert="HeadroomMemoryNotReleased",
+                alert="HeadroomMemoryLeftBehind",
             )
 
 

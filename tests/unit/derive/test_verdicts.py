@@ -188,7 +188,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     first, *_ = [each for each in verdicts(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
-    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryNotReleased")
+    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
 
 
 @pytest.mark.parametrize(
