@@ -32,6 +32,8 @@ def host_memory() -> Row:
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
                     query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
+                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "at most shared"),
+                    query(f"increase(headroom_host_oom_kills_total{{{TARGET}}}[$__rate_interval])", "kills"),
                 ],
                 unit="bytes",
                 noValue="not known",
@@ -39,6 +41,7 @@ def host_memory() -> Row:
                     coloured("limit", BAD),
                     coloured("in use", ENGINE_COLOUR),
                     coloured("of it shared", NEUTRAL),
+                    on_the_right("kills", BAD),
                 ],
             ),
             timeseries(
@@ -73,7 +76,17 @@ def host_memory() -> Row:
 
 def gpu_health() -> Row:
     """Return the hardware's own troubles."""
-    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles()])
+    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles(), _asleep()])
+
+
+def _asleep() -> Json:
+    return timeseries(
+        "Kept by an engine that sleeps",
+        "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
+        [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
+        unit="bytes",
+        noValue="has not slept",
+    )
 
 
 def _physics() -> list[Json]:

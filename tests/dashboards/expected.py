@@ -145,13 +145,15 @@ EMPTY: Final = (
         },
     ),
     Empty(
-        why="no scenario has a container with a limit, or a probe",
+        why="no scenario has a container with a limit, or a probe, and none here sleeps or idles",
         over=EVERYWHERE,
         queries={
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
+                "Kept by an engine that sleeps": (),
+                "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
             }
         },
     ),

@@ -65,6 +65,8 @@ def test_a_flat_trace_has_no_intervals() -> None:
         ],
         "host": [],
         "host_memory": None,
+        "sleeps": [],
+        "stranded": [],
     }
 
 
@@ -185,6 +187,8 @@ def test_a_trace_without_samples_is_an_answer() -> None:
         "gpus": [],
         "host": [],
         "host_memory": None,
+        "sleeps": [],
+        "stranded": [],
     }
     assert replay("-", trace=f"{HEADER}\n").stdout == "The trace has no samples.\n"
 
