@@ -43,6 +43,12 @@ def eventually(
     raise AssertionError(message)
 
 
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has ever held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 class Page:
     """One scrape: values by metric name and labels."""
 
@@ -118,7 +124,7 @@ class Daemon:
         return self.process.poll() is not None
 
 
-IN_FULL = frozenset({"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED"})
+IN_FULL = frozenset({"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK"})
 
 
 @contextmanager
@@ -128,9 +134,7 @@ def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -
     `module` is what is run, the program itself or a test's way of starting it.
     """
     settings = {
-        name
-        if name in {"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED"}
-        else f"HEADROOM_{name}": value
+        name if name in IN_FULL else f"HEADROOM_{name}": value
         for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
     }
     with tempfile.TemporaryDirectory() as folder:

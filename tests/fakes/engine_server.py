@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import socket
 import ssl
 import struct
@@ -23,10 +22,9 @@ class Hangup(Exception):  # noqa: N818 - it is no error: the answer is over and 
     """Raised by an answer that ends with the connection."""
 
 
-def page(text: str, *, status: str = "200 OK", headers: tuple[str, ...] = (), compressed: bool = False) -> Answer:
+def page(text: str, *, status: str = "200 OK", headers: tuple[str, ...] = ()) -> Answer:
     """Answer as a good server does."""
-    body = gzip.compress(text.encode()) if compressed else text.encode()
-    return raw(with_head(body, status, headers=(*headers, *(("Content-Encoding: gzip",) if compressed else ()))))
+    return raw(with_head(text.encode(), status, headers=headers))
 
 
 def with_head(

@@ -26,7 +26,7 @@ from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
-from vllm_headroom.expose.web.config import WebConfigError
+from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.recorder import Recorder
@@ -121,28 +121,40 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             ending.ask(BEYOND_REPAIR)
         await _record(sampler, views, recorder, flight)
 
+    async def look() -> None:
+        used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, fast))
+        if flight is not None:
+            flight.look(clock.time(), used_bytes)
+
     served = application(
-        metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+        metrics=MetricsPage(
+            lambda: sampler.published,
+            clock.monotonic,
+            build(),
+            lambda: None if flight is None or flight.last is None else flight.last.seconds,
+        ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    peaks = every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock)
+    looking = () if fast >= interval else (every(fast, look, clock),)
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
-    return await live((every(interval, tick, clock), peaks, *saving, *asking), Server(served, door), listener, ending)
+    return await live(
+        (every(interval, tick, clock), *looking, *saving, *asking), Server(served, door), listener, ending
+    )
 
 
 async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:
     """Write down what the tick saw, where that is wanted."""
-    if sampler.snapshot is None or sampler.published is None:
+    if sampler.snapshot is None:
         return
     if recorder is not None:
         await recorder.record(sampler.snapshot)
     if flight is not None:
-        await flight.step(sampler.snapshot, views.verdicts, sampler.published.samples)
+        await flight.step(sampler.snapshot, views.verdicts, sampler.values)
 
 
 async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:

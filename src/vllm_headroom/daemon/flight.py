@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
 from vllm_headroom.daemon.known import known, ooms
+from vllm_headroom.daemon.recent import Recent
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
-from vllm_headroom.model import Failure, Life, Sample, Snapshot, Verdict
+from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import INCIDENTS, name_of, newest_in
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
+from vllm_headroom.trace.writing import Call, Writing
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 log = structlog.get_logger()
-
-WRITE_SECONDS: Final = 1.0
-"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 LEAST_SECONDS: Final = 0.9
 """A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""
@@ -32,18 +30,10 @@ AFTER_SECONDS: Final = 300.0
 """What follows within this belongs to the same incident: a hang that a probe ends, the first steps of the next life."""
 
 AGAIN_SECONDS: Final = 60.0
-MOST_XIDS: Final = 32
+MOST_EVENTS: Final = 32
 XID_SECONDS: Final = 900.0
 ENDED: Final = "ended"
 STALLED: Final = "stalled"
-HANGS: Final = "the file system does not answer"
-
-
-class Call(Protocol):
-    """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
-
-    def __call__(self, function: Callable[[], None], timeout_seconds: float) -> Coroutine[Any, Any, None]:
-        """Return when the function has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,41 +57,43 @@ class Flight:
     def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
         self.last: Last | None = None
         self._folder = folder
-        self._call = call
+        self._writing = Writing("flight record", folder / FLIGHT, call)
         self._lines = lines
         self._version = version
         self._exits: dict[ExitReason, int] | None = None
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}
+        self._recent = Recent()
         self._served = False
         self._incident: Incident | None = None
-        self._xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
         self._ooms: list[dict[str, Any]] = []
-        self._counted: dict[tuple[str, int], int] | None = None
-        self._problem: str | None = None
 
     def take_up(self, states: Mapping[str, Any]) -> None:
         """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
         if LIFE in states:
             self._exits = dict(states[LIFE].lives.exits)
 
-    async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], samples: Sequence[Sample]) -> None:
+    def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
+        """Take note of the memory in use between ticks, by UUID."""
+        self._recent.add(seconds, used_bytes)
+
+    async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
         if self._written is None:
-            await self._try(self._look_back)
-        self._note_xids(snapshot)
+            await self._writing.do(self._look_back)
+        self._recent.note(snapshot)
         self._ooms = ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
         if event is not None:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
         elif not self._served or snapshot.life is None or snapshot.life.in_service:
             self._served = self._served or (snapshot.life is not None and snapshot.life.in_service)
-            self._before = known(snapshot, verdicts, samples)
+            self._before = known(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
-            await self._try(partial(keep, self._folder, line(record_of(snapshot))))
+            await self._writing.do(lambda: keep(self._folder, line(record_of(snapshot))))
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
@@ -117,20 +109,23 @@ class Flight:
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident
         if going is not None:
-            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_XIDS:])
+            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_EVENTS:])
         else:
             self._incident = Incident(
                 seconds=snapshot.time_seconds,
                 closes=now + AFTER_SECONDS,
                 due=now,
                 events=(event,),
-                before=self._before,
+                before={
+                    **self._before,
+                    "used": self._recent.of(each["uuid"] for each in self._before.get("leaks", ())),
+                },
             )
         self._served = False
 
     async def _set_aside(self, incident: Incident, now: float) -> Incident | None:
         """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
-        done = await self._try(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
+        done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
         if done:
             file = self._folder / INCIDENTS / name_of(incident.seconds)
             self.last = _last(file, self._header(incident))
@@ -147,7 +142,7 @@ class Flight:
             "version": self._version,
             "events": list(incident.events),
             "before": dict(incident.before),
-            "xids": [each for each in self._xids if each["t"] >= earliest],
+            "xids": [each for each in self._recent.xids if each["t"] >= earliest],
             "ooms": [each for each in self._ooms if each["t"] >= earliest],
             "log": list(self._lines()),
         }
@@ -156,40 +151,6 @@ class Flight:
         """Find the last incident of an earlier process."""
         found = newest_in(self._folder)
         self.last = None if found is None else _last(*found)
-
-    def _note_xids(self, snapshot: Snapshot) -> None:
-        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-        if not gpus:
-            return
-        counts = {(gpu.reading.uuid, xid): n for gpu in gpus for xid, n in gpu.reading.xid_errors}
-        before, self._counted = self._counted, {**(self._counted or {}), **counts}
-        if before is None:  # what was counted before this process could tell when
-            return
-        for (uuid, xid), count in counts.items():
-            if count > before.get((uuid, xid), 0):
-                self._xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
-
-    async def _try(self, function: Callable[[], None]) -> bool:
-        """Return whether a file operation worked."""
-        try:
-            await self._call(function, WRITE_SECONDS)
-        except TimeoutError:
-            self._report(HANGS)
-        except OSError as error:
-            self._report(error.strerror or str(error))
-        except ValueError as error:
-            self._report(str(error))
-        else:
-            self._report(None)
-            return True
-        return False
-
-    def _report(self, problem: str | None) -> None:
-        before, self._problem = self._problem, problem
-        if problem is not None and before is None:
-            log.warning("flight record not written", folder=str(self._folder), problem=problem)
-        elif problem is None and before is not None:
-            log.info("flight record written again", folder=str(self._folder))
 
 
 def _last(file: Path, known: Mapping[str, Any]) -> Last:

@@ -33,6 +33,7 @@ from vllm_headroom.model import (
     ReadingTime,
     Sample,
     Snapshot,
+    Values,
 )
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
@@ -47,9 +48,11 @@ log = structlog.get_logger()
 class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
+    `values` are the answers of the last tick's derivations.
+
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
     `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
-    `judge` returns the question that is asked last, of the answers of all others.
+    `judge` returns the question that is asked last, of the values of all others.
     """
 
     def __init__(
@@ -63,11 +66,12 @@ class Sampler:
         gpu_timeout_seconds: float,
         recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
         host_limit_bytes: int | None = None,
-        judge: Callable[[tuple[Sample, ...]], Derivation[Any]] | None = None,
+        judge: Callable[[Values], Derivation[Any]] | None = None,
         canary: Canary | None = None,
     ) -> None:
         self.published: Published | None = None
         self.snapshot: Snapshot | None = None
+        self.values = Values(())
         self._sources = sources
         self._parse = parse
         self._parser = Worker[EnginePage | Failure]("parse")
@@ -84,7 +88,7 @@ class Sampler:
         self._recall = recall
         self._judge = judge
         if judge is not None:
-            last = judge(())
+            last = judge(self.values)
             self._states[last.name] = last.initial
         self._canary = canary
 
@@ -101,10 +105,11 @@ class Sampler:
         snapshot = self._lived(snapshot)
         self._transitions.report(snapshot)
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        values = Values(samples)
         if self._judge is not None:
-            samples += self._derive(self._judge(samples), snapshot)
-        self._transitions.verdicts(samples)
-        self.snapshot = snapshot
+            samples += self._derive(self._judge(values), snapshot)
+        self._transitions.verdicts(values)
+        self.snapshot, self.values = snapshot, values
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
 
     async def _snapshot(self) -> Snapshot:

@@ -8,7 +8,7 @@ import structlog
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values
 from vllm_headroom.parse.page import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
 
@@ -33,7 +33,6 @@ STATES: Final = {
     EngineState.ASLEEP: "engine is asleep",
 }
 ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
-LEAK_STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
 """The verdicts of the leak detector; in any other state it has found nothing."""
 
@@ -67,13 +66,10 @@ class Transitions:
         if snapshot.life is not None:
             self._life(snapshot.life)
 
-    def verdicts(self, samples: tuple[Sample, ...]) -> None:
+    def verdicts(self, values: Values) -> None:
         """Log where the leak detector says growing or leaking, and where it no longer does."""
-        found = {
-            sample.labels[:-1]: sample.labels[-1]
-            for sample in samples
-            if sample.metric.name in LEAK_STATES and sample.value and sample.labels[-1] in FOUND
-        }
+        states = {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}
+        found = {labels[:-1]: labels[-1] for labels, held in states.items() if held and labels[-1] in FOUND}
         for labels in {**self._found, **found}:
             before, now = self._found.get(labels), found.get(labels)
             if now == before:

@@ -13,7 +13,7 @@ from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.history import History
 from vllm_headroom.expose.view import Incident, View
-from vllm_headroom.model import Failure, Values, Verdict
+from vllm_headroom.model import Failure, Verdict
 
 
 class Views:
@@ -52,7 +52,7 @@ class Views:
         if sampler.snapshot is None or sampler.published is None:
             return
         page = sampler.snapshot.engines
-        self.verdicts = verdicts(sampler.snapshot, sampler.published.samples)
+        self.verdicts = verdicts(sampler.snapshot, sampler.values)
         running = None if isinstance(page, Failure) else running_requests(page)
         self.history.step(sampler.snapshot, self.verdicts, running)
 
@@ -64,7 +64,7 @@ class Views:
             interval_seconds=self._interval_seconds,
             history=self.history,
             snapshot=sampler.snapshot,
-            values=Values(() if published is None else published.samples),
+            values=sampler.values,
             verdicts=self.verdicts,
             age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._unhealthy(),

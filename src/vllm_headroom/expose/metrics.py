@@ -31,9 +31,6 @@ _ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
 _MOST_FORMATS: Final = 8
 """Formats kept of one sample: there are two, and a version and an escaping scheme that a scraper may make up."""
 
-_PROCESS_SECONDS: Final = 0.5
-"""How old the daemon's own process_* may be when many scrape: reading them costs as much as the rest of an answer."""
-
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 _GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))
 
@@ -47,23 +44,23 @@ class _Part:
 
 
 class MetricsPage:
-    """Answers /metrics with what `published` returns (None before the first sample)."""
+    """Answers /metrics with what `published` returns (None before the first sample), and when an incident was."""
 
     def __init__(
         self,
         published: Callable[[], Published | None],
         monotonic: Callable[[], float],
         build: tuple[str, str, str],
+        incident: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._published = published
         self._monotonic = monotonic
-        self._collector = HeadroomCollector(published, monotonic, build)
+        self._collector = HeadroomCollector(published, monotonic, build, incident)
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         self._shown: Published | None = None
         self._formats: dict[str, tuple[_Part, ...]] = {}
         self._renderings: dict[str, Rendering] = {}
-        self._process_parts: dict[str, tuple[float, _Part]] = {}
 
     def __call__(self, request: Request) -> Answer:
         """Return the page, or the families of it that the query names, in the format and encoding asked for."""
@@ -84,13 +81,13 @@ class MetricsPage:
         if published is not self._shown or len(self._formats) > _MOST_FORMATS:
             self._shown, self._formats = published, {}
         if content_type not in self._formats:
-            self._formats[content_type] = _split(self._rendering(encode, content_type).text(self._collector.samples()))
+            own = self._rendering(encode, content_type).text(self._collector.samples())
+            self._formats[content_type] = _split(own.encode() + encode(self._process))
         before, *after = self._formats[content_type]
-        process = self._process_part(encode, content_type)
         if published is None or not after:
-            return content_type, (before, *after, process)
+            return content_type, (before, *after)
         age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
-        return content_type, (before, _stored(f"{age_seconds!r}\n".encode()), *after, process)
+        return content_type, (before, _stored(f"{age_seconds!r}\n".encode()), *after)
 
     def _rendering(self, encode: Encode, content_type: str) -> Rendering:
         if content_type not in self._renderings:
@@ -99,25 +96,15 @@ class MetricsPage:
             self._renderings[content_type] = Rendering(encode)
         return self._renderings[content_type]
 
-    def _process_part(self, encode: Encode, content_type: str) -> _Part:
-        now = self._monotonic()
-        read_at, part = self._process_parts.get(content_type, (None, None))
-        if read_at is None or part is None or now - read_at > _PROCESS_SECONDS:
-            if len(self._process_parts) > _MOST_FORMATS:
-                self._process_parts = {}
-            part = _part(encode(self._process))
-            self._process_parts[content_type] = (now, part)
-        return part
-
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _encoder(accept: str) -> tuple[Encode, str]:
     return choose_encoder(accept)
 
 
-def _split(page: str) -> tuple[_Part, ...]:
+def _split(page: bytes) -> tuple[_Part, ...]:
     """Return the page in two parts: up to the sample's age, and from the line after it."""
-    before, found, rest = page.encode().partition(_AGE)
+    before, found, rest = page.partition(_AGE)
     if not found:
         return (_part(before),)
     return _part(before + found), _part(rest.partition(b"\n")[2])

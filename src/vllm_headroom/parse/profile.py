@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import Enum, auto
+from functools import cached_property
 from typing import Final
 
 from vllm_headroom.model import EngineReading
@@ -67,7 +68,7 @@ class TextFact:
     exceptions: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """How to read the page of one kind of engine.
 
@@ -90,12 +91,12 @@ class Profile:
     switch: str
     absent: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def plain_families(self) -> frozenset[str]:
         """The names that are read without a prefix."""
         return frozenset(family for fact in self.facts if not fact.prefixed for family in fact.names)
 
-    @property
+    @cached_property
     def names_pattern(self) -> str:
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
@@ -103,7 +104,7 @@ class Profile:
         engines = f"(?:{_any_of(self.prefixes)})(?:{_any_of(sorted(prefixed))})"
         return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
         """The inputs that this kind of engine may offer, and their fields."""
         fields = {fact.field for fact in self.facts} | {fact.field for fact in self.texts}

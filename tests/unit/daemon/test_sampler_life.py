@@ -17,7 +17,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample
+from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
 from vllm_headroom.vocabulary import LeakState
 
 ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid="GPU-0", name="H100", memory=MEMORY),))
@@ -74,9 +74,9 @@ def test_every_change_of_state_is_told_once() -> None:
     assert [line["reason"] for line in lines if line["event"] == "a life of the engine ended"] == ["gone"]
 
 
-def leak(state: LeakState, *labels: str) -> tuple[Sample, ...]:
+def leak(state: LeakState, *labels: str) -> Values:
     metric = catalog.LEAK_STATE if len(labels) > 1 else catalog.HOST_LEAK_STATE
-    return tuple(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
+    return Values(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
 
 
 def test_every_change_of_a_verdict_is_told_once() -> None:

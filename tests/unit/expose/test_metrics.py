@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import time
 import zlib
 from typing import Any
 
@@ -59,6 +60,22 @@ def test_the_age_is_that_at_the_scrape(world: World, accept: str) -> None:
     second = world.asked(accept=accept)
 
     assert (age(first), age(second)) == ("1.0", "7.5")
+
+
+def test_the_daemons_own_series_are_of_the_moment_of_the_sample(world: World) -> None:
+    def cpu() -> bytes:
+        (line,) = (each for each in world.asked().body.splitlines() if each.startswith(b"process_cpu_seconds_total"))
+        return line
+
+    first = cpu()
+    used = time.process_time()
+    while time.process_time() - used < 0.02:  # two of the ticks in which the kernel tells it
+        pass
+    assert cpu() == first
+
+    world.publish(4.0)
+
+    assert cpu() != first
 
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])

@@ -32,7 +32,7 @@ def view(
         history=history or History(),
         snapshot=seen,
         values=Values(made),
-        verdicts=verdicts(seen, made),
+        verdicts=verdicts(seen, Values(made)),
         **known,
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.daemon.life import every
@@ -38,8 +39,9 @@ class GpusElsewhere:
         """Return why there is none."""
         return Failure(source=Source.NVML, reason=Reason.NO_DEVICES, message=ELSEWHERE)
 
-    async def sample_used(self, _timeout_seconds: float) -> None:
+    async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
         """Have nothing to look at."""
+        return {}
 
     async def close(self) -> None:
         """Have nothing to let go of."""
@@ -70,7 +72,7 @@ class Sampling:
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
         self._sampler = Sampler(
-            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
             parse=parse_engines,
             selection=selection,
             derivations=derivations(),
@@ -78,7 +80,7 @@ class Sampling:
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
         self._recorder = Recorder(
-            file=trace, max_bytes=UNLIMITED, call=Worker[Any]("trace").call, timeout_seconds=RECORD_SECONDS
+            file=trace, max_bytes=UNLIMITED, call=Worker[None]("trace").call, seconds=RECORD_SECONDS
         )
 
     async def run(self) -> None:
@@ -104,7 +106,7 @@ class Sampling:
     def _note(self, snapshot: Snapshot) -> None:
         self.samples += 1
         self.first, self.last = self.first or snapshot, snapshot
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes):
+        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe):
             if isinstance(part, Failure):
                 count, _ = self.failures.get(part.source, (0, part))
                 self.failures[part.source] = (count + 1, part)

@@ -6,7 +6,7 @@ import gc
 from argparse import Namespace
 from typing import Final
 
-from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.cli import Command, unhindered
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
@@ -30,7 +30,8 @@ def _options(parser: Parser) -> None:
 
 
 async def _run(given: Namespace) -> int:
-    from vllm_headroom.daemon import app, logs  # noqa: PLC0415 - --help need not wait for a web server
+    with unhindered():
+        from vllm_headroom.daemon import app, logs  # noqa: PLC0415 - --help need not wait for a web server
 
     gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
     logs.configure(given.settings.log_format, given.settings.log_level)

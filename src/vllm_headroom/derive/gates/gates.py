@@ -41,26 +41,39 @@ class Rules:
     name: str
 
 
-def gates(rules: Rules, samples: tuple[Sample, ...]) -> Derivation[Gates]:
-    """Return the question of the gates, to be asked when all others have answered with `samples`."""
-    return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, samples))
+def gates(rules: Rules, values: Values) -> Derivation[Gates]:
+    """Return the question of the gates, to be asked when all others have answered with `values`."""
+    return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, values))
 
 
-def _step(
-    rules: Rules, samples: tuple[Sample, ...], state: Gates, snapshot: Snapshot
-) -> tuple[Gates, tuple[Sample, ...]]:
+def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tuple[Gates, tuple[Sample, ...]]:
     if rules.ready_seconds is None and rules.live_seconds is None:
         return state, ()
-    values, configured = Values(samples), []
-    if rules.ready_seconds is not None:
-        least, most = rules.ready_seconds, rules.ready_most_seconds
-        shut = ready(state.ready, snapshot, values, least_seconds=least, most_seconds=most, name=rules.name)
-        state = replace(state, ready=shut)
-        configured.append(GateName.READY)
+    configured = []
     if rules.live_seconds is not None:
-        dying = live(state.live, snapshot, values, least_between_seconds=rules.live_seconds, name=rules.name)
+        dying = live(
+            state.live,
+            snapshot,
+            values,
+            least_between_seconds=rules.live_seconds,
+            turn_seconds=rules.ready_most_seconds,
+            name=rules.name,
+        )
         state = replace(state, live=dying)
         configured.append(GateName.LIVE)
+    if rules.ready_seconds is not None:
+        least, most = rules.ready_seconds, rules.ready_most_seconds
+        shut = ready(
+            state.ready,
+            snapshot,
+            values,
+            least_seconds=least,
+            most_seconds=most,
+            name=rules.name,
+            ending=state.live.reason,
+        )
+        state = replace(state, ready=shut)
+        configured.append(GateName.READY)
     return state, tuple(
         Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None)) for name in configured
     )

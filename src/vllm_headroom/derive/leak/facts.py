@@ -37,9 +37,15 @@ class Observation:
 
 
 def room(gpu: Gpu) -> int | None:
-    """Return what is left on a device."""
+    """Return what is left to the engine on a device: what is free, but no more than is left of what it may take."""
     memory = gpu.reading.memory
-    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    if memory is None:
+        return None
+    left_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
+    if granted_bytes is None or gpu.engine_bytes is None:
+        return left_bytes
+    return min(left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,12 @@ def refusal(response: httpx.Response, url: str) -> Failure:
 def broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
     """Return what it means that a body could not be read to its end."""
     messages = {
-        Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send gzip or none",
+        Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send the page uncompressed",
         Reason.TOO_LARGE: (
             f"the page at {url} is larger than {max_bytes} bytes:"
             " check that it is vLLM's, or raise HEADROOM_ENGINE_MAX_PAGE_BYTES"
         ),
+        Reason.OUT_OF_BOUNDS: f"{url} sends its page in crumbs: check that it is vLLM's, and what stands before it",
         Reason.INCOMPLETE: f"{url} broke off its page: if it stays so, look for a proxy that cuts it",
     }
     return failure(reason, messages[reason])

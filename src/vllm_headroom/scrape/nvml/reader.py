@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -24,7 +24,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
-from vllm_headroom.scrape.nvml.transitions import Transitions
+from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
@@ -88,14 +88,16 @@ class Nvml:
         finally:
             self._turn.release()
 
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use of every GPU and at XID events; do nothing while a reading is under way."""
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID, and look at XID events; do nothing while a reading is under way."""
+        used: dict[str, int] = {}
         if self._turn.locked():
-            return
+            return used
         async with self._turn:
             deadline = _now() + timeout_seconds
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                await self._sample(deadline)
+                await self._sample(deadline, used)
+        return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
@@ -138,6 +140,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
+        await self._count_xids((deadline - _now()) / 2)
         outcomes: list[tuple[Device, Outcome]] = []
         try:
             for device, limit_seconds in self._shares(deadline):
@@ -155,13 +158,19 @@ class Nvml:
             self._look_again_at = min(self._look_again_at, self._monotonic() + self._retry_seconds)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
-    async def _sample(self, deadline: float) -> None:
+    async def _sample(self, deadline: float, used: dict[str, int]) -> None:
         for device, limit_seconds in self._shares(deadline):
-            await self._ask(device, device.sample_used, limit_seconds)
-        limit_seconds = min(self._call_timeout_seconds, deadline - _now())
+            seen = await self._ask(device, device.sample_used, limit_seconds)
+            used.update({} if isinstance(seen, Failure) else seen)
+        await self._count_xids(deadline - _now())
+
+    async def _count_xids(self, left_seconds: float) -> None:
+        """Count the XID events that have arrived; where that hangs it is not tried again before it returns."""
+        limit_seconds = min(self._call_timeout_seconds, left_seconds)
         if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
             return
-        await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
+        with contextlib.suppress(TimeoutError):
+            await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
 
     def _shares(self, deadline: float) -> Iterator[tuple[Device, float]]:
         """Yield each GPU with the seconds it may take: half of what is left, so that a hung one leaves some for others.

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from vllm_headroom.model import Cgroup
+from vllm_headroom.scrape.proc.files import content, number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,20 +21,20 @@ class _Version:
     limit: str
     used: str
     kills: str
-    cache: frozenset[str]
+    cache: tuple[bytes, ...]
 
 
 _V2: Final = _Version(
     limit="memory.max",
     used="memory.current",
     kills="memory.events",
-    cache=frozenset({"active_file", "inactive_file", "slab_reclaimable"}),
+    cache=(b"active_file ", b"inactive_file ", b"slab_reclaimable "),
 )
 _V1: Final = _Version(
     limit="memory.limit_in_bytes",
     used="memory.usage_in_bytes",
     kills="memory.oom_control",
-    cache=frozenset({"total_active_file", "total_inactive_file"}),
+    cache=(b"total_active_file ", b"total_inactive_file "),
 )
 
 
@@ -59,17 +60,17 @@ def cgroup_of(proc: Path, pid: int, *, machine_bytes: int) -> Cgroup | None:
 
 def _places(proc: Path, pid: int) -> Iterator[tuple[_Version, PurePosixPath]]:
     """Yield where each version has the process; on a machine with both the memory is in one of them."""
-    for line in (proc / str(pid) / "cgroup").read_text().splitlines():
-        number, controllers, path = line.split(":", 2)
+    for line in content(proc / str(pid) / "cgroup").decode(errors="replace").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             yield _V1, PurePosixPath(path)
-        elif number == "0" and not controllers:
+        elif hierarchy == "0" and not controllers:
             yield _V2, PurePosixPath(path)
 
 
 def _mounts(proc: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
     """Yield each tree of cgroups that is mounted: its version, the cgroup at its top, and where that is."""
-    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+    for line in content(proc / "self" / "mountinfo").decode(errors="replace").splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2) if after.count(" ") > 1 else ("", "", "")
         root, top = before.split(" ")[3:5]
@@ -81,7 +82,7 @@ def _mounts(proc: Path) -> Iterator[tuple[_Version, PurePosixPath, Path]]:
 
 def _lists(folder: Path, pid: int) -> bool:
     try:
-        return str(pid) in (folder / "cgroup.procs").read_text().split()
+        return str(pid).encode() in content(folder / "cgroup.procs").split()
     except OSError:
         return False
 
@@ -91,13 +92,13 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
     limits = [(limit, level) for level in levels if (limit := _limit(version, level)) is not None]
     limit_bytes, wall = min(limits, key=lambda each: each[0], default=(machine_bytes, folder))
     try:
-        counted = _numbers(wall / "memory.stat")
+        told = content(wall / "memory.stat")
         return Cgroup(
             identity=f"{folder}:{folder.stat().st_ino}",
-            used_bytes=int((wall / version.used).read_text()),
-            cache_bytes=sum(counted.get(name, 0) for name in version.cache),
+            used_bytes=int(content(wall / version.used)),
+            cache_bytes=sum(number(told, name) or 0 for name in version.cache),
             limit_bytes=limit_bytes if limit_bytes < machine_bytes else None,
-            oom_kills=_numbers(folder / version.kills).get("oom_kill"),
+            oom_kills=number(content(folder / version.kills), b"oom_kill "),
         )
     except (OSError, ValueError):
         return None
@@ -105,12 +106,6 @@ def _read(version: _Version, folder: Path, top: Path, machine_bytes: int) -> Cgr
 
 def _limit(version: _Version, level: Path) -> int | None:
     try:
-        text = (level / version.limit).read_text().strip()
+        return number(content(level / version.limit), b"")
     except OSError:
         return None
-    return int(text) if text.isdecimal() else None
-
-
-def _numbers(file: Path) -> dict[str, int]:
-    words = (line.split() for line in file.read_text().splitlines())
-    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004 - name and number

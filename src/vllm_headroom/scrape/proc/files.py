@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,8 +17,13 @@ _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 """How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
 
-_KERNEL_THREADS: Final = 2
+KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
+
+_KERNEL_THREADS_NAME: Final = "kthreadd"
+"""What pid 2 is called where it is their parent; in a container it is a process like any other."""
+
+_PART_BYTES: Final = 64 * 2**10
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -36,6 +42,25 @@ class ProcEntry:
     started_seconds: float
     command: tuple[str, ...]
     name: str = ""
+
+
+def content(file: Path) -> bytes:
+    """Return what a file of the kernel's holds; raise OSError.
+
+    A file is opened, read and closed, without what Path.read_text asks of it besides: half of its cost.
+    """
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        return b"".join(iter(lambda: os.read(descriptor, _PART_BYTES), b""))
+    finally:
+        os.close(descriptor)
+
+
+def number(told: bytes, name: bytes) -> int | None:
+    """Return the number behind a name that begins a line, the separator included in the name; None without one."""
+    _, _, rest = (b"\n" + told).partition(b"\n" + name)
+    words = rest.split(maxsplit=1)
+    return int(words[0]) if words and words[0].isdigit() else None
 
 
 def pids(proc: Path) -> frozenset[int]:
@@ -63,16 +88,30 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
     return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command, name=name)
 
 
+def is_zombie(proc: Path, pid: int) -> bool:
+    """Tell whether the process has ended and nobody, or not all of it, has been taken away."""
+    try:
+        return _stat(proc, pid)[1][0] == "Z"
+    except (OSError, ValueError):
+        return False
+
+
 def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
-    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != _KERNEL_THREADS):
+    if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
         return False
     return (known.name, known.parent_pid, known.started_seconds) == (name, int(fields[1]), _started(fields))
+
+
+def shows_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
+    """Tell whether the children of pid 2 are the kernel's own, which never become anything else."""
+    parent = entries.get(KERNEL_THREADS)
+    return parent is not None and parent.name == _KERNEL_THREADS_NAME and parent.command == (_KERNEL_THREADS_NAME,)
 
 
 def command(proc: Path, pid: int) -> tuple[str, ...]:
     """Return the process's whole command line, empty when it has gone."""
     try:
-        arguments = (proc / str(pid) / "cmdline").read_bytes().rstrip(b"\0")
+        arguments = content(proc / str(pid) / "cmdline").rstrip(b"\0")
     except OSError:
         return ()
     return _arguments(arguments) if arguments else ()
@@ -84,7 +123,7 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     A process that is exiting has no memory left and counts as gone.
     """
     try:
-        pages = int((proc / str(process.pid) / "statm").read_bytes().split()[1])
+        pages = int(_start_of(proc, process.pid, "statm").split()[1])
         _, fields = _stat(proc, process.pid)  # after statm: the same process still being there vouches for both
     except (OSError, ValueError, IndexError):
         return None
@@ -99,22 +138,21 @@ def resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
     mappings need, for seconds where weights are mapped.
     """
     try:
-        lines = _start_of(proc, pid, "status").splitlines()
+        told = _start_of(proc, pid, "status")
     except OSError:
         return None, None
-    told = {words[0]: words[1] for words in map(bytes.split, lines) if len(words) > 1}
-    anonymous, file = (told.get(name, b"") for name in (b"RssAnon:", b"RssFile:"))
-    if not (anonymous.isdigit() and file.isdigit()):
+    anonymous, file = number(told, b"RssAnon:"), number(told, b"RssFile:")
+    if anonymous is None or file is None:
         return None, None
-    return int(anonymous) * 1024, int(file) * 1024
+    return anonymous * 1024, file * 1024
 
 
 def boot_time_seconds(proc: Path) -> float:
     """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
-    for line in (proc / "stat").read_text().splitlines():
-        if line.startswith("btime "):
-            return float(line.split()[1])
-    raise OSError(f"{proc / 'stat'} has no line btime")
+    seconds = number(content(proc / "stat"), b"btime ")
+    if seconds is None:
+        raise OSError(f"{proc / 'stat'} has no line btime")
+    return float(seconds)
 
 
 def sees_host_pids(proc: Path) -> bool:

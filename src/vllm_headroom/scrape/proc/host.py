@@ -8,6 +8,7 @@ from typing import Final
 
 from vllm_headroom.model import EngineProcess, HostReading, Machine, Shm
 from vllm_headroom.scrape.proc.cgroup import cgroup_of
+from vllm_headroom.scrape.proc.files import content, number
 
 SHM: Final = "dev/shm"
 _KIB: Final = 1024
@@ -30,16 +31,19 @@ def reading_of(proc: Path, pid: int) -> HostReading:
 def machine_of(proc: Path) -> Machine | None:
     """Return the machine's memory, None where /proc does not tell it."""
     try:
-        told = _lines(proc / "meminfo")
-        return Machine(
-            total_bytes=told["MemTotal"] * _KIB,
-            available_bytes=told["MemAvailable"] * _KIB,
-            swap_bytes=told.get("SwapTotal", 0) * _KIB,
-            swap_free_bytes=told.get("SwapFree", 0) * _KIB,
-            oom_kills=_kills(proc),
-        )
-    except (OSError, ValueError, KeyError):
+        told = content(proc / "meminfo")
+    except OSError:
         return None
+    total_kib, available_kib = number(told, b"MemTotal:"), number(told, b"MemAvailable:")
+    if total_kib is None or available_kib is None:
+        return None
+    return Machine(
+        total_bytes=total_kib * _KIB,
+        available_bytes=available_kib * _KIB,
+        swap_bytes=(number(told, b"SwapTotal:") or 0) * _KIB,
+        swap_free_bytes=(number(told, b"SwapFree:") or 0) * _KIB,
+        oom_kills=_kills(proc),
+    )
 
 
 def shm_of(path: Path) -> Shm | None:
@@ -59,7 +63,7 @@ def _shm_of_process(proc: Path, pid: int) -> Shm | None:
     here = Path("/", SHM)
     try:
         device = here.stat().st_dev
-        lines = (proc / str(pid) / "mountinfo").read_text().splitlines()
+        lines = content(proc / str(pid) / "mountinfo").decode(errors="replace").splitlines()
     except OSError:
         return None
     mounted = [words[2] for words in (line.split(" ") for line in lines) if words[4] == str(here)]
@@ -69,11 +73,6 @@ def _shm_of_process(proc: Path, pid: int) -> Shm | None:
 
 def _kills(proc: Path) -> int | None:
     try:
-        return _lines(proc / "vmstat").get("oom_kill")
-    except (OSError, ValueError):
+        return number(content(proc / "vmstat"), b"oom_kill ")
+    except OSError:
         return None
-
-
-def _lines(file: Path) -> dict[str, int]:
-    words = (line.split() for line in file.read_text().splitlines())
-    return {pair[0].removesuffix(":"): int(pair[1]) for pair in words if len(pair) > 1}

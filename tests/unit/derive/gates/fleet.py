@@ -11,7 +11,7 @@ from tests.samples import A_GPU, engine, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.gates.gates import Gates, Rules, gates
-from vllm_headroom.model import Life, Sample
+from vllm_headroom.model import Life, Sample, Values
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, GateName, LeakState
 
@@ -79,7 +79,7 @@ def watched(replica: Replica, now: float, rules: Rules) -> None:
         leaking = Sample(catalog.LEAK_STATE, (*A_GPU, LeakState.LEAKING), 1.0)
         samples = (leaking, Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
     here = replace(seen, time_seconds=MIDNIGHT + now, life=life)
-    replica.state, _ = answer(gates(rules, samples), replica.state, here)
+    replica.state, _ = answer(gates(rules, Values(samples)), replica.state, here)
 
 
 def begun_anew(replica: Replica, now: float) -> None:
@@ -108,7 +108,7 @@ def fleet(*, ready_seconds: float | None, live_seconds: float | None, days: int 
     replicas = [Replica(f"vllm-{each}", FREE * noise.uniform(0.4, 1.0)) for each in range(REPLICAS)]
     now = 0.0
     while now < days * DAY:
-        alive = [each for each in replicas if now >= each.up_at and each.ending_at is None]
+        alive = [each for each in replicas if now >= each.up_at]
         ready = [each for each in alive if each.state.reason(GateName.READY) is None]
         load = arrivals(now, noise)
         counts.nobody += 0.0 if ready else load * STEP

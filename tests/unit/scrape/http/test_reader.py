@@ -49,7 +49,7 @@ def test_the_request_says_what_it_wants() -> None:
     assert "accept: text/plain\r\n" in head
     assert "x-tenant: a\r\n" in head
     assert head.count("accept-encoding:") == 1
-    assert "accept-encoding: gzip\r\n" in head
+    assert "accept-encoding: identity\r\n" in head
 
 
 def test_bytes_that_are_not_utf8_are_replaced() -> None:

@@ -35,6 +35,30 @@ def test_xids_are_counted_by_gpu_and_code_from_the_first_reading_on(fake: FakeNv
     run(steps)
 
 
+def test_a_reading_counts_them_without_a_look_between_two(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[0].xids = [(31, None)]
+        fake.write()
+        assert (await devices(nvml))[0].xid_errors == ((31, 1),)
+
+    run(steps)
+
+
+def test_events_that_hang_cost_a_reading_half_its_time_once_and_no_gpu(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.hangs = {"nvmlEventSetWait_v2": 600.0}
+        fake.write()
+        fake.forget_calls()
+        for _ in range(2):
+            assert [reading.failure for reading in await devices(nvml)] == [None, None]
+
+    run(steps, call_timeout_seconds=0.2)
+
+    assert fake.calls().count("nvmlEventSetWait_v2 -") == 1
+
+
 def test_the_xid_that_tells_why_a_gpu_was_lost_stays_on_its_reading(fake: FakeNvml) -> None:
     clock = Clock()
 

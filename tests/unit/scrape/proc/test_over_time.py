@@ -38,6 +38,20 @@ def processes(tree: ProcTree, clock: Clock) -> Processes:
     return Processes(engine_port=8000, proc=tree.path, monotonic=clock)
 
 
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the pids whose files are read from now on."""
+    pids: list[int] = []
+    found = files.entry
+
+    def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
+        pids.append(pid)
+        return found(proc, pid, known)
+
+    monkeypatch.setattr(files, "entry", entry)
+    return pids
+
+
 def read(processes: Processes) -> ProcessReadings:
     readings = asyncio.run(processes.read(30))
     assert isinstance(readings, ProcessReadings), readings
@@ -71,25 +85,35 @@ def test_a_title_that_comes_late_is_seen_within_the_time_of_a_scan(
 
 
 def test_a_reading_looks_again_at_a_share_of_the_processes_only(
-    tree: ProcTree, processes: Processes, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tree: ProcTree, processes: Processes, clock: Clock, looked: list[int]
 ) -> None:
     for pid in range(100, 160):
         tree.add(pid, 1, "sleep")
     read(processes)
-    looked: list[int] = []
-
-    def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
-        looked.append(pid)
-        return found(proc, pid, known)
-
-    found = files.entry
-    monkeypatch.setattr(files, "entry", entry)
+    looked.clear()
     for clock.seconds in (5.0, 10.0, 15.0):
         before = len(looked)
         read(processes)
         assert 20 <= len(looked) - before <= 22
 
     assert set(range(100, 160)) <= set(looked)
+
+
+def test_the_kernels_own_threads_are_looked_at_once(
+    tree: ProcTree, processes: Processes, clock: Clock, looked: list[int]
+) -> None:
+    """In a container pid 2 is a process like any other, and so are its children."""
+    for name, again in (("kthreadd", {1, 2}), ("sleep", {1, 2, 20, 21})):
+        for pid, parent, called in ((2, 0, name), (20, 2, "kworker/0:0"), (21, 2, "ksoftirqd/0")):
+            tree.add(pid, parent, called, name=called)
+            (tree.path / str(pid) / "cmdline").write_bytes(b"")
+        clock.seconds += 15.0
+        read(processes)
+        looked.clear()
+        clock.seconds += 15.0
+        read(processes)
+
+        assert {1, 2, 20, 21} & set(looked) == again
 
 
 def test_a_stranger_under_the_engines_name_takes_nothing_away(tree: ProcTree, processes: Processes) -> None:
