@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the alerts as a PrometheusRule for the operator, or as plain rules, with your own hosts in them."""
+"""Print the alerts as a PrometheusRule for the operator, or as plain rules, with links to your runbooks and boards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import yaml
 
@@ -17,8 +17,23 @@ RULES: Final = Path(__file__).parent / "rules" / "headroom.yaml"
 RELEASE: Final = ("release", "kube-prometheus-stack")
 """Unless told otherwise the chart's Prometheus reads only rules that carry the name of the chart's release."""
 
-RUNBOOK: Final = re.compile(r"https://runbooks\.example/(\w+)")
-DASHBOARDS: Final = "https://grafana.example"
+ALERT: Final = re.compile(r"^( *)- alert: (\w+)\n(?:(?!\1- ).*\n)*?\1  annotations:\n", re.MULTILINE)
+BOARD: Final = (
+    "/d/{{ if $labels.instance }}headroom?var-namespace={{ $labels.namespace }}&var-pod={{ $labels.pod }}"
+    "&var-instance={{ $labels.instance }}{{ with $labels.gpu }}&var-gpu={{ . }}{{ end }}"
+    "{{ else }}headroom-fleet{{ end }}"
+)
+"""The board of the engine that an alert is of; HeadroomAbsent is of none."""
+
+ADDRESS: Final = """\
+# Where the runbooks are, for the boards to link to.
+- name: headroom-runbooks
+  rules:
+  - record: headroom:runbooks:info
+    expr: vector(1)
+    labels: {{address: {address}}}
+"""
+PATCHES: Final = ("patch-runbooks", "patch-dashboards")
 
 URL: Final = re.compile(r"https?://[\w.~:/@%+,=\[\]-]+", re.ASCII)
 """Nothing in it that YAML, a template or a query string would take for its own."""
@@ -45,16 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check(yaml.safe_load(text))
     except (OSError, ValueError, yaml.YAMLError) as error:
         parser.error(f"cannot take rules from {options.rules}: {' '.join(str(error).split())}")
+    if options.format in PATCHES:
+        sys.stdout.write(patch(yaml.safe_load(text)["groups"], runbooks=options.format == "patch-runbooks"))
+        return
+    text = with_links(text, runbooks=options.runbooks_url, dashboards=options.dashboards_url)
     if options.format == "prometheusrule":
         text = manifest(text, name=options.name, namespace=options.namespace, labels=options.label or [RELEASE])
-    sys.stdout.write(with_hosts(text, runbooks=options.runbooks_url, dashboards=options.dashboards_url))
+    sys.stdout.write(text)
 
 
 def command() -> Parser:
     """Return what the command line takes."""
     parser = Parser(prog="generate.py", description=__doc__)
     parser.add_argument(
-        "--format", choices=("prometheusrule", "rules"), default="prometheusrule", help="default: %(default)s"
+        "--format",
+        choices=("prometheusrule", "rules", *PATCHES),
+        default="prometheusrule",
+        help="default: %(default)s; the patches are those of deploy/kubernetes/components",
     )
     parser.add_argument(
         "--name", type=dns_name, default="vllm-headroom", help="of the PrometheusRule, default: %(default)s"
@@ -71,9 +93,12 @@ def command() -> Parser:
         "--runbooks-url",
         type=url,
         metavar="URL",
-        help="where alerts/runbooks is served; {alert} in it stands for the alert's name, which else goes to its end",
+        help="where alerts/runbooks is served; {alert} in it stands for the alert's name, which else goes to its end; "
+        "without it there are no links to runbooks",
     )
-    parser.add_argument("--dashboards-url", type=url, metavar="URL", help="your Grafana")
+    parser.add_argument(
+        "--dashboards-url", type=url, metavar="URL", help="your Grafana; without it there are no links to its boards"
+    )
     parser.add_argument(
         "--rules", type=Path, default=RULES, metavar="FILE", help="default: the rules beside this program"
     )
@@ -112,12 +137,37 @@ def check(rules: object) -> None:
         raise ValueError("it holds no groups of rules")
 
 
-def with_hosts(text: str, *, runbooks: str | None, dashboards: str | None) -> str:
-    """Return rules whose links lead to these hosts; without one, its links stay examples."""
-    if runbooks is not None:
-        pattern = runbooks if "{alert}" in runbooks else f"{runbooks}/{{alert}}"
-        text = RUNBOOK.sub(lambda found: pattern.replace("{alert}", found[1]), text)
-    return text if dashboards is None else text.replace(DASHBOARDS, dashboards)
+def with_links(text: str, *, runbooks: str | None, dashboards: str | None) -> str:
+    """Return rules whose alerts lead to their runbooks and boards, to neither where it is not known."""
+    pattern = runbooks if runbooks is None or "{alert}" in runbooks else f"{runbooks}/{{alert}}"
+
+    def linked(found: re.Match[str]) -> str:
+        links = {
+            "runbook_url": pattern and pattern.replace("{alert}", found[2]),
+            "dashboard_url": dashboards and f"{dashboards}{BOARD}",
+        }
+        lines = (f"{found[1]}    {name}: {json.dumps(link)}\n" for name, link in links.items() if link)
+        return found[0] + "".join(lines)
+
+    address = ADDRESS.format(address=json.dumps(pattern)) if pattern else ""
+    return ALERT.sub(linked, text).replace("groups:\n", f"groups:\n{address}", 1)
+
+
+def patch(groups: Sequence[dict[str, Any]], *, runbooks: bool) -> str:
+    """Return the JSON patch of a PrometheusRule that gives each alert a link; its first part is no address yet."""
+    lines = []
+    for place, group in enumerate(groups):
+        for number, rule in enumerate(group["rules"]):
+            if "alert" in rule:
+                name, link = (
+                    ("runbook", f"RUNBOOKS/{rule['alert']}.md") if runbooks else ("dashboard", f"GRAFANA{BOARD}")
+                )
+                path = f"/spec/groups/{place}/rules/{number}/annotations/{name}_url"
+                lines.append(f"- {{op: add, path: {path}, value: {json.dumps(link)}}}\n")
+    if runbooks:
+        (group,) = yaml.safe_load(ADDRESS.format(address="RUNBOOKS/{alert}.md".join('""')))
+        lines.append(f"- {{op: add, path: /spec/groups/-, value: {json.dumps(group)}}}\n")
+    return "# Made by alerts/generate.py.\n" + "".join(lines)
 
 
 def manifest(text: str, *, name: str, namespace: str | None, labels: Sequence[tuple[str, str]]) -> str:

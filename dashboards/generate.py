@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -15,8 +14,7 @@ HERE: Final = Path(__file__).parent
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parent))
 
-from dashboards.source.around import CELL, RUNBOOK, RUNBOOKS  # noqa: E402 - found only once the repository is on the path
-from dashboards.source.engine import engine  # noqa: E402 - likewise
+from dashboards.source.engine import engine  # noqa: E402 - found only once the repository is on the path
 from dashboards.source.fleet import fleet  # noqa: E402 - likewise
 from dashboards.source.grafana import Json  # noqa: E402 - likewise
 from dashboards.source.incident import incident  # noqa: E402 - likewise
@@ -27,6 +25,8 @@ DASHBOARDS: Final[dict[str, Callable[[], Json]]] = {
     "headroom-incident": incident,
 }
 CONFIG_MAPS: Final = "configmaps.yaml"
+
+LEAST_GRAFANA: Final = "10.4.0"
 
 CONFIG_MAP: Final = """\
 apiVersion: v1
@@ -42,48 +42,56 @@ data:
 {text}"""
 
 
-def rendered(name: str, runbooks_url: str = RUNBOOKS) -> str:
-    """Return the text of a dashboard's JSON file; `{alert}` in the URL stands for the alert's name, or it ends it."""
-    runbook = runbooks_url if "{alert}" in runbooks_url else f"{runbooks_url}/{{alert}}"
-    text = json.dumps(DASHBOARDS[name](), indent=2, ensure_ascii=False) + "\n"
-    text = text.replace(RUNBOOK, runbook.replace("{alert}", CELL))
-    return text.replace(RUNBOOKS, runbook.partition("{alert}")[0].rstrip("/"))
+def rendered(name: str) -> str:
+    """Return the text of a dashboard's JSON file."""
+    return written(DASHBOARDS[name]())
 
 
-def config_maps(runbooks_url: str = RUNBOOKS) -> str:
+def written(made: Json) -> str:
+    """Return a dashboard as text."""
+    return json.dumps(made, indent=2, ensure_ascii=False) + "\n"
+
+
+def config_maps() -> str:
     """Return one ConfigMap for each dashboard; kubectl apply can take 256 KiB of one, the API 1 MiB."""
     return "---\n".join(
         CONFIG_MAP.format(
             name=f"headroom-dashboard-{made.__name__}",
             file=f"{name}.json",
-            text=textwrap.indent(rendered(name, runbooks_url), "    "),
+            text=textwrap.indent(rendered(name), "    "),
         )
         for name, made in DASHBOARDS.items()
     )
 
 
-def url(text: str) -> str:
-    """Return a base of addresses without the slash at its end, as alerts/generate.py takes it."""
-    if not re.fullmatch(r"https?://[\w.~:/@%+,=\[\]#-]+", text.replace("{alert}", "alert"), re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is no base of addresses: write it like https://runbooks.your.org")
-    return text.rstrip("/")
+def exported(name: str) -> str:
+    """Return a dashboard as grafana.com takes it: whoever imports it is asked for the data source."""
+    made = DASHBOARDS[name]()
+    source = "${DS_PROMETHEUS}"
+    chosen = {"selected": True, "text": source, "value": source}
+    made["templating"]["list"][0]["current"] = chosen
+    kinds = sorted({panel["type"] for row in made["panels"] for panel in (row, *row.get("panels", ()))} - {"row"})
+    prometheus = {"id": "prometheus", "name": "Prometheus"}
+    asked = {f"plugin{key.capitalize()}": text for key, text in prometheus.items()}
+    needs = [{"type": "grafana", "id": "grafana", "name": "Grafana", "version": LEAST_GRAFANA}]
+    needs += [{"type": "datasource", **prometheus, "version": LEAST_GRAFANA}]
+    needs += [{"type": "panel", "id": kind, "name": kind, "version": ""} for kind in kinds]
+    inputs = [{"name": "DS_PROMETHEUS", "label": "Prometheus", "description": "", "type": "datasource", **asked}]
+    return written({"__inputs": inputs, "__elements": {}, "__requires": needs, **made})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write every file."""
+    """Write every file; for grafana.com into a folder of its own."""
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__)
     parser.add_argument(
-        "--runbooks-url",
-        type=url,
-        default=RUNBOOKS,
-        metavar="URL",
-        help="where alerts/runbooks is served; {alert} in it stands for the alert's name, which else goes to its end",
+        "--export", type=Path, metavar="FOLDER", help="write the files that grafana.com takes there instead"
     )
-    parser.add_argument("--into", type=Path, default=HERE, metavar="FOLDER", help="default: beside this program")
-    options = parser.parse_args(arguments)
+    export = parser.parse_args(arguments).export
     for name in DASHBOARDS:
-        (options.into / f"{name}.json").write_text(rendered(name, options.runbooks_url), encoding="utf-8")
-    (options.into / CONFIG_MAPS).write_text(config_maps(options.runbooks_url), encoding="utf-8")
+        text = exported(name) if export else rendered(name)
+        ((export or HERE) / f"{name}.json").write_text(text, encoding="utf-8")
+    if not export:
+        (HERE / CONFIG_MAPS).write_text(config_maps(), encoding="utf-8")
 
 
 if __name__ == "__main__":

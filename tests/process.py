@@ -124,7 +124,9 @@ class Daemon:
         return self.process.poll() is not None
 
 
-IN_FULL = frozenset({"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED"})
+IN_FULL = frozenset(
+    {"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK"}
+)
 
 
 @contextmanager
@@ -134,9 +136,7 @@ def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -
     `module` is what is run, the program itself or a test's way of starting it.
     """
     settings = {
-        name
-        if name in {"LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED"}
-        else f"HEADROOM_{name}": value
+        name if name in IN_FULL else f"HEADROOM_{name}": value
         for name, value in {"LISTEN_HOST": "127.0.0.1", "LISTEN_PORT": "0", **environment}.items()
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -11,10 +11,6 @@ TAG: Final = "vllm-headroom"
 CELL: Final = "${__value.raw}"
 """What a link in a table puts in for its cell."""
 
-RUNBOOKS: Final = "https://runbooks.example"
-RUNBOOK: Final = f"{RUNBOOKS}/{CELL}"
-"""Stand for the place of alerts/runbooks and for the runbook of a cell's alert; generate.py puts others in."""
-
 
 def variables(*, gpu: bool) -> list[Json]:
     """Return the variables, each narrowed by those before it; `gpu` is of a dashboard of one engine.
@@ -128,9 +124,9 @@ RESTARTED: Final = (
 )
 
 
-def links() -> list[Json]:
-    """Return the links at the top: the other dashboards, vLLM's own where they are imported, the runbooks."""
-    return [
+def links(ahead: str = "", since: str = "") -> list[Json]:
+    """Return the links at the top: the other dashboards, vLLM's own where they are imported, one's own future."""
+    made = [
         _dashboards("Headroom", TAG, "", with_variables=True, dropdown=False),
         _dashboards(
             "vLLM: latency and throughput",
@@ -139,19 +135,23 @@ def links() -> list[Json]:
             with_variables=False,
             dropdown=True,
         ),
-        {
-            "title": "Runbooks",
-            "type": "link",
-            "icon": "doc",
-            "url": RUNBOOKS,
-            "includeVars": False,
-            "keepTime": False,
-            "asDropdown": False,
-            "tags": [],
-            "targetBlank": True,
-            "tooltip": "What each alert means and what to do",
-        },
     ]
+    return [*made, _future(ahead, since)] if ahead else made
+
+
+def _future(uid: str, since: str) -> Json:
+    return {
+        "title": "Look ahead",
+        "type": "link",
+        "icon": "external link",
+        "url": f"/d/{uid}?from={since}&to={since.replace('-', '%2B')}",
+        "includeVars": True,
+        "keepTime": False,
+        "asDropdown": False,
+        "tags": [],
+        "targetBlank": False,
+        "tooltip": "The same board with as much of the future, as a leak will make it",
+    }
 
 
 def _dashboards(title: str, tag: str, tooltip: str, *, with_variables: bool, dropdown: bool) -> Json:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-ENGINE_COLOUR: Final = "blue"
-OTHER_COLOUR: Final = "purple"
+ENGINE_COLOUR: Final = "#56b4e9"
+OTHER_COLOUR: Final = "#e69f00"
 UNATTRIBUTED_COLOUR: Final = "#8e8e8e"
 RESERVED_COLOUR: Final = "#4f4f4f"
 FREE_COLOUR: Final = "dark-green"
 PEAK_COLOUR: Final = "text"
 REPORTED_COLOUR: Final = "text"
-UNREPORTED_COLOUR: Final = "orange"
-RUNNING_COLOUR: Final = "yellow"
-WAITING_COLOUR: Final = "light-orange"
-FINISHED_COLOUR: Final = "green"
+RUNNING_COLOUR: Final = "#f0e442"
+WAITING_COLOUR: Final = "#d55e00"
+FINISHED_COLOUR: Final = "#56b4e9"
 
 GOOD: Final = "green"
 WARNING: Final = "orange"
@@ -39,8 +38,19 @@ STATES: Final = (
 
 ROLES: Final = (
     ("worker", ENGINE_COLOUR),
-    ("engine_core", "super-light-blue"),
-    ("api_server", "#5ec4c4"),
-    ("other", OTHER_COLOUR),
+    ("engine_core", "#e69f00"),
+    ("api_server", "#cc79a7"),
+    ("other", RESERVED_COLOUR),
 )
 """What the engine's processes do on the host, and their colours."""
+
+PARTS: Final = (
+    ("weights", "#0072b2"),
+    ("kv_cache", "#56b4e9"),
+    ("cuda_graphs", "#009e73"),
+    ("other_tensors", "#f0e442"),
+    ("fragmented", "#e69f00"),
+    ("cached", "#b0b0b0"),
+    ("outside_torch", "#cc79a7"),
+)
+"""The parts of the engine's own ledger, and their colours."""

@@ -32,8 +32,12 @@ def dashboard(
     rows: Sequence[Row],
     marks: Sequence[Json],
     one_engine: bool,
+    looks_ahead: bool = False,
 ) -> Json:
-    """Return the dashboard's JSON; panels run left to right and wrap at 24 columns."""
+    """Return the dashboard's JSON; panels run left to right and wrap at 24 columns.
+
+    Where it `looks_ahead` its time may end in the future; numbers are of now even then.
+    """
     return {
         "id": None,
         "uid": uid,
@@ -48,9 +52,18 @@ def dashboard(
         "timezone": "browser",
         "templating": {"list": variables(gpu=one_engine)},
         "annotations": {"list": list(marks)},
-        "links": links(),
-        "panels": _placed(rows),
+        "links": links(uid, since) if looks_ahead else links(),
+        "panels": _of_now(_placed(rows), since) if looks_ahead else _placed(rows),
     }
+
+
+def _of_now(placed: list[Json], since: str) -> list[Json]:
+    """Return the panels, those of now with a time of their own: Grafana heeds it unless the page's is fixed."""
+    for panel in (
+        each for row in placed for each in (row, *row.get("panels", ())) if each["type"] in {"stat", "table"}
+    ):
+        panel |= {"timeFrom": since.removeprefix("now-"), "hideTimeOverride": True}
+    return placed
 
 
 def _placed(rows: Sequence[Row]) -> list[Json]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source.colours import BAD, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR
+from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, NEUTRAL, OTHER_COLOUR, ROLES, RUNNING_COLOUR, WARNING
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, query, steps, values
 from dashboards.source.panels import stat, state_timeline, table, timeseries
@@ -31,10 +31,18 @@ def host_memory() -> Row:
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
-                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
+                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "at most shared"),
+                    query(f"increase(headroom_host_oom_kills_total{{{TARGET}}}[$__rate_interval])", "kills"),
                 ],
                 unit="bytes",
                 noValue="not known",
+                overrides=[
+                    coloured("limit", BAD),
+                    coloured("in use", ENGINE_COLOUR),
+                    coloured("of it shared", NEUTRAL),
+                    on_the_right("kills", BAD),
+                ],
             ),
             timeseries(
                 "Time until the kernel kills",
@@ -44,7 +52,8 @@ def host_memory() -> Row:
                     query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the least"),
                 ],
                 unit="s",
-                noValue="no leak seen",
+                noValue="none in sight",
+                overrides=[coloured("about", WARNING), coloured("at the least", NEUTRAL, custom__lineWidth=1)],
             ),
             timeseries(
                 "Host leak rate",
@@ -57,7 +66,7 @@ def host_memory() -> Row:
             state_timeline(
                 "Host leak state over time",
                 "Each role's state as the detector saw it.",
-                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{process}}")],
                 [STATE_VALUES],
                 height=6,
             ),
@@ -67,7 +76,17 @@ def host_memory() -> Row:
 
 def gpu_health() -> Row:
     """Return the hardware's own troubles."""
-    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles()])
+    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles(), _asleep()])
+
+
+def _asleep() -> Json:
+    return timeseries(
+        "Kept by an engine that sleeps",
+        "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
+        [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
+        unit="bytes",
+        noValue="has not slept",
+    )
 
 
 def _physics() -> list[Json]:
@@ -106,7 +125,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=16,
         ),
@@ -134,10 +153,7 @@ def _readings() -> list[Json]:
             "Sources",
             "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
             [
-                query(
-                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{instance}} {{source}}",
-                )
+                query(f"max by (instance, source) (headroom_source_up{{{TARGET}}})", "{{source}}"),
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],
             width=12,
@@ -170,8 +186,10 @@ def _itself() -> list[Json]:
             min=0,
             overrides=[
                 coloured("age of the sample", NEUTRAL),
-                coloured("reading nvml", "#5ec4c4"),
+                coloured("reading engine", ENGINE_COLOUR),
+                coloured("reading nvml", "#009e73"),
                 coloured("reading process", OTHER_COLOUR),
+                coloured("reading probe", "#f0e442"),
             ],
         ),
         timeseries(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dashboards.source import around
-from dashboards.source.colours import (
-    BAD,
-    FINISHED_COLOUR,
-    FREE_COLOUR,
-    GOOD,
-    NEUTRAL,
-    RUNNING_COLOUR,
-    WAITING_COLOUR,
-    WARNING,
-)
+from dashboards.source import around, tables
+from dashboards.source.colours import BAD, FINISHED_COLOUR, GOOD, RUNNING_COLOUR, WAITING_COLOUR, WARNING
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import Json, coloured, query, steps, values
+from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
+    BY_GPU,
     ENGINE,
+    FREE,
     GPU,
     MIB,
     RUNNING,
@@ -38,7 +31,7 @@ def incident() -> Json:
     return dashboard(
         uid="headroom-incident",
         title="Headroom: incident",
-        description="The hour around an out-of-memory or a restart of one engine, on one time axis. Choose it first.",
+        description="The hour around an out-of-memory or a restart of one engine, on one time axis.",
         since="now-1h",
         refresh="30s",
         marks=[around.alerts(), around.restarts()],
@@ -47,6 +40,7 @@ def incident() -> Json:
             Row(title="What fired, what answered?", panels=[_alerts(), _answers(), _leak()]),
             Row(title="Where did the memory go?", panels=[_ledger(), _free(), _host()]),
             Row(title="What was it doing?", panels=[_load(), _kv_cache(), _events()]),
+            Row(title="What to do about it?", panels=[tables.alerts(width=24)]),
         ],
     )
 
@@ -57,7 +51,7 @@ def _alerts() -> Json:
     firing, pending = (alerts.replace("{", f'{{alertstate="{state}",', 1) for state in ("firing", "pending"))
     return states(
         "Alerts",
-        "Headroom's alerts on the engines chosen: pending until they have held as long as the rule asks, then firing.",
+        "Headroom's alerts: pending until they have held as long as the rule asks, then firing.",
         [query(f"2 * {by} ({firing}) or {by} ({pending})", "{{alertname}}")],
         values((1, "pending", WARNING), (2, "firing", BAD)),
         height=5,
@@ -73,13 +67,13 @@ def _answers() -> Json:
         "The sidecar to Prometheus; vLLM's page, the GPU driver and /proc to the sidecar; all of the GPUs to the "
         "driver. Nothing is drawn where nothing was known.",
         [
-            query(f"max by (instance) ({SIDECAR})", "{{instance}} sidecar"),
-            query(f"{engine} + {asleep} or {engine}", "{{instance}} engine"),
+            query(f"max by (instance) ({SIDECAR})", "sidecar"),
+            query(f"{engine} + {asleep} or {engine}", "engine"),
             query(
                 f'max by (instance, source) (headroom_source_up{{{TARGET},source!="engine"}})',
-                "{{instance}} {{source}}",
+                "{{source}}",
             ),
-            query(f"min by (instance) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPUs"),
+            query(f"min by (instance) (headroom_gpu_up{{{GPU}}})", "GPUs"),
         ],
         values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple")),
         height=6,
@@ -90,16 +84,19 @@ def _leak() -> Json:
     return states(
         "Leak state",
         "Each GPU's state as the detector saw it.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
         STATE_VALUES,
+        height=6,
     )
 
 
 def _ledger() -> Json:
+    fullest = f"bottomk(1, min_over_time({FREE}{{{GPU}}}[$__range] @ end()))"
     return lines(
-        "Memory by holder",
-        "All memory of the GPUs chosen, stacked to their size. The line on top is the highest use between two scrapes.",
-        lines_of_held(GPU),
+        "Memory of the fullest GPU, by holder",
+        "Of the GPU that had least free in the time shown, stacked to its size; the number of that GPU is in the panel "
+        "below. The line on top is the highest use between two scrapes.",
+        lines_of_held(GPU, f" and on ({BY_GPU}) {fullest}"),
         height=8,
         unit="bytes",
         stacked=True,
@@ -110,12 +107,12 @@ def _ledger() -> Json:
 
 def _free() -> Json:
     return lines(
-        "Free memory",
-        "Of the GPU that has least, at the scrapes and at the peaks between them; each step of the axis is double. "
+        "Free memory of each GPU",
+        "At the scrapes, and thin at the peaks between them; each step of the axis is double. "
         "In the red, under 512 MiB, the next large prompt may end the engine.",
         [
-            query(f"min(headroom_gpu_memory_free_bytes{{{GPU}}})", "free"),
-            query(f"min({free_at_the_peak(GPU)})", "free at the peak"),
+            query(f"{FREE}{{{GPU}}}", "GPU {{gpu}}"),
+            query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"),
         ],
         height=6,
         unit="bytes",
@@ -125,7 +122,7 @@ def _free() -> Json:
             "thresholdsStyle": {"mode": "area"},
             "scaleDistribution": {"type": "log", "log": 2},
         },
-        overrides=[coloured("free", FREE_COLOUR), coloured("free at the peak", NEUTRAL, custom__lineWidth=1)],
+        overrides=[override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND)],
     )
 
 
@@ -183,7 +180,7 @@ def _events() -> Json:
         "an application's. Restarts are seen where the engine's counters begin anew, at its first reading after it; "
         "in a new pod it is another engine.",
         [
-            query(f"clamp_max({around.RESTARTED}, 1)", "{{instance}} restarted"),
+            query(f"clamp_max({around.RESTARTED}, 1)", "restarted"),
             query(f"sum by (gpu, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),
         ],
         height=5,

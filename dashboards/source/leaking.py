@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from dashboards.source.colours import RUNNING_COLOUR
+from dashboards.source.colours import GPU_COLOURS, RUNNING_COLOUR
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, on_the_right, override, query
 from dashboards.source.panels import stat, state_timeline, timeseries
-from dashboards.source.series import GPU, RUNNING, STATE_VALUES, leak_state
-
-GPUS: Final = 16
-"""As many as one node has: each GPU's band is named in an override of its own."""
+from dashboards.source.series import BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state
 
 
 def is_it_leaking() -> Row:
@@ -23,18 +18,20 @@ def _states() -> Json:
     return state_timeline(
         "Leak state over time",
         "Each GPU's state as the detector saw it; nothing is drawn where nothing was known.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
         [STATE_VALUES],
+        height=6,
     )
 
 
 def _growth() -> Json:
-    held = f'headroom_gpu_memory_held_bytes{{{GPU},holder="engine"}}'
+    serves = f'headroom_engine_state{{{TARGET},state="serving"}} == 1'
+    held = f'(headroom_gpu_memory_held_bytes{{{GPU},holder="engine"}} and on ({BY_TARGET}) {serves})'
     return timeseries(
         "Growth of the engine's memory, with load",
-        "What the engine holds above the least it held in the time shown; the axis is a GiB at the least, so that the "
-        "allocator's small steps look small. Growth without more running requests is the picture of a leak.",
-        [query(f"{held} - min_over_time({held}[$__range] @ end())", "GPU {{gpu}}"), RUNNING],
+        "What the engine holds above the least it held while it served in the time shown: each life begins near zero, "
+        "and nothing is drawn while it loads or sleeps. Growth without more running requests is the picture of a leak.",
+        [query(f"{held} - min_over_time({held}[$__range:1m] @ end())", "GPU {{gpu}}"), RUNNING],
         unit="bytes",
         width=11,
         overrides=[on_the_right("running requests", RUNNING_COLOUR)],
@@ -46,7 +43,7 @@ def _rate() -> Json:
     rate = "headroom_leak_bytes_per_second"
     bands = [
         override(f"GPU {gpu} at most", custom__fillBelowTo=f"GPU {gpu} at least", custom__fillOpacity=20)
-        for gpu in range(GPUS)
+        for gpu in range(len(GPU_COLOURS))
     ]
     return timeseries(
         "Leak rate with its 95 % interval",
@@ -68,10 +65,10 @@ def _leaked() -> Json:
     leaking = f'headroom_leak_state{{{GPU},state="leaking"}} == 1'
     return stat(
         "Leaked",
-        "Growth since it began, per thousand finished requests, and since when the alarm has been on: the left edge of "
-        "the time shown where it was on before.",
+        "Of the GPU that leaks most: growth since it began, per thousand finished requests, and since when the alarm "
+        "has been on: the left edge of the time shown where it was on before.",
         [
-            query(f"sum(headroom_leaked_bytes{{{GPU}}})", "so far"),
+            query(f"max(headroom_leaked_bytes{{{GPU}}})", "so far"),
             query(f"1000 * max(headroom_leak_bytes_per_request{{{GPU}}})", "per 1,000 requests"),
             query(
                 f"1000 * min(min_over_time(timestamp({leaking})[$__range:1m]) and {leaking})",

@@ -15,6 +15,10 @@ ENGINE: Final = f'{TARGET},model_name=~"$model_name"'
 SIDECAR: Final = f'up{{{TARGET},job=~"(.+/)?vllm-headroom"}}'
 """Whether Prometheus can scrape it: by the name of the job, as in the alerts."""
 
+BY_TARGET: Final = "cluster, namespace, job, pod, instance"
+BY_GPU: Final = f"{BY_TARGET}, gpu, uuid"
+FREE: Final = "headroom_gpu_memory_free_bytes"
+
 MIB: Final = 2**20
 
 RUNNING: Final = query(f"sum(headroom_engine_requests_running{{{ENGINE}}})", "running requests")
@@ -26,8 +30,8 @@ STATE_VALUES: Final = values(
 FREE_FLOOR: Final = steps((None, BAD), (512 * MIB, WARNING), (1024 * MIB, GOOD))
 """512 MiB: the most a step was seen to want at once (HeadroomGpuMemoryLow)."""
 
-UNREPORTED: Final = steps((None, GOOD), (0.03, WARNING), (0.05, BAD))
-"""As in the alerts on the discrepancy."""
+UNREPORTED: Final = steps((None, GOOD), (0.03, WARNING), (0.04, BAD))
+"""As in the alerts on the discrepancy: shares of the card, beyond what there was when the engine first served."""
 
 
 def leak_state(metric: str, matchers: str, by: str) -> str:
@@ -40,14 +44,6 @@ def leak_state(metric: str, matchers: str, by: str) -> str:
 
 STATE_NAMES: Final = [coloured(state, colour, displayName=state.replace("_", " ")) for state, colour in STATES]
 """How a series named by a state is shown."""
-
-
-def in_each_state(matchers: str, only: str = "") -> str:
-    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
-    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
-    return " or ".join(
-        f'count by (state) (headroom_leak_state{{{matchers},state="{state}"}} == 1{only})' for state in order
-    )
 
 
 def free_at_the_peak(matchers: str) -> str:
@@ -70,19 +66,21 @@ def lowest_free(matchers: str) -> str:
     )
 
 
-def time_to_oom(matchers: str, only: str = "") -> str:
-    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+def time_to_oom(matchers: str, metric: str = "headroom_time_to_oom_seconds") -> str:
+    """Return an expression for the GPU with the least time to out of memory, or why there is none.
+
+    `TIME_TO_OOM_VALUES` says what the numbers below 0 stand for.
 
     No leak is seen only by who can look: without an engine that answers there is no -1.
     """
 
     def in_state(states: str) -> str:
-        return f'max(headroom_leak_state{{{matchers},state=~"{states}"}} == 1{only})'
+        return f'topk(1, headroom_leak_state{{{matchers},state=~"{states}"}} == 1)'
 
     seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
     return (
-        f"min(headroom_time_to_oom_seconds{{{matchers}}}{only}) or -1 * {in_state('stable|unsettled')} and {seen}"
-        f" or -2 * {in_state('warming_up')} or -3 * {in_state('asleep')}"
+        f"bottomk(1, {metric}{{{matchers}}}) or on () -1 * {in_state('stable|unsettled')} and {seen}"
+        f" or on () -2 * {in_state('warming_up')} or on () -3 * {in_state('asleep')}"
     )
 
 
@@ -93,11 +91,32 @@ TIME_TO_OOM_STEPS: Final = steps((None, BAD), (3600, WARNING), (86400, "yellow")
 """An hour pages, a day is critical, as in the alerts."""
 
 
-def lines_of_held(matchers: str) -> list[Json]:
-    """Return the queries of the ledger: what of the GPUs is held by whom, free, and the peak."""
+def lines_of_held(matchers: str, only: str = "") -> list[Json]:
+    """Return the queries of the ledger of one GPU: what of it is held by whom, free, and the peak.
+
+    `only` goes after each selection, where the matchers have more than one.
+    """
     return [
-        query(f"sum by (holder) (headroom_gpu_memory_held_bytes{{{matchers}}})", "{{holder}}"),
-        query(f"sum(headroom_gpu_memory_reserved_bytes{{{matchers}}})", "reserved by the driver"),
-        query(f"sum(headroom_gpu_memory_free_bytes{{{matchers}}})", "free"),
-        query(f"sum(headroom_gpu_memory_used_peak_bytes{{{matchers}}})", "peak"),
+        query(f"max by (gpu, holder) (headroom_gpu_memory_held_bytes{{{matchers}}}{only})", "{{holder}}"),
+        query(f"headroom_gpu_memory_reserved_bytes{{{matchers}}}{only}", "reserved by the driver"),
+        query(f"headroom_gpu_memory_free_bytes{{{matchers}}}{only}", "free"),
+        query(f"headroom_gpu_memory_used_peak_bytes{{{matchers}}}{only}", "peak"),
     ]
+
+
+def still(series: str, which: str) -> str:
+    """Return an expression for `series` over time, of the one that `which` says is foremost at the end of that time."""
+    return f"{series} and on ({BY_GPU}) {which}(1, {series} @ end())"
+
+
+def ahead(matchers: str, left: str) -> str:
+    """Return an expression for free memory as it goes down to zero in `left` seconds from when it was seen last.
+
+    It has values later than that alone: where the time shown ends in the future. Two minutes: a scrape may be late.
+    """
+    seen = f'headroom_source_last_success_timestamp_seconds{{{TARGET},source="nvml"}}'
+    since = f"(time() - max by ({BY_TARGET}) (last_over_time({seen}[$__range])) > 120)"
+    free, seconds = (f"last_over_time({name}{{{matchers}}}[$__range])" for name in (FREE, left))
+    grows = f'last_over_time(headroom_leak_state{{{matchers},state=~"growing|leaking"}}[$__range]) == 1'
+    part = f"clamp_min(1 - {since} * on ({BY_TARGET}) group_right () (1 / {seconds}), 0)"
+    return f"{free} * on ({BY_GPU}) {part} and on ({BY_GPU}) {grows}"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from dashboards.source.around import CELL, RUNBOOK
+from dashboards.source.around import CELL
 from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING
 from dashboards.source.grafana import Json, override, query, steps, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import (
-    BY_GPU,
     BY_MODEL,
-    BY_TARGET,
     IDENTITY,
-    MODEL_OF,
     NARROW,
     NEVER,
     NUMBERS,
@@ -22,12 +19,13 @@ from dashboards.source.ranking import (
     SEVERITIES,
     WORST_GPUS,
     joined,
+    leading,
     number,
     organized,
     with_link,
     worst,
 )
-from dashboards.source.series import SIDECAR, TARGET, free_at_the_peak
+from dashboards.source.series import BY_GPU, BY_TARGET, SIDECAR, TARGET, free_at_the_peak
 
 MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_name"'
 """What the recording rules keep."""
@@ -43,19 +41,16 @@ def gpus() -> Json:
         "free": f"headroom_gpu_memory_free_bytes{{{TARGET}}}",
         "at the peak": free_at_the_peak(TARGET),
     }
-    lost = f'label_replace(max by ({BY_GPU}) (headroom_gpu_up{{{TARGET}}} == 0), "state", "lost", "", "")'
-    state = f"{lost} or on ({BY_GPU}) max by ({BY_GPU}, state) (headroom_leak_state{{{TARGET}}} == 1)"
-    model = f"{WORST_GPUS} * on ({BY_TARGET}) group_left (model_name) {MODEL_OF} or on ({BY_GPU}) {WORST_GPUS}"
     return table(
         "GPUs, worst first",
         f"The {ROWS} GPUs that are worst off: lost ones, then by the time to out of memory, then by what is free now. "
-        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then.",
+        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then. From the "
+        "recording rules (gpu:...), empty without them.",
         [
-            query(with_link(model, gpu=True)),
-            query(f"({state}) and on ({BY_GPU}) {WORST_GPUS}"),
-            *(query(f"max by ({BY_GPU}) ({each}) and on ({BY_GPU}) {WORST_GPUS}") for each in columns.values()),
+            query(with_link(f"{WORST_GPUS} + 0", gpu=True)),
+            *(query(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
         ],
-        joined(zip("CDEFGH", columns, strict=True), "A", "B"),
+        joined(zip("BCDEFG", columns, strict=True), "A"),
         height=12,
         noValue="",
         overrides=[OPEN, *NARROW, _state(), *NUMBERS],
@@ -84,8 +79,8 @@ def silent() -> Json:
     )
 
 
-def alerts() -> Json:
-    """Return the table of firing alerts."""
+def alerts(width: int = 10) -> Json:
+    """Return the table of firing alerts; the runbooks' column is there where Prometheus has their address."""
     which = f'alertname=~"Headroom.+",alertstate="firing",{TARGET}'
     firing = " or ".join(
         f'count by (alertname, severity) (ALERTS{{{which},severity="{each}"}})' for each, _ in SEVERITIES
@@ -93,20 +88,34 @@ def alerts() -> Json:
     texts = [(each, each, colour) for each, colour in SEVERITIES]
     return table(
         "Firing alerts",
-        "How often each alert fires now, the most severe first; its name leads to its runbook.",
-        [query(firing)],
-        [organized(("severity", "alertname", "Value"), (), {"alertname": "alert", "Value": "firing"})],
-        width=10,
+        "How often each alert fires now, the most severe first, and its runbook where an address of the runbooks was "
+        "given with the rules.",
+        [query(f"{_runbook(firing)} or on (alertname, severity) ({firing})")],
+        [
+            organized(
+                ("severity", "alertname", "Value", "runbook"), ("address",), {"alertname": "alert", "Value": "firing"}
+            )
+        ],
+        width=width,
         height=7,
         noValue="none",
         overrides=[
             override(
                 "severity", custom__width=90, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
             ),
-            override("alert", links=[{"title": "Runbook", "url": RUNBOOK, "targetBlank": True}]),
             override("firing", custom__width=70),
+            leading("runbook", "what to do", "Runbook", CELL, targetBlank=True),
         ],
     )
+
+
+def _runbook(alerts: str) -> str:
+    """Return `alerts` with the address of their runbooks; `{alert}` in the address stands for an alert's name."""
+    joined = f'label_join(({alerts}) * on () group_left (address) {ADDRESS}, "runbook", " ", "address", "alertname")'
+    return f'label_replace({joined}, "runbook", "$1$3$2", "runbook", "(.*)[{{]alert[}}](.*) (.*)")'
+
+
+ADDRESS: Final = "topk(1, headroom:runbooks:info)"
 
 
 def models() -> Json:

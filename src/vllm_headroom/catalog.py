@@ -62,6 +62,9 @@ GPU_MEMORY_USED_PEAK: Final = _gauge(
 GPU_MEMORY_HELD: Final = _gauge(
     "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by who holds it; the holders sum to the memory in use."
 )
+GPU_MEMORY_LEFT_BEHIND: Final = _gauge(
+    "gpu_memory_left_behind_bytes", GPU, "Of it by processes that are sure to serve no engine any more; absent without."
+)
 GPU_UTILIZATION: Final = _gauge("gpu_utilization_ratio", GPU, "Share of the last NVML period in which a kernel ran.")
 GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
 GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")
@@ -112,6 +115,11 @@ ENGINE_START: Final = _gauge(
 ENGINE_RESTARTS: Final = _counter("engine_restarts", (), "New lives of the engine seen after the first one.")
 ENGINE_EXITS: Final = _counter(
     "engine_exits", ("reason",), "Lives of the engine that ended, by what is known of the cause."
+)
+LAST_INCIDENT: Final = _gauge(
+    "last_incident_timestamp_seconds",
+    (),
+    "When the newest incident in the state directory was, in seconds since the epoch; absent without one.",
 )
 ENGINE_PROGRESS_AGE: Final = _gauge(
     "engine_progress_age_seconds", (), "Time since a token, a prefill or a request last moved; absent without work."

@@ -5,12 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 LARGEST_BYTES = 16 * 1024
 KEPT_FILES = 64
 """Files outlive their processes; a server has at most a few dozen, and a crash loop must not fill the memory."""
+
+OWN = re.compile(r"[0-9]+-[0-9]+(\.record)?\.json|\.[0-9]+-[0-9]+(\.record)?\.json\.tmp")
+"""What a probe names its files. The variable may name a folder of models: nothing else there is anybody's to remove."""
+MOST_ENTRIES = 4096
+"""A look at a folder that somebody has filled must end; hundreds of lives are not as many."""
 
 
 def started_at() -> float:
@@ -29,7 +36,9 @@ def replace(folder: str, name: str, document: Mapping[str, Any], largest_bytes: 
         raise ValueError(f"{len(content)} bytes for a file of at most {largest_bytes}")
     unfinished = os.path.join(folder, f".{name}.tmp")  # noqa: PTH118
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unfinished)  # noqa: PTH108 - a pipe there would be waited for, a link written through
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(unfinished, flags, 0o644), "wb") as file:  # noqa: PTH123
             os.fchmod(file.fileno(), 0o644)  # the sidecar is another user, and vLLM's umask may hide the file from it
             file.write(content)
@@ -41,12 +50,13 @@ def replace(folder: str, name: str, document: Mapping[str, Any], largest_bytes: 
 
 
 def prune(folder: str, kept: int = KEPT_FILES) -> None:
-    """Remove the oldest files beyond those that are kept; others may do the same at the same time."""
+    """Remove the probe's oldest files beyond those that are kept; others may do the same at the same time."""
     aged = []
-    for entry in os.scandir(folder):
-        with contextlib.suppress(OSError):
-            if entry.name.endswith((".json", ".tmp")) and entry.is_file(follow_symlinks=False):
-                aged.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
+    with os.scandir(folder) as entries:
+        for entry in islice(entries, MOST_ENTRIES):
+            with contextlib.suppress(OSError):
+                if OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                    aged.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
     for _, path in sorted(aged, reverse=True)[kept:]:
         with contextlib.suppress(OSError):
             os.unlink(path)  # noqa: PTH108

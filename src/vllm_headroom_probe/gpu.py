@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -95,8 +96,14 @@ class Gpu:
 
 
 def _uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
-    """Return the UUID as NVML writes it; torch leaves out what kind of device it is of."""
+    """Return the UUID as the driver's tools write it; torch leaves out what kind of device it is of.
+
+    HIP fills its bytes with the sixteen digits of an AMD card's id (hip_device.cpp).
+    """
     uuid = getattr(properties, "uuid", None)  # torch 2.5
+    digits = bytes.fromhex(str(uuid or "").replace("-", ""))
+    if re.fullmatch(rb"[0-9a-f]{16}", digits):
+        return f"GPU-{digits.decode()}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("NVIDIA_VISIBLE_DEVICES") or ""
     return None if uuid is None else f"{'MIG' if visible.startswith('MIG-') else 'GPU'}-{uuid}"
 

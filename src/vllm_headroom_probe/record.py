@@ -19,6 +19,7 @@ UNATTENDED_SECONDS = 60
 FRAMES = 8
 STACKS = 20
 LARGEST_BYTES = 256 * 1024
+LARGEST_REQUEST_BYTES = 4096
 MOST_MEMORY_BYTES = 128 << 20
 """Of tracemalloc's own, for about a million allocations: their copy at the end holds the GIL for about a second."""
 
@@ -108,13 +109,22 @@ class Record:
 def _request(folder: str) -> dict[str, Any]:
     """Return the request in the folder, empty where there is none that can be understood."""
     try:
-        with open(os.path.join(folder, REQUEST), "rb") as file:  # noqa: PTH118, PTH123 - see folder
-            attended = time.time() - os.fstat(file.fileno()).st_mtime < UNATTENDED_SECONDS
-            asked = json.loads(file.read(4096))
+        content, written = _read(os.path.join(folder, REQUEST))  # noqa: PTH118 - see folder
+        asked = json.loads(content)
+        attended = abs(time.time() - written) < UNATTENDED_SECONDS
         usable = asked["headroom_record"] == 1 and isinstance(asked["id"], str) and asked["until"] + 0 > 0 and attended
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
     return {**asked, "id": asked["id"][:64]} if usable else {}
+
+
+def _read(path: str) -> tuple[bytes, float]:
+    """Return a file's first bytes and when it was touched; raise OSError for a link, and do not wait for a pipe."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, LARGEST_REQUEST_BYTES), os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
 
 
 def _host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:

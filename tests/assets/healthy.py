@@ -13,6 +13,9 @@ REQUESTS: Final = ("requests_running", "requests_waiting", "kv_cache_usage", "pr
 
 GPU: Final = 'gpu="0",uuid="GPU-0"'
 RANK: Final = 'model_name="m",engine="0"'
+HOST_GIB: Final = 64.0
+"""The limit of every container."""
+
 LOADED_GIB: Final = 1.0
 """What a process holds before it has a page."""
 
@@ -22,6 +25,7 @@ class Phase:
     """So many minutes in which nothing changes but counters, which say how much comes in a minute.
 
     `outside` are the GiB that the engine holds beyond its budget, `held` all it holds where that is another figure.
+    `host` are the GiB of host memory in use, without what the kernel takes back: a page cache may fill the rest.
     `state` None is a target that is gone, `missed` one that Prometheus does not scrape meanwhile.
     """
 
@@ -29,6 +33,7 @@ class Phase:
     state: str | None = "serving"
     outside: float = 0.0
     held: float | None = None
+    host: float = 30.0
     running: float = 0
     waiting: float = 0
     kv: float = 0.0
@@ -61,7 +66,7 @@ class Engine:
 
     def series(self) -> Iterator[Series]:
         """Yield all that a sidecar shows of it."""
-        for metric, labels, value in (*self._target(), *self._memory(), *self._page()):
+        for metric, labels, value in (*self._target(), *self._host(), *self._memory(), *self._page()):
             yield self._named(metric, labels), levels(self.phases, value)
         yield self._named("headroom_engine_start_timestamp_seconds"), starts(self.phases)
         exits = self._named("headroom_engine_exits_total", 'reason="gone"')
@@ -85,9 +90,24 @@ class Engine:
         yield "headroom_source_up", 'source="process"', lambda _: 1
         for state in STATES:
             yield "headroom_engine_state", f'state="{state}"', is_state(state)
+
+    def _host(self) -> Iterator[Row]:
         yield "headroom_host_memory_bytes", 'process="engine_core"', lambda at: None if at.state == "down" else 6e9
-        yield "headroom_host_leak_state", 'process="engine_core",state="leaking"', lambda _: 0
+        for state in ("growing", "leaking"):
+            yield "headroom_host_leak_state", f'process="engine_core",state="{state}"', lambda _: 0
+        yield "headroom_host_memory_used_bytes", "", lambda at: None if at.state == "down" else at.host * GIB
+        yield "headroom_host_memory_limit_bytes", "", lambda _: HOST_GIB * GIB
+        yield "headroom_host_shm_used_bytes", "", lambda _: GIB
+        yield "headroom_host_shm_limit_bytes", "", lambda _: 8 * GIB
         yield "headroom_host_oom_kills_total", "", lambda _: 0
+        yield "headroom_sleep_residue_bytes", GPU, self._residue
+
+    def _residue(self, at: Phase) -> float | None:
+        """Return what the last sleep of this life left, once it has slept; it stays until the next."""
+        so_far = self.phases[: self._until(at)]
+        begun = max((place for place, each in enumerate(so_far) if each.state in {None, "down", "starting"}), default=0)
+        slept = [each for each in so_far[begun:] if each.state == "asleep"]
+        return self._held(slept[-1]) if slept and at.has_page else None
 
     def _memory(self) -> Iterator[Row]:
         card = self.card * GIB

@@ -70,12 +70,12 @@ def test_an_alert_can_be_routed_read_and_followed(alert: Rule) -> None:
     assert alert.labels["severity"] in {"page", "critical", "warning", "info"}
     assert alert.labels["area"] in {"memory", "engine", "gpu", "sidecar"}
     assert alert.labels.keys() == {"severity", "area"}
-    assert texts.keys() == {"summary", "description", "runbook_url", "dashboard_url"}
+    assert texts.keys() == {"summary", "description"}, "links are put in by alerts/generate.py"
     assert texts["summary"].endswith(".")
+    # By these the link to the board of its engine is made.
+    assert alerts.kept_labels(alert.expr) >= {"namespace", "pod", "instance"} or alert.name == "HeadroomAbsent"
     # Where nothing is left, nothing can be named.
     assert "{{ or $labels.pod $labels.instance }}" in texts["description"] or alert.name == "HeadroomAbsent"
-    assert texts["runbook_url"] == f"https://runbooks.example/{alert.name}"
-    assert texts["dashboard_url"].startswith("https://grafana.example/d/headroom")
 
 
 @each_alert

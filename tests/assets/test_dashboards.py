@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Final
 
 import pytest
 import yaml
 
-from dashboards.generate import CONFIG_MAPS, DASHBOARDS, config_maps, rendered
-from tests.assets import alerts
+from alerts.generate import BOARD
+from dashboards.generate import CONFIG_MAPS, DASHBOARDS, config_maps, main, rendered
 from tests.conftest import Golden
 from tests.dashboards.checks import CHECKS
-from tests.dashboards.grafana import FOLDER, NAMES, load, variables
+from tests.dashboards.grafana import FOLDER, NAMES, load, panels, variables
 
 EXCEPTIONS: Final = {
     ("headroom", "choosable", "gpu"): "All is the engine's GPUs, not every GPU that can be seen",
@@ -77,9 +78,23 @@ def test_the_config_maps_hold_the_dashboards() -> None:
         assert len(json.dumps(each)) < APPLY_BYTES
 
 
-@pytest.mark.parametrize("rule", [rule for rule in alerts.rules() if rule.is_alert], ids=lambda rule: rule.name)
-def test_an_alert_opens_a_dashboard_with_variables_it_has(rule: alerts.Rule) -> None:
-    uid, _, chosen = rule.annotations["dashboard_url"].partition("/d/")[2].partition("?")
+def test_an_alert_opens_a_dashboard_with_variables_it_has() -> None:
+    uids, chosen = set(re.findall(r"headroom[a-z-]*", BOARD)), re.findall(r"var-(\w+)=", BOARD)
 
-    assert uid in NAMES
-    assert set(re.findall(r"var-(\w+)=", chosen)) <= {variable["name"] for variable in variables(load(uid))}
+    assert uids == {"headroom", "headroom-fleet"}
+    assert set(chosen) <= {variable["name"] for variable in variables(load("headroom"))}
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(name: str, tmp_path: Path) -> None:
+    main(["--export", str(tmp_path)])
+    made = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    (asked,) = made.pop("__inputs")
+    needed = made.pop("__requires")
+    chosen = made["templating"]["list"][0].pop("current")
+
+    assert (asked["type"], asked["pluginId"], chosen["value"]) == ("datasource", "prometheus", f"${{{asked['name']}}}")
+    assert {each["id"] for each in needed if each["type"] == "panel"} == {each["type"] for each in panels(made)}
+    assert made.pop("__elements") == {}
+    made["templating"]["list"][0]["current"] = {}
+    assert made == load(name)

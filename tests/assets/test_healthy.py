@@ -1,4 +1,4 @@
-"""Ten hours of healthy engines of all sizes and habits: nobody is told anything; of three that are not, somebody is."""
+"""Ten hours of healthy engines of all sizes and habits: nobody is told anything; of four that are not, somebody is."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ from tests.assets.promql import RULES
 
 HOURS: Final = 10
 
-H100: Final = 79.65
-SLICE: Final = 9.75
-L4: Final = 22.5
-
+H100, SLICE, L4 = 79.65, 9.75, 22.5
 
 level: Final = partial(Phase, minutes=HOURS * 60, running=20, finished=60, kv=0.4)
 """An engine that serves as on any day, but for what is said."""
 
 
-def asleep(minutes: int, held: float) -> Phase:
-    return Phase(minutes=minutes, state="asleep", held=held)
+def asleep(minutes: int, held: float, host: float = 30.0) -> Phase:
+    return Phase(minutes=minutes, state="asleep", held=held, host=host)
 
 
 HEALTHY: Final = (
@@ -38,7 +35,7 @@ HEALTHY: Final = (
         share=0.92,
         phases=(
             level(minutes=240, outside=3.6),
-            level(minutes=120, outside=4.1, running=180, kv=0.9),
+            level(minutes=120, outside=4.1, running=180, kv=0.9, host=58),
             level(minutes=240, outside=4.1),
         ),
     ),
@@ -68,7 +65,7 @@ HEALTHY: Final = (
         name="sleeps-every-8-minutes",
         card=H100,
         share=0.8,
-        phases=tuple(each for _ in range(60) for each in (level(minutes=6, outside=3), asleep(4, 3.5))),
+        phases=tuple(each for _ in range(60) for each in (level(minutes=6, outside=3), asleep(4, 3.5, host=60))),
     ),
     Engine(
         name="preempts-every-4-minutes",
@@ -80,13 +77,13 @@ HEALTHY: Final = (
         name="full-kv-cache-short-queue",
         card=H100,
         share=0.92,
-        phases=(level(outside=1, kv=1, running=256, waiting=8, finished=120),),
+        phases=(level(outside=1, kv=1, running=256, waiting=8, finished=120, host=62.5),),
     ),
     Engine(
         name="loads-for-40-minutes",
         card=H100,
         share=0.92,
-        phases=(Phase(minutes=40, state="starting", held=40), level(minutes=560, outside=2)),
+        phases=(Phase(minutes=40, state="starting", held=40, host=61), level(minutes=560, outside=2)),
     ),
     Engine(
         name="restarted-with-more-outside",
@@ -157,6 +154,10 @@ ILL: Final = {
             name="grows", card=H100, share=0.9, phases=(level(minutes=300, outside=2), level(minutes=300, outside=6))
         ),
         {"HeadroomMemoryDiscrepancy", "HeadroomMemoryDiscrepancyHigh"},
+    ),
+    "fills-its-host": (
+        Engine(name="fills-its-host", card=H100, share=0.92, phases=(level(minutes=300), level(minutes=300, host=62))),
+        {"HeadroomHostMemoryLow"},
     ),
     "hangs": (
         Engine(name="hangs", card=H100, share=0.92, phases=(level(minutes=300), Phase(minutes=300, state="stalled"))),

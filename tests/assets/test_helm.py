@@ -11,6 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft7Validator
 
+from alerts.generate import with_links
 from tests.assets.kubernetes import helm, schemas
 from tests.assets.kubernetes.difference import leaves
 from tests.assets.kubernetes.rendering import (
@@ -33,15 +34,23 @@ SCHEMA: Final[dict[str, Any]] = json.loads((helm.CHART / "values.schema.json").r
 DIGEST: Final = "sha256:" + "0123456789abcdef" * 4
 CASES: Final[dict[str, dict[str, Any]]] = {
     "runtime-class": {},
-    "dra": {"sidecar": {"gpu": "dra", "env": {"HEADROOM_LOG_FORMAT": "json"}, "image": {"digest": DIGEST}}},
+    "dra": {
+        "sidecar": {"gpu": "dra", "env": {"HEADROOM_LOG_FORMAT": "json"}, "image": {"digest": DIGEST}},
+        "addresses": {"runbooks": "https://docs.your.org/"},
+    },
     "nri": {
-        "sidecar": {"gpu": "nri", "image": {"repository": "registry.example/headroom", "tag": "0.1.1"}},
+        "sidecar": {
+            "gpu": "nri",
+            "image": {"repository": "registry.example/headroom", "tag": "0.1.1"},
+            "memoryLimitOf": "vllm",
+        },
         "podMonitor": {"interval": "30s", "labels": {"release": None, "prometheus": "gpu"}},
         "prometheusRule": {"enabled": False},
         "dashboards": {"enabled": False},
         "networkPolicy": {"enabled": True, "prometheusNamespace": "observability"},
     },
 }
+NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"})
 each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -101,7 +110,22 @@ def test_the_rules_and_the_dashboards_arrive_whole(renderer: list[str]) -> None:
     assert [fault for each in found for fault in schemas.faults(each, schemas.versions()[-1])] == []
 
 
-@pytest.mark.parametrize("wrong", [{"dashboard": {}}, {"sidecar": {"gpu": "all"}}, {"sidecar": {"env": {"A": "1"}}}])
+@pytest.mark.parametrize("runbooks", ["https://git.your.org/runbooks/{alert}.md", "https://docs.your.org"])
+def test_an_address_gives_every_alert_its_link(renderer: list[str], runbooks: str) -> None:
+    made = helm.render(
+        renderer, helm.CHART, {"addresses": {"runbooks": runbooks, "grafana": "http://grafana.your.org/g/"}}
+    )
+    rules = (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text()
+    wanted = with_links(rules, runbooks=runbooks, dashboards="http://grafana.your.org/g")
+
+    assert made.returncode == 0, made.stderr
+    assert find(documents(made.stdout), "PrometheusRule")["spec"] == yaml.safe_load(wanted)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"addresses": {"grafana": "grafana.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
+)
 def test_helm_refuses_values_that_there_are_not(renderer: list[str], wrong: dict[str, Any]) -> None:
     made = helm.render(renderer, helm.CHART, wrong)
 
@@ -118,14 +142,17 @@ def test_what_is_written_down_is_of_the_chart_as_it_is(case: str) -> None:
 @each_case
 def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> None:
     folder = HERE / "workloads" / "statefulset"
+    values = CASES[case].get("sidecar", {})
     components = [COMPONENTS / "sidecar", COMPONENTS / f"gpu-{case}"]
+    components += [COMPONENTS / "memory-limit"] if values.get("memoryLimitOf") else []
     built = documents(rendered(kustomization(tmp_path, resource=folder, components=components)))
     pod = find(built, "StatefulSet", "engine")["spec"]["template"]["spec"]
     (expected,) = pod["initContainers"]
-    values = CASES[case].get("sidecar", {})
     image = {"repository": "ghcr.io/vllm-headroom/vllm-headroom", "tag": "0.1.0"} | values.get("image", {})
     end = f"@{image['digest']}" if "digest" in image else f":{image['tag']}"
     expected |= {"image": image["repository"] + end, "imagePullPolicy": "IfNotPresent"}
+    runbooks = CASES[case].get("addresses", {}).get("runbooks")
+    expected["env"] += [{"name": "HEADROOM_RUNBOOKS_URL", "value": f"{runbooks}{{alert}}"}] if runbooks else []
     expected["env"] += [{"name": name, "value": value} for name, value in values.get("env", {}).items()]
 
     assert leaves(container(case)) == leaves(expected)

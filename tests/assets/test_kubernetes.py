@@ -10,13 +10,17 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from alerts.generate import with_links
 from tests.assets.kubernetes import schemas
 from tests.assets.kubernetes.rendering import (
     CASES,
+    COMPONENTS,
     DEPLOY,
+    REPOSITORY,
     Document,
     documents,
     find,
+    kustomization,
     needs_kustomize,
     rendered,
 )
@@ -197,3 +201,29 @@ def test_the_policy_closes_the_sidecars_port_and_no_other() -> None:
     assert "from" not in everyone
     assert (prometheus["ports"], len(prometheus["from"])) == ([{"protocol": "TCP", "port": port}], 1)
     assert policy["policyTypes"] == ["Ingress"]
+
+
+@needs_kustomize
+@pytest.mark.parametrize("linked", [("runbook",), ("dashboard",), ("runbook", "dashboard")])
+def test_one_address_gives_every_alert_its_link(tmp_path: Path, linked: tuple[str, ...]) -> None:
+    addresses = {"runbook": "https://git.your.org/main/runbooks", "dashboard": "http://grafana.your.org:3000/g"}
+    folder = kustomization(
+        tmp_path, components=[COMPONENTS / each for each in ("prometheusrule", *(f"{name}-links" for name in linked))]
+    )
+    keys = {"runbooks": addresses["runbook"], "grafana": addresses["dashboard"]}
+    local = {"annotations": {"config.kubernetes.io/local-config": "true"}}
+    generator = {"name": "vllm-headroom-addresses", "literals": [f"{key}={url}" for key, url in keys.items()]}
+    with (folder / "kustomization.yaml").open("a") as file:
+        yaml.safe_dump({"configMapGenerator": [{**generator, "options": local}]}, file)
+
+    (made,) = documents(rendered(folder))
+    wanted = with_links(
+        (REPOSITORY / "alerts" / "rules" / "headroom.yaml").read_text(),
+        runbooks=f"{addresses['runbook']}/{{alert}}.md" if "runbook" in linked else None,
+        dashboards=addresses["dashboard"] if "dashboard" in linked else None,
+    )
+    assert by_name(made["spec"]["groups"]) == by_name(yaml.safe_load(wanted)["groups"])
+
+
+def by_name(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    return {group["name"]: group for group in groups}

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from alerts.generate import BOARD, PATCHES
 from tests.conftest import Golden
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
@@ -45,6 +46,13 @@ def loaded(text: str) -> dict[str, Any]:
 
 def test_the_committed_rule_is_what_the_program_prints(golden: Golden) -> None:
     golden(ALERTS / "prometheusrule.yaml", printed())
+
+
+@pytest.mark.parametrize("form", PATCHES)
+def test_the_patches_of_the_components_are_what_the_program_prints(golden: Golden, form: str) -> None:
+    folder = {"patch-runbooks": "runbook-links", "patch-dashboards": "dashboard-links"}[form]
+
+    golden(ALERTS.parent / "deploy" / "kubernetes" / "components" / folder / "patch.yaml", printed("--format", form))
 
 
 def test_the_rule_says_what_the_rules_say() -> None:
@@ -84,30 +92,36 @@ def test_labels_and_names_are_put_in() -> None:
     }
 
 
-@pytest.mark.parametrize("form", ["rules", "prometheusrule"])
-def test_hosts_are_put_in(form: str) -> None:
-    text = printed(
-        "--format",
-        form,
-        "--runbooks-url",
-        "https://docs.your.org/gpu/",
-        "--dashboards-url",
-        "http://[::1]:3000/grafana",
-    )
-
-    assert "runbook_url: https://docs.your.org/gpu/HeadroomGpuMemoryLeak\n" in text
-    assert 'dashboard_url: "http://[::1]:3000/grafana/d/headroom?var-namespace=' in text
-    assert ".example/" not in text
-    assert yaml.safe_load(text)
+def links(*arguments: str, name: str) -> dict[str, str | None]:
+    """Return each alert's link of this name."""
+    rules = [rule for group in loaded(printed("--format", "rules", *arguments))["groups"] for rule in group["rules"]]
+    return {rule["alert"]: rule["annotations"].get(name) for rule in rules if "alert" in rule}
 
 
-def test_the_alerts_name_can_stand_within_the_address() -> None:
-    text = printed("--format", "rules", "--runbooks-url", "https://git.your.org/blob/main/runbooks/{alert}.md")
+@pytest.mark.parametrize(
+    ("url", "runbook"),
+    [
+        ("https://docs.your.org/gpu/", "https://docs.your.org/gpu/{alert}"),
+        ("https://git.your.org/blob/main/runbooks/{alert}.md", "https://git.your.org/blob/main/runbooks/{alert}.md"),
+    ],
+)
+def test_each_alert_leads_to_its_runbook(url: str, runbook: str) -> None:
+    found = links("--runbooks-url", url, name="runbook_url")
 
-    assert "runbook_url: https://git.your.org/blob/main/runbooks/HeadroomGpuMemoryLeak.md\n" in text
+    assert found == {alert: runbook.replace("{alert}", alert) for alert in found}
+    assert f'labels: {{address: "{runbook}"}}\n' in printed("--runbooks-url", url), "the boards ask for it"
+    assert set(links("--runbooks-url", url, name="dashboard_url").values()) == {None}
 
 
-def test_rules_without_hosts_are_the_rules() -> None:
+def test_each_alert_leads_to_the_board_of_its_engine() -> None:
+    arguments = ("--dashboards-url", "http://[::1]:3000/grafana")
+
+    assert set(links(*arguments, name="dashboard_url").values()) == {f"http://[::1]:3000/grafana{BOARD}"}
+    assert set(links(*arguments, name="runbook_url").values()) == {None}
+
+
+def test_without_addresses_there_are_no_links_and_the_rules_are_the_rules() -> None:
+    assert "http" not in printed()
     assert printed("--format", "rules") == RULES.read_text(encoding="utf-8")
 
 

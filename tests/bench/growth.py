@@ -84,8 +84,9 @@ class Gpus:
             processes=(GpuProcess(pid=100 + index, used_bytes=used - step % 1000),),
         )
 
-    async def sample_used(self, _timeout_seconds: float) -> None:
+    async def sample_used(self, _timeout_seconds: float) -> dict[str, int]:
         """Have nothing to look at."""
+        return {}
 
     async def close(self) -> None:
         """Have nothing to let go of."""

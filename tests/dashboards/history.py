@@ -79,19 +79,24 @@ class Target:
     scenario: Scenario
     labels: Mapping[str, str]
     answers_hours: float = inf
+    gpus: type[SimulatedGpus] = SimulatedGpus
 
 
 def scrapes(
-    scenario: Scenario, hours: float, *, ends_seconds: float, scrape_seconds: int = SAMPLE_SECONDS, seed: int = 0
+    scenario: Scenario,
+    hours: float,
+    *,
+    ends_seconds: float,
+    scrape_seconds: int = SAMPLE_SECONDS,
+    seed: int = 0,
+    gpus: type[SimulatedGpus] = SimulatedGpus,
 ) -> Iterator[Scrape]:
     """Yield each scrape of a daemon that samples `scenario` from its start on."""
     began = ends_seconds - hours * 3600
     clock = SteppedClock(began)
     now = present(World(scenario, seed), clock)
     sampler = Sampler(
-        sources=Sources(
-            engine=SimulatedEngine(now(), began), gpus=SimulatedGpus(now), processes=SimulatedProcesses(now, began)
-        ),
+        sources=Sources(engine=SimulatedEngine(now(), began), gpus=gpus(now), processes=SimulatedProcesses(now, began)),
         parse=parse_engines,
         selection=Selection(),
         derivations=derivations(reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None),
@@ -116,9 +121,9 @@ def open_metrics(
     The format knows no staleness markers: let Prometheus look back for less than two scrapes (--query.lookback-delta).
     """
     families: dict[str, list[str]] = {}
-    for scenario in {target.scenario: None for target in targets}:
-        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds))
-        for target in (target for target in targets if target.scenario == scenario):
+    for scenario, gpus in {(target.scenario, target.gpus): None for target in targets}:
+        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds, gpus=gpus))
+        for target in (target for target in targets if (target.scenario, target.gpus) == (scenario, gpus)):
             answered = int(min(hours, target.answers_hours) * 3600 / scrape_seconds)
             series = _series(scraped[:answered])
             series["up", ()] = [(at, float(place < answered)) for place, (at, _) in enumerate(scraped)]

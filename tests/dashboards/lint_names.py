@@ -34,7 +34,7 @@ def overrides(dashboard: Json) -> Faults:
             kind, wanted = override["matcher"]["id"], override["matcher"]["options"]
             if kind == "byName" and not any(re.fullmatch(_pattern(name), wanted) for name in names):
                 yield Fault(where=panel["title"], what=f"nothing is called {wanted}")
-            if kind == "byRegexp" and not any(re.search(wanted.strip("/"), name.replace(ANY, "0")) for name in names):
+            if kind == "byRegexp" and not any(re.search(wanted.strip("/"), name) for name in _filled(names)):
                 yield Fault(where=panel["title"], what=f"nothing is called like {wanted}")
 
 
@@ -47,6 +47,11 @@ def named(panel: Json) -> set[str]:
             choices = [sorted(CLOSED.get(part, ANY)) if place % 2 else [part] for place, part in parts]
             names |= {"".join(chosen) for chosen in product(*choices)}
     return names
+
+
+def _filled(names: set[str]) -> set[str]:
+    """Return the names with a digit for a label that can have any value: it may be the number of a GPU."""
+    return {name.replace(ANY, str(digit)) for name in names for digit in range(10)}
 
 
 def _pattern(name: str) -> str:

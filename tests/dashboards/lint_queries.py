@@ -71,8 +71,8 @@ def narrowed(dashboard: Json) -> Faults:
 
 
 def _is_choice(matcher: promql.Matcher) -> bool:
-    """Return whether it reads x=~"$x", of which `tree` has made x=~"x"."""
-    return matcher.op == promql.MatchOp.Re and matcher.value == matcher.name
+    """Return whether it reads x=~"$x", of which `tree` has made x=~"x"; with a | it takes what has none as well."""
+    return matcher.op == promql.MatchOp.Re and matcher.value.removesuffix("|") == matcher.name
 
 
 def rates(dashboard: Json) -> Faults:
@@ -97,9 +97,12 @@ def _calls(expr: promql.Expr) -> list[Any]:
 
 
 def fresh(dashboard: Json) -> Faults:
-    """A number that stands alone is of now: the last one of a range may be of an engine that is gone since."""
+    """A number that stands alone is of now: the last one of a range may be of an engine that is gone since.
+
+    A curve behind it is of what is there at its end.
+    """
     for panel in panels(dashboard):
         if panel["type"] in {"stat", "table"}:
             for query in queries(panel):
-                if not query.instant:
+                if not query.instant and "@ end()" not in query.expr:
                     yield Fault(where=query.where, what=f"{query.legend} is the last of a range: ask for an instant")

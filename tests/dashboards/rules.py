@@ -72,7 +72,10 @@ def _seconds(duration: str) -> float:
 
 
 def _lines(name: str, series: Series) -> Iterator[str]:
+    """Yield the lines of a rule's series; two whose names alone differed are one when they have the rule's name."""
+    points: dict[str, list[tuple[float, Any]]] = {}
     for each in series:
         labels = ",".join(f'{label}="{value}"' for label, value in each["metric"].items() if label != "__name__")
-        for at, value in each["values"]:
-            yield f"{name}{{{labels}}} {value} {at}\n"
+        points.setdefault(labels, []).extend((float(at), value) for at, value in each["values"])
+    for labels, values in points.items():
+        yield from (f"{name}{{{labels}}} {value} {at}\n" for at, value in sorted(values))

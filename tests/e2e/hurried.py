@@ -1,14 +1,31 @@
-"""The daemon on a clock that runs $SPEED times as fast: what it waits a minute for comes within seconds."""
+"""The daemon on a clock that runs $SPEED times as fast, from $BEGAN on: a minute comes within seconds."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
+import time
+from pathlib import Path
 
 from vllm_headroom.__main__ import main
 from vllm_headroom.commands.demo.clock import ScaledClock
 from vllm_headroom.daemon import parts
 
+
+class HurriedClock(ScaledClock):
+    """Shows the same time in all processes that are told of the same beginning."""
+
+    def __init__(self) -> None:
+        speed, now = float(os.environ["SPEED"]), time.time()
+        super().__init__(speed)
+        began = float(os.environ.get("BEGAN", now))
+        self._began_epoch_seconds = began + speed * (now - began)
+        self._stepped = Path(os.environ.get("STEPPED", "/nowhere"))
+
+    def time(self) -> float:
+        """Return simulated seconds since the epoch, with the step that the file $STEPPED says the clock was set by."""
+        return super().time() + (float(self._stepped.read_text()) if self._stepped.exists() else 0.0)
+
+
 if __name__ == "__main__":
-    vars(parts)["SystemClock"] = partial(ScaledClock, float(os.environ["SPEED"]))
+    vars(parts)["SystemClock"] = HurriedClock
     main()

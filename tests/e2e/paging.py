@@ -16,9 +16,12 @@ from typing import Any, Final
 
 import httpx
 
+from alerts.generate import with_links
 from tests.process import NO_TLS, eventually
 
 ALERTS: Final = Path(__file__).parents[2] / "alerts"
+RUNBOOKS: Final = "https://runbooks.example"
+GRAFANA: Final = "https://grafana.example"
 KEYS: Final = {
     team: sha256(team.encode()).hexdigest()[:32] for team in ("ml-platform", "infrastructure", "observability")
 }
@@ -88,7 +91,8 @@ def paging(
     text = (ALERTS / "alertmanager" / "alertmanager.yml").read_text()
     text = grouped_by_workload(text) if by_workload else text
     (folder / "alertmanager.yml").write_text(hurried_alertmanager(text, folder, pagerduty_url))
-    (folder / "rules.yaml").write_text(hurried_rules((ALERTS / "rules" / "headroom.yaml").read_text()))
+    rules = with_links((ALERTS / "rules" / "headroom.yaml").read_text(), runbooks=RUNBOOKS, dashboards=GRAFANA)
+    (folder / "rules.yaml").write_text(hurried_rules(rules))
     groups = json.dumps([{"targets": [target.address], "labels": dict(target.labels)} for target in targets])
     config = CONFIG.replace("TARGETS", groups).replace("ADDRESS", alertmanager_address)
     (folder / "prometheus.yml").write_text(config)

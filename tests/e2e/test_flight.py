@@ -32,6 +32,7 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
 
         assert last["command"] == f"vllm-headroom postmortem {last['file']}"
         assert last["file"] in running.get("/").text
+        running.sees(lambda page: page.value("last_incident_timestamp_seconds") == last["t"], "the page says when")
         process = subprocess.run(
             [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"],
             capture_output=True,
@@ -39,7 +40,8 @@ def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
             check=True,
         )
         found = json.loads(process.stdout)
-        assert (found["cause"], found["sure"]) == ("crash", "likely")
+        assert found["cause"] == "crash"
+        assert found["sure"] != "sure"
         assert found["file"] == last["file"]
         assert any("engine is serving" in each for each in found["known"]["log"])
         assert "an incident was set aside" in running.log()

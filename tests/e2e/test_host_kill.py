@@ -52,7 +52,7 @@ class World:
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:  # noqa: ARG002 - as a reader of GPUs
         return failure(Source.NVML)
 
-    async def sample_used(self, timeout_seconds: float) -> None:
+    async def sample_used(self, timeout_seconds: float) -> dict[str, int]:
         raise AssertionError(timeout_seconds)
 
     async def close(self) -> None:

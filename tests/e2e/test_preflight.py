@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.vllm_processes import serving
 from tests.process import eventually
+from tests.unit.commands.doctor.looking import RECORDED
 
 HIDDEN = ("HEADROOM_", "CUDA_", "LD_LIBRARY_PATH")
 OWN = {name: value for name, value in os.environ.items() if not name.startswith(HIDDEN)}
@@ -84,6 +87,8 @@ def test_vllms_options_and_cudas_variable_choose_what_is_judged(nvml: FakeNvml) 
     assert preflight("--tensor-parallel-size=2", **environ).returncode == 1
     assert preflight(CUDA_VISIBLE_DEVICES="0", **environ).returncode == 0
     assert preflight(CUDA_VISIBLE_DEVICES="1", **environ).returncode == 1
+    assert preflight(HIP_VISIBLE_DEVICES="1", **environ).returncode == 1
+    assert preflight(CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="1", **environ).returncode == 0
     assert preflight("--gpus=0", CUDA_VISIBLE_DEVICES="1", **environ).returncode == 0
 
 
@@ -191,13 +196,13 @@ def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], line
     assert process.stderr == f"vllm-headroom preflight: {line}\n"
 
 
-def test_a_variable_that_names_no_gpu_is_bad_input() -> None:
-    process = preflight(CUDA_VISIBLE_DEVICES="NoDevFiles")
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_variable_that_names_no_gpu_is_bad_input(variable: str) -> None:
+    process = preflight(**{variable: "NoDevFiles"})
 
     assert process.returncode == 2
     assert process.stderr == (
-        "vllm-headroom preflight: CUDA_VISIBLE_DEVICES: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes"
-        " its place\n"
+        f"vllm-headroom preflight: {variable}: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes its place\n"
     )
 
 
@@ -207,3 +212,18 @@ def test_its_help_has_an_example() -> None:
     assert process.returncode == 0
     assert "\n  vllm-headroom preflight --gpu-memory-utilization 0.92 --wait 120s\n" in process.stdout
     assert max(map(len, process.stdout.splitlines())) <= 80
+
+
+def test_a_vllm_that_sleeps_is_asked_whether_it_could_wake(nvml: FakeNvml, tmp_path: Path) -> None:
+    sleeps = RECORDED.replace('sleep_state="awake"} 1.0', 'sleep_state="awake"} 0.0')
+    with EngineServer(page(sleeps)) as server, serving(tmp_path, server.port) as core:
+        nvml.gpus[1].used_bytes, nvml.gpus[1].processes = 12 * GIB, {core: 2 * GIB, os.getpid(): 10 * GIB}
+        nvml.write()
+
+        process = preflight("--engine-url", server.url, "--json", **nvml.environment())
+
+    found = document(process)
+    assert (process.returncode, found["verdict"], [gpu["gpu"] for gpu in found["gpus"]]) == (1, "not_good", [1])
+    assert (
+        "the engine sleeps and holds 2.00 GiB; to wake takes about 71.06 GiB, and only" in found["findings"][0]["text"]
+    )

@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 from tests.engine.probed import Probed, probed
+from tests.engine.serving import FOLDER
 from tests.process import eventually
 from tests.unit.probe.running import SPOILING
 
@@ -149,3 +150,37 @@ def test_with_two_data_parallel_engines_and_a_kill(tmp_path: Path) -> None:
         os.killpg(engine.process.pid, signal.SIGKILL)
         engine.process.wait(60)
         assert engine.reports()["EngineCore_DP0"]["scheduler"]["max_num_seqs"] == 16
+
+
+def test_with_two_ranks_of_one_engine(tmp_path: Path) -> None:
+    with probed(tmp_path, "--tensor-parallel-size", "2", VLLM_CPU_OMP_THREADS_BIND="0|1") as engine:
+        expected = {"EngineCore", "VllmWorker-0", "VllmWorker-1"}
+        found = eventually(lambda: all_ if expected <= set(all_ := engine.reports()) else None, "all report")
+        workers = [found["VllmWorker-0"], found["VllmWorker-1"]]
+        core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
+
+        assert [(each["rank"], each["local_rank"], each["role"]) for each in workers] == [
+            (0, 0, "worker"),
+            (1, 1, "worker"),
+        ]
+        tokens = core["kv_blocks_total"] * core["block_size"]
+        assert sum(each["parts"]["kv_cache"] for each in workers) == tokens * core["bytes_per_kv_token"]
+        assert engine.serves()
+
+
+def test_in_an_older_vllm(tmp_path: Path) -> None:
+    """Of 0.27 all is known that is of 0.32."""
+    with probed(tmp_path, path=(FOLDER / "older",)) as engine:
+        found = eventually(lambda: all_ if len(all_ := engine.reports()) >= 3 else None, "three processes report")
+        assert {each["vllm"] for each in found.values()} == {"0.27.1"}
+
+        core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
+        worker = eventually(lambda: engine.reports()["VllmWorker-0"]["parts"], "the worker has a model")
+        assert (core["max_num_seqs"], core["max_model_len"]) == (16, 2048)
+        tokens = core["kv_blocks_total"] * core["block_size"]
+        assert worker["kv_cache"] == tokens * core["bytes_per_kv_token"]
+        assert worker["weights"] > 500_000
+        assert engine.said() == []
+        assert engine.serves()
+        after = engine.after("EngineCore", engine.reports()["EngineCore"]["sequence"])
+        assert after["scheduler"]["steps_total"] >= core["steps_total"] + 2

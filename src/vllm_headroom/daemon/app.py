@@ -121,19 +121,25 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             ending.ask(BEYOND_REPAIR)
         await _record(sampler, views, recorder, flight)
 
+    async def look() -> None:
+        used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, fast))
+        if flight is not None:
+            flight.look(clock.time(), used_bytes)
+
     served = application(
-        metrics=MetricsPage(lambda: sampler.published, clock.monotonic, build()),
+        metrics=MetricsPage(
+            lambda: sampler.published,
+            clock.monotonic,
+            build(),
+            lambda: None if flight is None or flight.last is None else flight.last.seconds,
+        ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    looking = (
-        ()
-        if fast >= interval
-        else (every(fast, partial(parts.gpus.sample_used, min(GPU_TIMEOUT_SECONDS, fast)), clock),)
-    )
+    looking = () if fast >= interval else (every(fast, look, clock),)
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
     return await live(

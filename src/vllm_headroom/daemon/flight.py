@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +11,10 @@ from typing import Any, Final
 import structlog
 
 from vllm_headroom.daemon.known import known, ooms
+from vllm_headroom.daemon.recent import Recent
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
-from vllm_headroom.model import Failure, Life, Snapshot, Values, Verdict
+from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
@@ -30,7 +30,7 @@ AFTER_SECONDS: Final = 300.0
 """What follows within this belongs to the same incident: a hang that a probe ends, the first steps of the next life."""
 
 AGAIN_SECONDS: Final = 60.0
-MOST_XIDS: Final = 32
+MOST_EVENTS: Final = 32
 XID_SECONDS: Final = 900.0
 ENDED: Final = "ended"
 STALLED: Final = "stalled"
@@ -64,23 +64,26 @@ class Flight:
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}
+        self._recent = Recent()
         self._served = False
         self._incident: Incident | None = None
-        self._xids: deque[dict[str, Any]] = deque(maxlen=MOST_XIDS)
         self._ooms: list[dict[str, Any]] = []
-        self._counted: dict[tuple[str, int], int] | None = None
 
     def take_up(self, states: Mapping[str, Any]) -> None:
         """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
         if LIFE in states:
             self._exits = dict(states[LIFE].lives.exits)
 
+    def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
+        """Take note of the memory in use between ticks, by UUID."""
+        self._recent.add(seconds, used_bytes)
+
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
         if self._written is None:
             await self._writing.do(self._look_back)
-        self._note_xids(snapshot)
+        self._recent.note(snapshot)
         self._ooms = ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
         if event is not None:
@@ -106,14 +109,17 @@ class Flight:
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident
         if going is not None:
-            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_XIDS:])
+            self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_EVENTS:])
         else:
             self._incident = Incident(
                 seconds=snapshot.time_seconds,
                 closes=now + AFTER_SECONDS,
                 due=now,
                 events=(event,),
-                before=self._before,
+                before={
+                    **self._before,
+                    "used": self._recent.of(each["uuid"] for each in self._before.get("leaks", ())),
+                },
             )
         self._served = False
 
@@ -136,7 +142,7 @@ class Flight:
             "version": self._version,
             "events": list(incident.events),
             "before": dict(incident.before),
-            "xids": [each for each in self._xids if each["t"] >= earliest],
+            "xids": [each for each in self._recent.xids if each["t"] >= earliest],
             "ooms": [each for each in self._ooms if each["t"] >= earliest],
             "log": list(self._lines()),
         }
@@ -145,18 +151,6 @@ class Flight:
         """Find the last incident of an earlier process."""
         found = newest_in(self._folder)
         self.last = None if found is None else _last(*found)
-
-    def _note_xids(self, snapshot: Snapshot) -> None:
-        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-        if not gpus:
-            return
-        counts = {(gpu.reading.uuid, xid): n for gpu in gpus for xid, n in gpu.reading.xid_errors}
-        before, self._counted = self._counted, {**(self._counted or {}), **counts}
-        if before is None:  # what was counted before this process could tell when
-            return
-        for (uuid, xid), count in counts.items():
-            if count > before.get((uuid, xid), 0):
-                self._xids.append({"t": round(snapshot.time_seconds, 3), "uuid": uuid, "xid": xid})
 
 
 def _last(file: Path, known: Mapping[str, Any]) -> Last:

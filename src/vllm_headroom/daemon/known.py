@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import isfinite
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, Metric, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, Metric, ProbedProcess, Snapshot, Values, Verdict
 
 MOST_HOLDERS: Final = 64
 FIGURES: Final = (
@@ -37,25 +38,37 @@ def known(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> di
         ],
         "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in owned],
         "holders": holders[:MOST_HOLDERS],
+        "probe": [_said(process) for process in _probed(snapshot)[:MOST_HOLDERS]],
         "problems": [each.message for each in parts if isinstance(each, Failure)],
     }
 
 
 def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest OutOfMemoryError of each process that the probe tells of, also of those that have ended."""
-    probe = snapshot.probe
-    if probe is None or isinstance(probe, Failure):
-        return []
     return [
         {
             "t": round(each.oom.at_seconds, 3),
             "uuid": each.oom.uuid,
             "asked": each.oom.asked_bytes,
             "free": each.oom.free_bytes,
+            "allocated": each.oom.allocated_bytes,
+            "reserved": each.oom.reserved_bytes,
         }
-        for each in (*probe.present, *probe.silent, *probe.others)
+        for each in _probed(snapshot)
         if each.oom is not None
     ]
+
+
+def _probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
+    probe = snapshot.probe
+    if probe is None or isinstance(probe, Failure):
+        return ()
+    return (*probe.present, *probe.silent, *probe.others)
+
+
+def _said(process: ProbedProcess) -> dict[str, Any]:
+    """Return the newest file of a process, without what it does not say."""
+    return asdict(process, dict_factory=lambda facts: {name: value for name, value in facts if value is not None})
 
 
 def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:

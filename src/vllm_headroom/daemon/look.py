@@ -16,18 +16,19 @@ from vllm_headroom.daemon.app import CLOSE_SECONDS
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
+SYS: Final = Path("/sys")
 PATIENCE_SECONDS: Final = 6.0
 """For each source, all at the same time: a look has to be over within ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was read of this machine; `gpus` is empty where NVML failed."""
+    """What was read of this machine; `gpus` is empty where none could be read."""
 
     readings: GpuReadings | Failure
     processes: ProcessReadings | Failure
@@ -42,7 +43,7 @@ async def fetched(reader: PageReader) -> str | Failure:
         await closed(reader)
 
 
-async def closed(*readers: PageReader | Nvml) -> None:
+async def closed(*readers: PageReader | Gpus) -> None:
     """Close what was read, unless that takes long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
@@ -50,15 +51,15 @@ async def closed(*readers: PageReader | Nvml) -> None:
                 await reader.close()
 
 
-async def machine(settings: Settings, proc: Path = PROC) -> Machine:
-    """Read NVML and `proc` once, side by side, and tell whose the GPUs are, as the daemon does with these settings."""
-    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc)
+async def machine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Machine:
+    """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
+    cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
     found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
     try:
-        readings, processes = await asyncio.gather(nvml.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
+        readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
     finally:
-        await nvml.close()
+        await cards.close()
     gpus: tuple[Gpu, ...] = ()
     if not isinstance(readings, Failure):
         gpus = attribute(AttributionState(), readings, processes, settings.selection)[1]

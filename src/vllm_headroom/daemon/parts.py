@@ -12,9 +12,9 @@ from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.canary import Asked
 from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProbeSource, ProcessSource
 from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.canary import Canary
 from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -46,7 +46,7 @@ def real_parts(settings: Settings) -> Parts:
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     return Parts(
         engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
-        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
+        gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
         processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
         clock=clock,
         probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),

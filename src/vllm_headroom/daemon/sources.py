@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +25,8 @@ class GpuSource(Protocol):
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
         """Return one reading of every device."""
 
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use, for its peak."""
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID, and note it for its peak; without those that cannot be read now."""
 
     async def close(self) -> None:
         """Let go of the driver."""

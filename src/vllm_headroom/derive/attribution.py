@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.derive.leftovers import alive, leftovers
+from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings, Vendor
 from vllm_headroom.vocabulary import Attribution
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
@@ -34,13 +35,15 @@ class AttributionState:
     """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.
 
     `ledger_opened` is True once the driver has told the memory of a process of the engine: from then on, not knowing
-    who holds what is a passing thing. `ambiguous` is whether /proc, when last read, showed several engines of which
-    none could be told to be the one.
+    who holds what is a passing thing. `ours` are the engine's pids when last seen on any device: what has ended of them
+    is the engine's for as long as NVML lists it, and the pid is not another process's. `ambiguous` is whether /proc,
+    when last read, showed several engines of which none could be told to be the one.
     """
 
     remembered: frozenset[str] = frozenset()
     holders: frozenset[tuple[int, float]] = frozenset()
     ledger_opened: bool = False
+    ours: frozenset[int] = frozenset()
     ambiguous: bool = False
 
 
@@ -62,7 +65,7 @@ def attribute(
     ledger_known = bool(state.remembered) and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
     gpus = []
     for device in readings.devices:
-        engine_bytes, other_bytes = _ledger(device, processes) if ledger_known else (None, None)
+        engine_bytes, other_bytes = _ledger(device, processes, state.ours) if ledger_known else (None, None)
         attribution = _attribution(device, state, selection, devices=len(readings.devices))
         gpu = Gpu(
             reading=device,
@@ -71,6 +74,7 @@ def attribute(
             other_bytes=other_bytes,
             held_bytes=_held(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
+            leftovers=_leftovers(device, readings, processes, state.ours),
         )
         gpus.append(gpu)
     return state, tuple(gpus)
@@ -94,6 +98,9 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
     if not _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS):
         return state
     engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
+    on_devices = {each.pid for device in readings.devices for each in device.processes or ()}
+    ours = (state.ours - alive(processes)) | processes.orphans | engine.keys()
+    state = replace(state, ours=ours & on_devices)
     found = [
         (device.uuid, each) for device in readings.devices for each in device.processes or () if each.pid in engine
     ]
@@ -115,8 +122,8 @@ def _same_pids(
 ) -> bool:
     if isinstance(processes, Failure):
         return False
-    if processes.sees_host_pids:
-        return True
+    if processes.sees_host_pids or all(device.vendor is Vendor.AMD for device in readings.devices):
+        return True  # of AMD's GPUs only such processes are listed as /proc shows under the same pid
     try:
         version = tuple(int(part) for part in (readings.driver_version or "").split("."))
     except ValueError:
@@ -137,12 +144,23 @@ def _attribution(
     return Attribution.SINGLE if devices == 1 else None
 
 
-def _ledger(device: GpuReading, processes: ProcessReadings | Failure) -> tuple[int | None, int | None]:
-    """Return the bytes the engine's processes hold and those other visible ones hold; what is left is nobody's."""
+def _leftovers(
+    device: GpuReading, readings: GpuReadings, processes: ProcessReadings | Failure, ours: frozenset[int]
+) -> tuple[Leftover, ...]:
+    if isinstance(processes, Failure) or not pids_are_true(readings, processes):
+        return ()
+    is_true = process_memory_is_true(readings, processes)
+    return tuple(leftovers(device.processes or (), processes, ours, memory_is_true=is_true))
+
+
+def _ledger(
+    device: GpuReading, processes: ProcessReadings | Failure, ours: frozenset[int]
+) -> tuple[int | None, int | None]:
+    """Return the bytes the engine's processes hold and those other living ones hold; what is left is nobody's."""
     if isinstance(processes, Failure) or processes.ambiguous_roots or device.processes is None or device.memory is None:
         return None, None
-    engine_pids = {process.pid for process in processes.engine} | processes.orphans
-    other_pids = processes.visible_pids - engine_pids
+    engine_pids = {process.pid for process in processes.engine} | processes.orphans | ours
+    other_pids = alive(processes) - engine_pids
     engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
     other_bytes = _total(process for process in device.processes if process.pid in other_pids)
     used_bytes = device.memory.used_bytes

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
-from vllm_headroom.vocabulary import EngineState, LeakState, Level
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
 """With less than this left, HeadroomOutOfMemorySoon pages."""
@@ -46,10 +48,18 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in sorted(owned, key=lambda each: each.reading.index):
-        yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid)
+        to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
+        yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid, to_wake.get(gpu.reading.uuid))
+        for leftover in gpu.leftovers:
+            yield Verdict(
+                subject=f"GPU {gpu.reading.index}",
+                level=Level.WARNING,
+                sentence=f"GPU {gpu.reading.index}: {described(leftover)}.",
+                alert="HeadroomMemoryLeftBehind",
+            )
 
 
-def _gpu(values: Values, gpu: str, uuid: str) -> Verdict:
+def _gpu(values: Values, gpu: str, uuid: str, to_wake: int | None) -> Verdict:
     name = f"GPU {gpu}"
     said = partial(Verdict, subject=name)
     if values.value(catalog.GPU_UP, gpu, uuid) == 0:
@@ -61,6 +71,10 @@ def _gpu(values: Values, gpu: str, uuid: str) -> Verdict:
     free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
     room = "" if free is None else f"; {size(free)} are free"
     level, text = _quiet(values, state, name, (gpu, uuid))
+    if to_wake is not None:
+        text = f"{text}; to wake takes {size(to_wake)}"
+        if free is not None and free < to_wake:
+            level, room = Level.WARNING, f"{room}: {size(to_wake - free)} are missing"
     others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
     if others < NEIGHBOUR_BYTES:
         return said(level=level, sentence=f"{text}{room}.")
@@ -86,13 +100,15 @@ def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
     left = values.value(catalog.TIME_TO_OOM, gpu, uuid)
     least = values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
     rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
+    where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
+    place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
     verb = "leaks" if sure else "may leak"
     soon = left is not None and left < HOUR_SECONDS
     alert = ("HeadroomOutOfMemorySoon" if soon else "HeadroomGpuMemoryLeak") if sure else "HeadroomGpuMemoryGrowing"
     return Verdict(
         subject=f"GPU {gpu}",
         level=Level.ALARM if sure or soon else Level.WARNING,
-        sentence=f"GPU {gpu} {verb}{rate}{_left(left, least)}.",
+        sentence=f"GPU {gpu} {verb}{rate}{place}{_left(left, least)}.",
         alert=alert,
     )
 

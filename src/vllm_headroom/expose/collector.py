@@ -16,13 +16,21 @@ Family = GaugeMetricFamily | CounterMetricFamily
 
 
 class HeadroomCollector(Collector):
-    """Turns what `published` returns (None before the first sample) into families; does no I/O and does not raise."""
+    """Turns what `published` returns (None before the first sample) into families; does no I/O and does not raise.
+
+    `incident` returns when the newest one was, None without one.
+    """
 
     def __init__(
-        self, published: Callable[[], Published | None], monotonic: Callable[[], float], build: tuple[str, str, str]
+        self,
+        published: Callable[[], Published | None],
+        monotonic: Callable[[], float],
+        build: tuple[str, str, str],
+        incident: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._published = published
         self._monotonic = monotonic
+        self._incident = incident
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
 
     def describe(self) -> Iterator[Family]:
@@ -40,7 +48,9 @@ class HeadroomCollector(Collector):
         if published is None:
             return [self._build]
         age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
-        return [self._build, Sample(catalog.SAMPLE_AGE, (), age_seconds), *published.samples]
+        at = self._incident()
+        incident = [] if at is None else [Sample(catalog.LAST_INCIDENT, (), at)]
+        return [self._build, Sample(catalog.SAMPLE_AGE, (), age_seconds), *incident, *published.samples]
 
 
 class OneFamily(Collector):

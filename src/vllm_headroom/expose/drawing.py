@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby
+from operator import itemgetter
 from typing import Final
 
 Point = tuple[float, float | None]
@@ -64,17 +65,23 @@ def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
     """
     if not points:
         return []
-    begin = min(seconds for seconds, _ in points)
-    width = (max(seconds for seconds, _ in points) - begin) / columns or 1.0
+    points = sorted(points, key=_SECONDS)  # in a trace the clock may have been set back
+    begin, width = points[0][0], (points[-1][0] - points[0][0]) / columns or 1.0
     stretches: list[Stretch] = [[]]
-    for _, group in groupby(points, key=lambda point: int((point[0] - begin) / width)):
-        known = [(seconds, value) for seconds, value in group if value is not None]
+    first = 0
+    for column in range(columns + 1):
+        after = bisect_left(points, begin + (column + 1) * width, lo=first, key=_SECONDS)
+        known = [(seconds, value) for seconds, value in points[first:after] if value is not None]
         if known:
-            extremes = {min(known, key=lambda point: point[1]), max(known, key=lambda point: point[1])}
-            stretches[-1] += sorted(extremes)
-        elif stretches[-1]:
+            stretches[-1] += sorted({min(known, key=_VALUE), max(known, key=_VALUE)})
+        elif after > first and stretches[-1]:
             stretches.append([])
+        first = after
     return [stretch for stretch in stretches if stretch]
+
+
+_SECONDS: Final = itemgetter(0)
+_VALUE: Final = itemgetter(1)
 
 
 def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
@@ -83,13 +90,14 @@ def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
-def area(frame: Frame, stretches: Iterable[Stretch]) -> str:
-    """Return what lies between the curve and zero."""
-    ground = frame.height
-    path = "".join(
-        f"{_path(frame, stretch)}V{ground:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in stretches if stretch
-    )
-    return f'<path class="area" d="{path}"/>' if path else ""
+def curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
+    """Return the curve, and shaded what lies between it and zero."""
+    drawn = [(_path(frame, stretch), stretch) for stretch in stretches]
+    if not drawn:
+        return ""
+    areas = "".join(f"{path}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for path, stretch in drawn)
+    lines = "".join(path + ("h.1" if len(stretch) == 1 else "") for path, stretch in drawn)
+    return f'<path class="area" d="{areas}"/><path class="line" d="{lines}"/>'
 
 
 def zero(frame: Frame) -> str:

@@ -6,7 +6,7 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from typing import Final
 
 from vllm_headroom.expose.drawing import Point
@@ -131,10 +131,11 @@ class History:
         oldest = newest - POINTS + 1
         values = [*curve[oldest % POINTS :], *curve[: oldest % POINTS]]
         first = next((place for place, value in enumerate(values) if isfinite(value)), POINTS)
-        return [  # 1e39 requests, which a page may claim, are beyond these floats and become infinite
-            (float((oldest + place) * STEP_SECONDS), values[place] if isfinite(values[place]) else None)
-            for place in range(first, POINTS)
-        ]
+        times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
+        # 1e39 requests, which a page may claim, are infinite as these floats. To ask isfinite takes twice as long, and
+        # this is half of a page.
+        known = [value if -inf < value < inf else None for value in values[first:]]
+        return list(zip(times, known, strict=True))
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Note the verdicts that changed; the figures in them change always."""

@@ -44,17 +44,18 @@ class _Part:
 
 
 class MetricsPage:
-    """Answers /metrics with what `published` returns (None before the first sample)."""
+    """Answers /metrics with what `published` returns (None before the first sample), and when an incident was."""
 
     def __init__(
         self,
         published: Callable[[], Published | None],
         monotonic: Callable[[], float],
         build: tuple[str, str, str],
+        incident: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._published = published
         self._monotonic = monotonic
-        self._collector = HeadroomCollector(published, monotonic, build)
+        self._collector = HeadroomCollector(published, monotonic, build, incident)
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         self._shown: Published | None = None

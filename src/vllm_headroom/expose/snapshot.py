@@ -20,8 +20,8 @@ MANY: Final[Mapping[str, tuple[str, ...]]] = {"gpus": catalog.GPU, "engines": ca
 
 OWN: Final = {"gpus": "gpu_", "engines": "engine_"}
 INFO: Final = "_info"
-AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE)
-"""Of the page of metrics only: `version` and `age_seconds` say the same."""
+AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INCIDENT)
+"""Of the page of metrics only: `version`, `age_seconds` and `last_incident` say the same."""
 
 
 def snapshot_json(view: View) -> Answer:

@@ -74,7 +74,9 @@ class ProcessReadings:
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended. `host` is the memory of the machine and of the engine's container.
+    ended; `strays` are those of cores and workers that init has taken over from a server which nobody saw alive, and of
+    what hangs from them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
+    may hold. `host` is the memory of the machine and of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -82,6 +84,8 @@ class ProcessReadings:
     sees_host_pids: bool
     ambiguous_roots: int = 0
     orphans: frozenset[int] = frozenset()
+    strays: frozenset[int] = frozenset()
+    zombies: frozenset[int] = frozenset()
     host: HostReading = field(default_factory=HostReading)
 
 
@@ -91,7 +95,8 @@ class Life:
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
     nothing of leaks. `began_seconds` is seconds since the epoch. `progress_age_seconds` is None while there is nothing
-    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds.
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
+    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes.
     """
 
     state: EngineState
@@ -101,3 +106,4 @@ class Life:
     exits: tuple[tuple[ExitReason, int], ...] = ()
     progress_age_seconds: float | None = None
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()
+    to_wake: tuple[tuple[str, int], ...] = ()

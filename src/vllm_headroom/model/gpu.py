@@ -1,26 +1,40 @@
-"""What is known of a GPU: what NVML says, and whose it is."""
+"""What is known of a GPU: what its driver says, and whose it is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution
+from vllm_headroom.vocabulary import Attribution, Fate
+
+
+class Vendor(Enum):
+    """Whose driver shows a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
     """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
 
-    `unified` memory is the machine's own, by its kernel: what is used of it is used by all that runs there.
+    AMD's driver tells it as v1 does. `machine_available_bytes` is set where the GPU works on the machine's memory: what
+    the kernel calls available there, for the GPU and all else.
     """
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     reserved_bytes: int | None
-    unified: bool = False
+    machine_available_bytes: int | None = None
+
+    @property
+    def unified(self) -> bool:
+        """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
+        return self.machine_available_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +46,19 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What a process holds of a GPU for no engine any more; `used_bytes` is None where the driver does not tell."""
+
+    pid: int
+    fate: Fate
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """What NVML says of one device, a whole GPU or a MIG instance; None where the device does not support it.
+    """What is told of one device, a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
+
+    What the device does not support is None. `index` is NVML's; AMD's cards are counted on from there.
 
     `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
     `processes` is None when the list could not be read, which is not the same as an empty list.
@@ -51,11 +76,12 @@ class GpuReading:
     processes: tuple[GpuProcess, ...] | None = None
     xid_errors: tuple[tuple[int, int], ...] = ()
     failure: Failure | None = None
+    vendor: Vendor = Vendor.NVIDIA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReadings:
-    """All devices NVML shows; `driver_version` is None where the driver does not tell it."""
+    """All devices that show; `driver_version` is NVIDIA's, None where its driver does not tell it."""
 
     driver_version: str | None
     devices: tuple[GpuReading, ...]
@@ -68,8 +94,8 @@ class Gpu:
     `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.
     `held_bytes` is what the engine is taken to hold: `engine_bytes`, or where these can never be known all that is used
     and not known to be others'; None while they are unknown for now, and on a device that is not the engine's.
-    `process_count` is the number of compute processes NVML lists. `inside` is what the engine's
-    processes say themselves.
+    `process_count` is the number of compute processes NVML lists, `leftovers` those of them that are sure to serve no
+    engine any more. `inside` is what the engine's processes say themselves.
     """
 
     reading: GpuReading
@@ -78,4 +104,5 @@ class Gpu:
     other_bytes: int | None = None
     held_bytes: int | None = None
     process_count: int | None = None
+    leftovers: tuple[Leftover, ...] = ()
     inside: Inside | None = None

@@ -12,9 +12,11 @@ class AllocatorReading:
     """torch's caching allocator on one device; the counts are of this process, since it began.
 
     `inactive_split_bytes` is what it holds, nobody uses and it cannot give back, as the rest of the segment is used.
+    `total_bytes` is what the process takes for the device's memory: less than that where a layer grants it a share.
     """
 
     uuid: str
+    total_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_split_bytes: int | None = None
@@ -28,8 +30,6 @@ class PoolReading:
 
     weights_bytes: int | None = None
     kv_cache_bytes: int | None = None
-    runtime_bytes: int | None = None
-    workspace_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerReading:
-    """What an engine core's scheduler knows; `steps_total` counts what it has done."""
+    """What an engine core's scheduler knows and the page does not say; `steps_total` counts what it has done."""
 
-    kv_blocks_total: int | None = None
-    kv_blocks_free: int | None = None
-    block_size: int | None = None
-    running: int | None = None
-    waiting: int | None = None
     steps_total: int | None = None
     max_num_seqs: int | None = None
-    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +84,6 @@ class OomRecord:
     free_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
-    running: int | None = None
-    waiting: int | None = None
     seen: int | None = None
 
 
@@ -133,9 +125,11 @@ class ProbeReadings:
 class Inside:
     """What the engine's processes say of one GPU: torch's allocator, and the ledger of what they hold there.
 
-    A part that is not known is not in `parts`.
+    `granted_bytes` is what they may take there, by what each takes for the device's memory. A part that is not known is
+    not in `parts`.
     """
 
+    granted_bytes: int | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     parts: tuple[tuple[MemoryPart, int], ...] = ()

@@ -56,11 +56,12 @@ def _process(document: Mapping[str, Any]) -> ProbedProcess:
     devices = each(document, "devices", _device) or ()
     if len(devices) > MOST_DEVICES:
         raise WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    interval_seconds = number(document, "interval_seconds")
+    pid, written_at_seconds = int(_needed(document, "pid")), _needed(document, "t")
+    interval_seconds, oom = number(document, "interval_seconds"), within(document, "oom", _oom)
     return ProbedProcess(
-        pid=int(_needed(document, "pid")),
+        pid=pid,
         started_at_seconds=_needed(document, "started_at"),
-        written_at_seconds=_needed(document, "t"),
+        written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
         role=_role(document),
         stopped=_text(document, "stopped"),
@@ -70,7 +71,7 @@ def _process(document: Mapping[str, Any]) -> ProbedProcess:
         parts=within(document, "parts", _parts),
         scheduler=within(document, "scheduler", _scheduler),
         host=within(document, "host", _host),
-        oom=within(document, "oom", _oom),
+        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every life to come
     )
 
 
@@ -97,6 +98,7 @@ def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
         raise WrongFieldError("uuid", None, "the UUID of a device")
     return AllocatorReading(
         uuid=uuid,
+        total_bytes=size(entry, "total"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved"),
         inactive_split_bytes=size(entry, "inactive_split"),
@@ -118,25 +120,11 @@ def _parts(entry: dict[str, Any]) -> EngineParts:
 
 
 def _pool(entry: dict[str, Any]) -> PoolReading:
-    return PoolReading(
-        weights_bytes=size(entry, "weights"),
-        kv_cache_bytes=size(entry, "kv_cache"),
-        runtime_bytes=size(entry, "runtime"),
-        workspace_bytes=size(entry, "workspace"),
-    )
+    return PoolReading(weights_bytes=size(entry, "weights"), kv_cache_bytes=size(entry, "kv_cache"))
 
 
 def _scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    return SchedulerReading(
-        kv_blocks_total=size(entry, "kv_blocks_total"),
-        kv_blocks_free=size(entry, "kv_blocks_free"),
-        block_size=size(entry, "block_size"),
-        running=size(entry, "running"),
-        waiting=size(entry, "waiting"),
-        steps_total=size(entry, "steps_total"),
-        max_num_seqs=size(entry, "max_num_seqs"),
-        max_model_len=size(entry, "max_model_len"),
-    )
+    return SchedulerReading(steps_total=size(entry, "steps_total"), max_num_seqs=size(entry, "max_num_seqs"))
 
 
 def _host(entry: dict[str, Any]) -> HostBlock:
@@ -161,6 +149,4 @@ def _oom(entry: dict[str, Any]) -> OomRecord:
         free_bytes=size(entry, "free"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved"),
-        running=size(entry, "running"),
-        waiting=size(entry, "waiting"),
     )

@@ -53,6 +53,13 @@ missing from "Free memory on device".
 """
 
 
+LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
+"""Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
+Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that runs out of it
+does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
+"""
+
+
 def activations(question: Question) -> Range | None:
     """Return the peak of vLLM's profiling run; None where the hidden size or the vocabulary is not known.
 
@@ -83,5 +90,7 @@ def graphs(question: Question) -> Range:
 
 
 def outside(question: Question) -> Range:
-    """Return what the engine takes of the card on top of its budget."""
-    return CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION
+    """Return what the engine takes of the card on top of its budget, and what a machine of one memory needs besides."""
+    found = CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION
+    machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes
+    return found + Range(low=machine, high=machine) if question.unified_memory else found

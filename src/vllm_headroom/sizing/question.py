@@ -32,9 +32,10 @@ class Question:
     """A model and vLLM's settings by vLLM's names; None where they are not known.
 
     `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these
-    are known better than by counting. `gpu_memory_bytes` is one card's total. `kv_cache_memory_bytes` is the KV cache's
-    size when vLLM is told it, and then counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie
-    in the host's memory. `max_loras` is 0 without adapters. `draft` is the model that speculates.
+    are known better than by counting. `gpu_memory_bytes` is one card's total: with `unified_memory` that of its
+    machine, on whose memory it works. `kv_cache_memory_bytes` is the KV cache's size when vLLM is told it, and then
+    counts instead of the utilization. `cpu_offload_bytes` of each GPU's weights lie in the host's memory. `max_loras`
+    is 0 without adapters. `draft` is the model that speculates.
     """
 
     shape: ModelShape
@@ -57,6 +58,7 @@ class Question:
     typical_len: int = TYPICAL_TOKENS
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = False
+    unified_memory: bool = False
 
     @property
     def total_bytes(self) -> float | None:

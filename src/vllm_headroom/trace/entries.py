@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
-from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, HostMemory, Inside
-from vllm_headroom.parse.fields import WrongFieldError, number, size, text, truth, within
+from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, HostMemory, Inside, Leftover
+from vllm_headroom.parse.fields import WrongFieldError, each, number, size, text, truth, within
 from vllm_headroom.trace.fields import known
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, Fate, MemoryPart, Role
 
 NO_PID: Final = 0
 """A trace tells processes apart by their start alone."""
@@ -20,7 +20,7 @@ _NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "star
 _READS: Final[Mapping[object, Any]] = {str: text, float | None: number, str | None: text, bool | None: truth}
 _TYPES: Final = get_type_hints(EngineReading)
 _FACTS: Final = tuple(
-    (each.name, _NAMES.get(each.name, each.name), _READS[_TYPES[each.name]]) for each in fields(EngineReading)
+    (fact.name, _NAMES.get(fact.name, fact.name), _READS[_TYPES[fact.name]]) for fact in fields(EngineReading)
 )
 """Each field of EngineReading, its name in a trace and what reads it there."""
 
@@ -64,6 +64,8 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
+            "leftovers": [known({"fate": left.fate, "used": left.used_bytes}) for left in gpu.leftovers] or None,
+            "granted": inside.granted_bytes,
             "allocated": inside.allocated_bytes,
             "reserved_by_torch": inside.reserved_bytes,
             "parts": dict(inside.parts) or None,
@@ -89,14 +91,24 @@ def gpu_of(entry: Mapping[str, Any], place: int) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine is None and used is not None else engine,
         process_count=size(entry, "processes"),
+        leftovers=each(entry, "leftovers", _leftover_of) or (),
         inside=_inside(entry),
     )
+
+
+def _leftover_of(entry: Mapping[str, Any], _place: int) -> Leftover:
+    named = text(entry, "fate")
+    fate = next((fate for fate in Fate if fate == named), None)
+    if fate is None:
+        raise WrongFieldError("fate", named, ", ".join(Fate))
+    return Leftover(pid=NO_PID, fate=fate, used_bytes=size(entry, "used"))
 
 
 def _inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return what the engine's processes said; parts that are not known here are passed over."""
     parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
     found = Inside(
+        granted_bytes=size(entry, "granted"),
         allocated_bytes=size(entry, "allocated"),
         reserved_bytes=size(entry, "reserved_by_torch"),
         parts=tuple((part, known_bytes) for part, known_bytes in parts if known_bytes is not None),

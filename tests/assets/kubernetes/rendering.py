@@ -48,10 +48,10 @@ def documents(text: str) -> list[Document]:
     return [document for document in yaml.safe_load_all(text) if document]
 
 
-def kustomization(folder: Path, *, resource: Path, components: Iterable[Path]) -> Path:
-    """Write into the folder what puts components onto a resource, and return the folder."""
+def kustomization(folder: Path, *, resource: Path | None = None, components: Iterable[Path]) -> Path:
+    """Write into the folder what puts components onto a resource, if any, and return the folder."""
     content = {
-        "resources": [os.path.relpath(resource, folder)],
+        "resources": [] if resource is None else [os.path.relpath(resource, folder)],
         "components": [os.path.relpath(component, folder) for component in components],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))

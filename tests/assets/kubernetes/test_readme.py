@@ -49,10 +49,25 @@ def test_the_kustomization_of_the_page_builds(tmp_path: Path) -> None:
     assert [fault for each in built for fault in schemas.faults(each, "1.29")] == []
 
 
+@needs_kustomize
+def test_the_links_of_the_page_build(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(configMapGenerator:\n.*?)```", README, re.DOTALL)
+    here = os.path.relpath(REPOSITORY, tmp_path)
+    (tmp_path / "kustomization.yaml").write_text(REMOTE.sub(lambda found: f"{here}/{found[1]}", block))
+
+    text = rendered(tmp_path)
+
+    assert (
+        "runbook_url: https://git.your.org/vllm-headroom/blob/main/alerts/runbooks/HeadroomGpuMemoryLeak.md\n" in text
+    )
+    assert "dashboard_url: https://grafana.your.org/d/" in text
+    assert [each["kind"] for each in documents(text)] == ["PrometheusRule"]
+
+
 def test_what_is_named_is_there() -> None:
     named = set(
         re.findall(
-            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|memory-limit|probe|gates)`",
+            r"`((?:gpu|sidecar)(?:-[a-z]+)*|podmonitor|prometheusrule|dashboards|keda|hpa|networkpolicy|memory-limit|probe|gates|[a-z]+-links)`",
             README,
         )
     )

@@ -41,7 +41,7 @@ def judge(trace: Labelled) -> dict[str, Any]:
     if trace.truth["leak"]:
         row |= _figures("first", course.first, trace.truth) | _figures("last", before_end or course.last, trace.truth)
         where = trace.truth.get("location")
-        if where is not None and course.first is not None and course.first.location is not None:
+        if where is not None and course.first is not None:
             row["placed"] = course.first.location == where
         row["held"] = None if ends is None or not row["found"] else course.last.seconds >= ends - END_SECONDS
     return row | _others(trace.truth, readings)

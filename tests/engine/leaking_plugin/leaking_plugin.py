@@ -1,7 +1,7 @@
 """A plugin of vLLM's that leaks host memory on purpose, by a known amount; run by the Python that vLLM is installed in.
 
 LEAKS says how: `engine_core=requests worker=lumps`. Each process writes what it keeps, and since when, to a file of its
-role in the folder LEAKED.
+role in the folder LEAKED. LEAKED_BYTES_PER_SECOND is how fast a leak by `time` is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 BYTES_PER_REQUEST = 12_800
 """12.8 MB per thousand requests: vLLM's best known leak on a GPU."""
 REQUESTS_PER_LUMP = 1000
-BYTES_PER_SECOND = 128_000
-"""What ten requests a second would leak."""
+BYTES_PER_SECOND = int(os.environ.get("LEAKED_BYTES_PER_SECOND", "128000"))
+"""By itself what ten requests a second would leak."""
 TOLD_EVERY_SECONDS = 15.0
 
 

@@ -15,6 +15,7 @@
  *   temperature 41                            degrees Celsius
  *   power 212500                              milliwatts
  *   process 4242 1073741824                   pid and bytes, or N/A
+ *   client 4243 1073741824                    the same of a client of MPS
  *   ecc 1 0                                   ECC is on, and off from the next reset on
  *   rows 1 0                                  row remapping: one is pending, none has failed
  *   pages 1                                   retired pages are pending
@@ -45,6 +46,7 @@ typedef unsigned long long u64;
 typedef struct { char function[TEXT]; double value; } Fault;
 typedef struct { Fault list[MAX_FAULTS]; int count; } Faults;
 typedef struct { unsigned pid; u64 used; unsigned gpu_instance, compute_instance; } ProcessInfo;
+typedef struct { ProcessInfo list[MAX_PROCESSES]; int count; } Processes;
 typedef struct { u64 total, free, used; } MemoryV1;
 typedef struct { unsigned version; u64 total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned gpu, memory; } Utilization;
@@ -52,11 +54,11 @@ typedef struct { unsigned gpu, memory; } Utilization;
 typedef struct Device {
   char uuid[TEXT], name[TEXT];
   struct Device *parent;
-  int live, has_memory, utilization, temperature, power, mig, process_count, xid_count;
+  int live, has_memory, utilization, temperature, power, mig, xid_count;
   int ecc, ecc_pending, rows_pending, rows_failed, pages_pending;
   unsigned gpu_instance, xids[MAX_XIDS], xid_instances[MAX_XIDS];
   u64 total, used, reserved;
-  ProcessInfo processes[MAX_PROCESSES];
+  Processes processes, clients;
   Faults errors, hangs;
   int registered, delivered;
 } Device;
@@ -72,7 +74,7 @@ static int device_count, gpu_count, instance_count, initialised;
 static Faults global_errors, global_hangs;
 
 static void forget_facts(Device *device) {
-  device->live = device->has_memory = device->process_count = device->xid_count = 0;
+  device->live = device->has_memory = device->processes.count = device->clients.count = device->xid_count = 0;
   device->utilization = device->temperature = device->power = device->mig = -1;
   device->ecc = device->rows_pending = device->pages_pending = -1;
   device->errors.count = device->hangs.count = 0;
@@ -101,9 +103,9 @@ static void add_fault(Faults *faults, const char *text) {
   if (faults->count < MAX_FAULTS && sscanf(text, "%95s %lf", fault->function, &fault->value) == 2) faults->count++;
 }
 
-static void add_process(Device *device, const char *text) {
-  if (device->process_count == MAX_PROCESSES) return;
-  ProcessInfo *process = &device->processes[device->process_count++];
+static void add_process(Processes *processes, const char *text) {
+  if (processes->count == MAX_PROCESSES) return;
+  ProcessInfo *process = &processes->list[processes->count++];
   process->used = NOT_AVAILABLE;
   process->gpu_instance = process->compute_instance = ANY_INSTANCE;
   sscanf(text, "%u %llu", &process->pid, &process->used);
@@ -127,7 +129,8 @@ static void learn(Device *device, const char *fact, const char *text) {
   if (!strcmp(fact, "ecc")) sscanf(text, "%d %d", &device->ecc, &device->ecc_pending);
   if (!strcmp(fact, "rows")) sscanf(text, "%d %d", &device->rows_pending, &device->rows_failed);
   if (!strcmp(fact, "pages")) device->pages_pending = atoi(text);
-  if (!strcmp(fact, "process")) add_process(device, text);
+  if (!strcmp(fact, "process")) add_process(&device->processes, text);
+  if (!strcmp(fact, "client")) add_process(&device->clients, text);
   if (!strcmp(fact, "xid")) add_xid(device, text);
 }
 
@@ -338,13 +341,22 @@ int nvmlDeviceGetPowerUsage(Device *device, unsigned *milliwatts) {
   return end(number(&device->power, milliwatts));
 }
 
+static int list(const Processes *processes, unsigned *count, ProcessInfo *infos) {
+  unsigned room = *count;
+  *count = (unsigned)processes->count;
+  if (room < *count) return end(INSUFFICIENT_SIZE);
+  if (*count) memcpy(infos, processes->list, *count * sizeof *infos);
+  return end(SUCCESS);
+}
+
 int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *infos) {
   BEGIN(device);
-  unsigned room = *count;
-  *count = (unsigned)device->process_count;
-  if (room < *count) return end(INSUFFICIENT_SIZE);
-  if (*count) memcpy(infos, device->processes, *count * sizeof *infos);
-  return end(SUCCESS);
+  return list(&device->processes, count, infos);
+}
+
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device *device, unsigned *count, ProcessInfo *infos) {
+  BEGIN(device);
+  return list(&device->clients, count, infos);
 }
 
 int nvmlDeviceGetEccMode(Device *device, unsigned *current, unsigned *pending) {

@@ -49,6 +49,7 @@ class FakeDevice:
     """A GPU or a MIG instance; what is None is not supported.
 
     `memory_bytes` is total, used and reserved; `errors` and `hangs` map a C function, or "all", to a code or seconds.
+    `processes` and `clients`, those of MPS, map pids to bytes, None where these are not told.
     `ecc` is whether ECC is on now and after the next reset, `rows` whether a row remapping is pending and has failed.
     """
 
@@ -64,6 +65,7 @@ class FakeDevice:
     rows: tuple[bool, bool] | None = None
     pages_pending: bool | None = None
     processes: dict[int, int | None] = field(default_factory=dict)
+    clients: dict[int, int | None] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
     hangs: dict[str, float] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ class FakeDevice:
         return [
             *(f"{fact} {value}" for fact, value in facts.items() if value is not None),
             *(f"process {pid} {'N/A' if used is None else used}" for pid, used in self.processes.items()),
+            *(f"client {pid} {'N/A' if used is None else used}" for pid, used in self.clients.items()),
             *_faults(self.errors, self.hangs),
         ]
 

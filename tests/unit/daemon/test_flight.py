@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.recent import MOST_LOOKS
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
@@ -136,6 +137,20 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert later.last == last
 
 
+def test_the_last_ten_minutes_of_memory_are_told_second_by_second(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    step(subject, seen(watch))
+    for tenth in range(7000):
+        subject.look(BEGAN + tenth / 10, {"GPU-a": tenth, "GPU-of-others": 1})
+    died(subject, watch)
+
+    ((uuid, used),) = header(the_incident(tmp_path))["before"]["used"].items()
+    assert uuid == "GPU-a"
+    assert len(used) == MOST_LOOKS
+    assert used[-1][1] >= 6990
+    assert all(0.8 < later - at < 1.1 for (at, _), (later, _) in pairwise(used))
+
+
 def test_what_follows_within_five_minutes_belongs_to_it(tmp_path: Path) -> None:
     subject = flight(tmp_path)
     watch = died(subject)
@@ -191,7 +206,12 @@ def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
 
 def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
-    raised = [OomRecord(at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3) for at in (9.0, -2000.0)]
+    raised = [
+        OomRecord(
+            at_seconds=BEGAN + at, uuid="GPU-a", asked_bytes=5, free_bytes=3, allocated_bytes=60, reserved_bytes=64
+        )
+        for at in (9.0, -2000.0)
+    ]
     left = tuple(
         ProbedProcess(
             pid=pid, started_at_seconds=1.0, written_at_seconds=2.0, interval_seconds=5.0, role=Role.WORKER, oom=oom
@@ -199,9 +219,14 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
         for pid, oom in enumerate(raised)
     )
     step(subject, replace(seen(watch), probe=ProbeReadings(others=left)))
-    died(subject, watch)
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0, total=80 * 2**30),))
+    step(subject, seen(watch))
 
-    assert header(the_incident(tmp_path))["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    known = header(the_incident(tmp_path))
+    assert known["ooms"] == [{"t": BEGAN + 9, "uuid": "GPU-a", "asked": 5, "free": 3, "allocated": 60, "reserved": 64}]
+    newest, _ = known["before"]["probe"]
+    assert (newest["pid"], newest["role"], newest["oom"]["asked_bytes"]) == (0, "worker", 5)
+    assert "parts" not in newest, "what it does not say is left out"
 
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:

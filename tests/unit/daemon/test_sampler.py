@@ -55,7 +55,7 @@ class Said:
         assert timeout_seconds == 2.0
         return self.gpus
 
-    async def sample_used(self, timeout_seconds: float) -> None:
+    async def sample_used(self, timeout_seconds: float) -> dict[str, int]:
         raise AssertionError(timeout_seconds)
 
     async def close(self) -> None:

@@ -120,7 +120,11 @@ def test_of_memory_that_is_the_machines_what_nobody_is_known_to_hold_is_not_the_
     shared = replace(
         device(0),
         memory=GpuMemory(
-            total_bytes=100 * GIB, used_bytes=40 * GIB, free_bytes=60 * GIB, reserved_bytes=None, unified=True
+            total_bytes=100 * GIB,
+            used_bytes=40 * GIB,
+            free_bytes=60 * GIB,
+            reserved_bytes=None,
+            machine_available_bytes=60 * GIB,
         ),
     )
 

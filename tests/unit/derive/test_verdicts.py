@@ -10,9 +10,9 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Life, Metric, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, Fate, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -51,6 +51,20 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
 def test_what_is_not_known_of_a_leak_is_not_said() -> None:
     assert of("GPU 0", state(LeakState.LEAKING)).sentence == "GPU 0 leaks."
     assert of("GPU 0", state(LeakState.LEAKING), LEAK[0]).sentence == "GPU 0 leaks 343 MiB an hour."
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (LeakLocation.TENSORS, "tensors"),
+        (LeakLocation.FRAGMENTATION, "what torch has reserved and cannot use"),
+        (LeakLocation.OUTSIDE_TORCH, "what torch knows nothing of"),
+    ],
+)
+def test_where_it_leaks_is_said_where_the_probe_knows_it(where: LeakLocation, said: str) -> None:
+    verdict = of("GPU 0", state(LeakState.LEAKING), LEAK[1], state(where, catalog.LEAK_LOCATION))
+
+    assert verdict.sentence == f"GPU 0 leaks 12.6 MiB per 1,000 requests, in {said}."
 
 
 def test_with_less_than_an_hour_left_the_runbook_is_the_pages() -> None:
@@ -165,3 +179,29 @@ def test_the_worst_comes_first() -> None:
     assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
     assert worst(found) is Level.ALARM
     assert worst(()) is Level.UNKNOWN
+
+
+def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_said_of_the_gpu() -> None:
+    left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
+    at = replace(seen(), gpus=(replace(gpu(), leftovers=(left,)),))
+
+    first, *_ = [each for each in verdicts(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
+
+    assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
+    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
+
+
+@pytest.mark.parametrize(
+    ("to_wake", "level", "says"),
+    [
+        (2 * GIB, Level.GOOD, "; to wake takes 2 GiB; 5 GiB are free."),
+        (9 * GIB, Level.WARNING, "; to wake takes 9 GiB; 5 GiB are free: 4 GiB are missing."),
+    ],
+)
+def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
+    at = replace(seen(), life=Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+
+    verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
+
+    assert verdict.sentence == f"GPU 0: the engine sleeps{says}"
+    assert verdict.level is level

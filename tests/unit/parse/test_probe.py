@@ -82,7 +82,13 @@ def test_a_whole_file_is_understood() -> None:
             vllm_version="0.32.0",
             devices=(
                 AllocatorReading(
-                    uuid="GPU-a", allocated_bytes=1, reserved_bytes=2, inactive_split_bytes=3, retries=4, ooms=5
+                    uuid="GPU-a",
+                    total_bytes=80,
+                    allocated_bytes=1,
+                    reserved_bytes=2,
+                    inactive_split_bytes=3,
+                    retries=4,
+                    ooms=5,
                 ),
             ),
             parts=EngineParts(
@@ -92,18 +98,9 @@ def test_a_whole_file_is_understood() -> None:
                 activation_peak_bytes=4,
                 requested_bytes=5,
                 asleep=False,
-                pool=PoolReading(weights_bytes=1, kv_cache_bytes=2, runtime_bytes=3, workspace_bytes=4),
+                pool=PoolReading(weights_bytes=1, kv_cache_bytes=2),
             ),
-            scheduler=SchedulerReading(
-                kv_blocks_total=1000,
-                kv_blocks_free=900,
-                block_size=16,
-                running=3,
-                waiting=0,
-                steps_total=12345,
-                max_num_seqs=256,
-                max_model_len=4096,
-            ),
+            scheduler=SchedulerReading(steps_total=12345, max_num_seqs=256),
             host=HostBlock(used_bytes=1, file_bytes=2, limit_bytes=3, oom_kills=0, shm_used_bytes=1, shm_limit_bytes=2),
             oom=OomRecord(
                 at_seconds=1.5,
@@ -112,7 +109,6 @@ def test_a_whole_file_is_understood() -> None:
                 free_bytes=2,
                 allocated_bytes=4,
                 reserved_bytes=5,
-                running=6,
             ),
         ),
         "a-boot",
@@ -188,6 +184,14 @@ def test_content_that_is_no_probes_is_told_from_it(content: bytes, says: str) ->
 
     assert isinstance(found, str)
     assert found.startswith(says)
+
+
+def test_an_error_that_is_later_than_its_file_is_not_believed() -> None:
+    before, later = parsed(oom={"t": WHOLE["t"]}), parsed(oom={"t": WHOLE["t"] + 0.1})
+
+    assert not isinstance(before, str)
+    assert not isinstance(later, str)
+    assert (before[0].oom, later[0].oom) == (OomRecord(at_seconds=WHOLE["t"]), None)
 
 
 def test_long_text_is_cut() -> None:

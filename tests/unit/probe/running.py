@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -74,5 +74,6 @@ def vllm(
         eventually(lambda: running.serves() or process.poll() is not None, "the fake serves")
         yield running
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a test may have killed them all
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
+from uuid import UUID
 
 import pytest
 
@@ -150,6 +151,15 @@ def test_the_uuid_is_written_as_nvml_has_it(
     found = Gpu().device(worker)
     assert found is not None
     assert found["uuid"] == uuid
+
+
+def test_the_uuid_of_an_amd_card_is_its_id(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HIP writes the id's digits as the bytes of a UUID, which torch prints as hexadecimal."""
+    monkeypatch.setattr(cuda, "UUID", UUID(bytes=b"fc1d2a3b4c5d6e7f"))
+
+    found = Gpu().device(worker)
+    assert found is not None
+    assert found["uuid"] == "GPU-fc1d2a3b4c5d6e7f"
 
 
 def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,12 +21,13 @@ from vllm_headroom.model import (
     GpuReading,
     HostMemory,
     Inside,
+    Leftover,
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
-from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, Fate, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)
@@ -38,6 +39,9 @@ OF_TYPE: Final[dict[Any, st.SearchStrategy[Any]]] = {
     bool | None: st.none() | st.booleans(),
 }
 FACTS: Final = {name: OF_TYPE[kind] for name, kind in get_type_hints(EngineReading).items()}
+
+
+LEFTOVERS: Final = st.builds(Leftover, pid=st.just(0), fate=st.sampled_from(Fate), used_bytes=st.none() | SIZES)
 
 
 @st.composite
@@ -64,6 +68,7 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
         other_bytes=other,
         held_bytes=max(0, used - (other or 0)) if engine_bytes is None else engine_bytes,
         process_count=draw(st.none() | st.integers(0, 9)),
+        leftovers=tuple(draw(st.lists(LEFTOVERS, max_size=2))),
         inside=_inside(draw),
     )
 
@@ -71,6 +76,7 @@ def _gpu(draw: st.DrawFn, index: int, uuid: str) -> Gpu:
 def _inside(draw: st.DrawFn) -> Inside | None:
     parts = draw(st.dictionaries(st.sampled_from(MemoryPart), SIZES))
     inside = Inside(
+        granted_bytes=draw(st.none() | SIZES),
         allocated_bytes=draw(st.none() | SIZES),
         reserved_bytes=draw(st.none() | SIZES),
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),
@@ -174,11 +180,12 @@ def test_the_host_has_the_names_of_the_contract() -> None:
 
 
 def test_what_is_inside_has_the_names_of_the_contract() -> None:
-    known = Inside(allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
+    known = Inside(granted_bytes=7, allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
 
     (entry,) = record_of(snapshot(gpus=(gpu(inside=known),)))["gpus"]
 
-    assert (entry["allocated"], entry["reserved_by_torch"], entry["parts"]) == (5, 6, {"weights": 4})
+    names = ("granted", "allocated", "reserved_by_torch", "parts")
+    assert tuple(entry[name] for name in names) == (7, 5, 6, {"weights": 4})
 
 
 def test_fields_that_have_no_home_yet_are_passed_over() -> None:

@@ -30,6 +30,13 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- else if eq .gpu "dra" }}
   - {name: HEADROOM_GPUS, value: all}
   {{- end }}
+  {{- with .memoryLimitOf }}
+  - name: HEADROOM_HOST_MEMORY_LIMIT_BYTES
+    valueFrom: {resourceFieldRef: {containerName: {{ . }}, resource: limits.memory, divisor: "1"}}
+  {{- end }}
+  {{- with include "vllm-headroom.runbooks" $ }}
+  - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
+  {{- end }}
   {{- range $name, $value := .env }}
   - {name: {{ $name }}, value: {{ $value | quote }}}
   {{- end }}
@@ -79,6 +86,13 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
 {{- if .Values.sidecar.probe -}}
 - {name: headroom-probe, mountPath: /opt/headroom-probe, readOnly: true}
 - {name: headroom-probe-files, mountPath: /run/headroom-probe}
+{{- end -}}
+{{- end -}}
+
+{{/* Where each runbook is, with {alert} for the alert's name; nothing where that is not known. */}}
+{{- define "vllm-headroom.runbooks" -}}
+{{- with .Values.addresses.runbooks -}}
+{{ contains "{alert}" . | ternary . (print (trimSuffix "/" .) "/{alert}") }}
 {{- end -}}
 {{- end -}}
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.model import HostMemory
+from vllm_headroom.model import HostMemory, Leftover
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
@@ -65,7 +65,8 @@ class GpuFacts:
     """One GPU of the engine's, in bytes.
 
     `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, and 0
-    up to SOMEBODY_BYTES. `roomy_running` is the most requests that ran while LOW_BYTES and more were left.
+    up to SOMEBODY_BYTES. `leftovers` are what is held lastly for no engine any more. `roomy_running` is the most
+    requests that ran while LOW_BYTES and more were left.
     """
 
     index: int
@@ -78,6 +79,7 @@ class GpuFacts:
     least_others_bytes: float | None = None
     most_others_bytes: float | None = None
     spells: tuple[Spell, ...] = ()
+    leftovers: tuple[Leftover, ...] = ()
     roomy_running: float | None = None
 
 

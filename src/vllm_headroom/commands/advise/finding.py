@@ -16,6 +16,7 @@ class Cause(StrEnum):
     GPU_LEAK = "gpu_leak"
     HOST_LEAK = "host_leak"
     CRASH = "crash"
+    LEFT_BEHIND = "left_behind"
     ANOTHER_TENANT = "another_tenant"
     START_UP = "start_up"
     MODEL_DOES_NOT_FIT = "model_does_not_fit"

@@ -15,6 +15,7 @@ from vllm_headroom.commands.advise.rules.cache import kv_cache_blow_out, too_man
 from vllm_headroom.commands.advise.rules.crash import crash
 from vllm_headroom.commands.advise.rules.host import host_memory_short
 from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
+from vllm_headroom.commands.advise.rules.leftovers import left_behind
 from vllm_headroom.commands.advise.rules.prefix import prefix_cache
 from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
 from vllm_headroom.commands.advise.rules.starting import does_not_start, start_up
@@ -26,7 +27,7 @@ from vllm_headroom.vocabulary import LeakState
 Rule = Callable[[Facts], Advice | None]
 
 LEAKS: Final[tuple[Rule, ...]] = (gpu_leak, host_leak)
-EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (another_tenant, start_up, does_not_start, kv_block_leak)
+EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (left_behind, another_tenant, start_up, does_not_start, kv_block_leak)
 """What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import exp
 from typing import Final
 
@@ -13,6 +13,7 @@ from vllm_headroom.model import EngineProcess, GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.vocabulary import Role
 
 PEAK_SECONDS: Final = 60.0
+UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 NEIGHBOUR_PID: Final = 90_000
 PAGE_BYTES: Final = 4_096
 RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
@@ -39,7 +40,7 @@ class SimulatedGpus:
         world = self._look()
         device = GpuReading(
             index=0,
-            uuid="GPU-00000000-0000-4000-8000-000000000000",
+            uuid=UUID,
             name="Simulated H100 80GB",
             memory=_memory(world),
             used_peak_bytes=max(used_bytes for _, used_bytes in self._seen),
@@ -50,9 +51,9 @@ class SimulatedGpus:
         )
         return GpuReadings(driver_version="580.00", devices=(device,))
 
-    async def sample_used(self, timeout_seconds: float) -> None:  # noqa: ARG002 - it never takes long
-        """Look at the memory in use, for the peak of the last 60 s."""
-        self._look()
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:  # noqa: ARG002 - it never takes long
+        """Return the memory in use by UUID, and note it for the peak of the last 60 s."""
+        return {UUID: self._look().used_bytes}
 
     async def close(self) -> None:
         """Do nothing: there is no driver."""

@@ -23,7 +23,7 @@ from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.build import version
-from vllm_headroom.daemon.look import PROC
+from vllm_headroom.daemon.look import PROC, SYS
 
 DESCRIPTION: Final = """\
 Says what the daemon can see from here with these settings, what is missing, and
@@ -47,10 +47,10 @@ async def _run(given: Namespace) -> tuple[Finding, ...]:
     return await examine(given.settings)
 
 
-async def examine(settings: Settings, proc: Path = PROC) -> tuple[Finding, ...]:
+async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> tuple[Finding, ...]:
     """Look at everything at the same time, and return one finding for each name."""
     sight, port, state, trace, files = await asyncio.gather(
-        look(settings, proc),
+        look(settings, proc, sys),
         listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
         state_dir(settings.state_dir),
         trace_file(settings.trace_file),

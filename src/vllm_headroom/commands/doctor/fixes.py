@@ -13,6 +13,9 @@ NODE: Final = "on the node"
 VLLM: Final = "in vLLM's arguments"
 
 
+CLAIM: Final = "resources: {claims: [{name: gpu}]}"
+
+
 def setting(*lines: str) -> Fix:
     """Return the fix that is a setting of ours."""
     return Fix(where="in the sidecar's environment", lines=lines)
@@ -32,7 +35,7 @@ SEE_THE_GPUS: Final = (
     ),
     Fix(
         where="in both containers, where the pod has the GPUs by a DRA claim, here named gpu",
-        lines=("resources: {claims: [{name: gpu}]}",),
+        lines=(CLAIM,),
     ),
     Fix(
         where="in the pod's metadata, where the GPU Operator runs its NRI plugin",
@@ -58,7 +61,26 @@ SEE_THE_PROCESSES: Final = (
 )
 SEE_HOST_PIDS: Final = Fix(where=POD, lines=("hostPID: true",))
 NEWER_DRIVER: Final = Fix(where=NODE, lines=("# NVIDIA driver 565.57.01 or newer",))
-KERNEL_LOG: Final = Fix(where=NODE, lines=("dmesg --ctime | grep -e NVRM -e Xid",))
+KERNEL_LOG: Final = Fix(where=NODE, lines=("dmesg --ctime | grep -e NVRM -e Xid -e amdgpu",))
+SEE_AMDS_CARDS: Final = Fix(
+    where="on a machine with AMD's cards, once their driver amdgpu is loaded, this works, in a container too",
+    lines=("cat /sys/class/drm/card*/device/mem_info_vram_total",),
+)
+ASK_KFD: Final = (
+    Fix(where=COMPOSE, lines=("devices: [/dev/kfd, /dev/dri]",)),
+    Fix(where="in both containers, where the pod has AMD's cards by a DRA claim, here named gpu", lines=(CLAIM,)),
+)
+TRACE_THEM: Final = (
+    Fix(
+        where="in the pod's spec, beside shareProcessNamespace: true, where vLLM runs as root",
+        lines=(
+            "containers:  # initContainers, where the sidecar is a native one",
+            "- name: headroom",
+            "  securityContext: {runAsUser: 0, runAsNonRoot: false, capabilities: {drop: [ALL], add: [SYS_PTRACE]}}",
+        ),
+    ),
+    Fix(where=COMPOSE, lines=('user: "0"', "cap_add: [SYS_PTRACE]")),
+)
 NEW_CONTAINER: Final = (
     Fix(
         where="in Kubernetes nothing: after this time the daemon ends, and the kubelet makes its container anew",
@@ -72,12 +94,13 @@ SAY_WHICH_PORT: Final = (
 )
 
 _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
-    Reason.LIBRARY_MISSING: SEE_THE_GPUS,
-    Reason.NO_DEVICES: SEE_THE_GPUS,
+    Reason.LIBRARY_MISSING: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
+    Reason.NO_DEVICES: (*SEE_THE_GPUS, SEE_AMDS_CARDS),
     Reason.NO_PERMISSION: SEE_THE_GPUS,
     Reason.DRIVER_MISSING: (
         Fix(where=POD, lines=('nodeSelector: {nvidia.com/gpu.present: "true"}',)),
         Fix(where=NODE, lines=("modprobe nvidia",)),
+        SEE_AMDS_CARDS,
     ),
     Reason.VERSION_MISMATCH: NEW_CONTAINER,
     Reason.UNKNOWN: (*NEW_CONTAINER, KERNEL_LOG),

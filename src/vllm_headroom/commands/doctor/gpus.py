@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Name, State
-from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.fixes import ASK_KFD, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
-from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.derive.leftovers import described
+from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.units import gib
 
 OF_OWNED_GPUS: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
@@ -27,6 +28,9 @@ def nvml(sight: Sight) -> Finding:
             absent=WITHOUT_NVML,
             fixes=nvml_fixes(sight.readings.reason),
         )
+    if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
+        text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
+        return Finding(name=Name.NVML, state=State.NOT_APPLICABLE, text=text)
     version = sight.readings.driver_version
     text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
     return Finding(name=Name.NVML, state=State.OK, text=text)
@@ -38,6 +42,9 @@ def gpus(sight: Sight) -> Finding:
         return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
     devices = sight.readings.devices
     details = tuple(f"{called(device)} {device.name}{_unified(device)}{_trouble(device)}" for device in devices)
+    details += tuple(
+        f"{called(gpu.reading)}: {described(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
+    )
     unread = [device for device in devices if _trouble(device)]
     if not unread:
         return Finding(name=Name.GPUS, state=State.OK, text=f"{len(devices)} visible", details=details)
@@ -48,7 +55,7 @@ def gpus(sight: Sight) -> Finding:
         text=f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),
-        fixes=gpu_fixes(failures[0]) if failures else (),
+        fixes=gpu_fixes(failures[0]) if failures else _untold_fixes(unread),
     )
 
 
@@ -60,12 +67,22 @@ def called(device: GpuReading) -> str:
 def _trouble(device: GpuReading) -> str:
     if device.failure is not None:
         return f": {device.failure.message}"
-    return ": NVML tells no memory of it" if device.memory is None else ""
+    if device.memory is not None:
+        return ""
+    if device.vendor is Vendor.AMD:
+        return (
+            ": what its processes may take of its memory or the machine's is not told by KFD, or not to this container"
+        )
+    return ": NVML tells no memory of it"
+
+
+def _untold_fixes(devices: list[GpuReading]) -> tuple[Fix, ...]:
+    return ASK_KFD if any(device.vendor is Vendor.AMD for device in devices) else ()
 
 
 def _unified(device: GpuReading) -> str:
     """Say where a GPU has no memory of its own, so that nothing but the machine's swap stands between it and a hang."""
     if device.memory is None or not device.memory.unified:
         return ""
-    total, available = gib(device.memory.total_bytes), gib(device.memory.free_bytes)
-    return f", unified memory: {available} available of the machine's {total}, by /proc/meminfo"
+    total, free = gib(device.memory.total_bytes), gib(device.memory.free_bytes)
+    return f", unified memory: {free} left of the {total} that it may take of the machine's, by /proc/meminfo"

@@ -42,12 +42,12 @@ class Sight(Machine):
     host_limit_bytes: int | None = None
 
 
-async def look(settings: Settings, proc: Path) -> Sight:
-    """Read the engine's page, NVML and `proc` once, side by side, as the daemon does with these settings."""
+async def look(settings: Settings, proc: Path, sys: Path) -> Sight:
+    """Read the engine's page, the GPUs and `proc` once, side by side, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     here, text, about = await asyncio.gather(
-        machine(settings, proc),
+        machine(settings, proc, sys),
         fetched(page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))),
         fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
@@ -11,13 +12,14 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_HOST_PIDS,
     SEE_THE_GPUS,
     SEE_THE_PROCESSES,
+    TRACE_THEM,
     setting,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import Selection, pids_are_true
-from vllm_headroom.model import Failure
+from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.vocabulary import Attribution
 
@@ -35,6 +37,9 @@ NOT_ON_ANY: Final = (
 )
 NOT_LISTED: Final = (
     "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
+)
+NOT_TRACED: Final = (
+    "the engine's processes are seen, but not what they have open, which alone tells a container who is on AMD's cards"
 )
 DOWN: Final = "needs the engine to run, see engine"
 Why = tuple[State, str, tuple[Fix, ...]]
@@ -97,10 +102,18 @@ def _none(sight: Sight) -> Why:
         return State.MISSING, NOT_ATTRIBUTED, (*share, name_them)
     if _could_be_told(sight):
         return State.MISSING, NOT_ON_ANY, (*SEE_THE_GPUS, name_them)
+    return _unmatched(sight, name_them)
+
+
+def _unmatched(sight: Sight, name_them: Fix) -> Why:
+    """Return why the engine's processes are not found on GPUs though they are seen."""
+    if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
+        return State.MISSING, NOT_TRACED, (*TRACE_THEM, SEE_HOST_PIDS, name_them)
     return State.MISSING, NOT_LISTED, (NEWER_DRIVER, SEE_HOST_PIDS, name_them)
 
 
 def _named(sight: Sight) -> Fix:
     devices = [gpu.reading for gpu in sight.gpus]
-    names = [device.uuid if device.uuid.startswith("MIG-") else str(device.index) for device in devices]
+    whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
+    names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
     return setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")

@@ -7,13 +7,20 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
-from vllm_headroom.commands.doctor.fixes import NEWER_DRIVER, NODE, SAY_WHICH_PORT, SEE_HOST_PIDS, SEE_THE_PROCESSES
+from vllm_headroom.commands.doctor.fixes import (
+    NEWER_DRIVER,
+    NODE,
+    SAY_WHICH_PORT,
+    SEE_HOST_PIDS,
+    SEE_THE_PROCESSES,
+    TRACE_THEM,
+)
 from vllm_headroom.commands.doctor.gpus import NO_NVML, called
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.derive.container import ContainerState, container
-from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import gib
 from vllm_headroom.vocabulary import HostBasis, Reason
@@ -78,7 +85,8 @@ def process_memory(sight: Sight) -> Finding:
     if isinstance(found, Failure):
         return Finding(name=name, state=State.UNKNOWN, text=NO_PROC)
     driver = readings.driver_version
-    if driver is None and not found.sees_host_pids:
+    of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
+    if driver is None and not found.sees_host_pids and not of_amd:
         return Finding(name=name, state=State.UNKNOWN, text="the driver does not tell its version")
     if not process_memory_is_true(readings, found):
         is_its_pid = pids_are_true(readings, found)
@@ -93,9 +101,11 @@ def process_memory(sight: Sight) -> Finding:
         )
     untold = _untold(readings, found)
     if untold:
-        text = f"NVML does not tell the memory of each process on {', '.join(untold)}"
-        return Finding(name=name, state=State.MISSING, text=text, absent=WITHOUT_HOLDERS, fixes=(ASK_THE_NODE,))
-    text = f"driver {driver or 'of a version not told'} tells each process's own memory, seen from {_namespace(found)}"
+        text = f"the memory of each process is not told on {', '.join(untold)}"
+        fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
+        return Finding(name=name, state=State.MISSING, text=text, absent=WITHOUT_HOLDERS, fixes=fixes)
+    told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
+    text = f"{told} tells each process's own memory, seen from {_namespace(found)}"
     return Finding(name=name, state=State.OK, text=text)
 
 

@@ -25,9 +25,11 @@ from vllm_headroom.commands.load.target import Target, find, first_model, is_loc
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, port_of
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
 
@@ -66,14 +68,14 @@ async def load(order: Order) -> Report:
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
     try:
-        with signals(partial(_stop, clients)), screen() as shown:
+        with signals(partial(_stop, clients)):
             run = Run(
                 concurrency=order.concurrency,
                 seconds=order.seconds,
                 clients=clients,
                 pace=pace,
                 sampling=sampling,
-                screen=shown,
+                screen=screen(),
                 now=clock.monotonic,
             )
             steps = await run.steps()
@@ -112,12 +114,13 @@ def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
             bearer_token_file=None if order.metrics_url else order.bearer_token_file,
             ca_file=order.ca_file,
         ),
-        gpus=Nvml(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
+        gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
         if here or order.gpus
         else GpusElsewhere(),
         processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
         if here
         else ProcessesElsewhere(),
+        probe=None if order.probe_dir is None or not here else Probe(order.probe_dir, parse=parse_probe),
         clock=clock,
     )
 

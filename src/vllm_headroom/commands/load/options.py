@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -48,6 +49,7 @@ class Order:
     bearer_token_file: Path | None
     ca_file: Path | None
     gpus: Selection | None
+    probe_dir: Path | None
     trace: Path
 
     @property
@@ -85,6 +87,8 @@ Example:
     --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
     --shared-prefix 30% --duration 5m --max-requests 20000 --json
 """
+
+FOLDER: Final = replace(FILE, accepts="the path of a directory")
 
 Add = Callable[..., Any]
 
@@ -148,6 +152,11 @@ def _sight(add: Add) -> None:
         type=Value(read=_selection, accepts=GPUS.accepts),
         help="the engine's; without it those its processes use",
     )
+    probe, usual = (
+        "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
+        os.environ.get("HEADROOM_PROBE_DIR"),
+    )
+    add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
     trace = "the new file to record in; without it one named by the time"
     add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
 

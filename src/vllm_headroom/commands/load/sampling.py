@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +39,9 @@ class GpusElsewhere:
         """Return why there is none."""
         return Failure(source=Source.NVML, reason=Reason.NO_DEVICES, message=ELSEWHERE)
 
-    async def sample_used(self, _timeout_seconds: float) -> None:
+    async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
         """Have nothing to look at."""
+        return {}
 
     async def close(self) -> None:
         """Have nothing to let go of."""
@@ -70,7 +72,7 @@ class Sampling:
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
         self._sampler = Sampler(
-            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes),
+            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
             parse=parse_engines,
             selection=selection,
             derivations=derivations(),
@@ -104,7 +106,7 @@ class Sampling:
     def _note(self, snapshot: Snapshot) -> None:
         self.samples += 1
         self.first, self.last = self.first or snapshot, snapshot
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes):
+        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe):
             if isinstance(part, Failure):
                 count, _ = self.failures.get(part.source, (0, part))
                 self.failures[part.source] = (count + 1, part)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
 from typing import Final
 
 from vllm_headroom.sizing.estimate import Estimate, estimate, fits
+from vllm_headroom.sizing.overhead import outside
 from vllm_headroom.sizing.question import Question, unusable
 
 SMALLEST_LENGTH: Final = 256
@@ -50,7 +52,7 @@ def _candidates(question: Question) -> Iterator[tuple[Change, Question]]:
     enough = any(_starts(shorter) for _, shorter in _shorter(question))
     for option, value, price, changed in (
         *_fewer_sequences(question),
-        *_higher(question),
+        *_other_share(question),
         *_rounded(question),
         *_wider(question),
     ):
@@ -75,8 +77,15 @@ def _fewer_sequences(question: Question) -> Iterator[Option]:
         sequences //= 2
 
 
-def _higher(question: Question) -> Iterator[Option]:
-    if question.kv_cache_memory_bytes is None and question.gpu_memory_utilization < HIGHEST_UTILIZATION:
+def _other_share(question: Question) -> Iterator[Option]:
+    """Yield a larger share of the card; of a machine's one memory all but what it needs, be that more or less."""
+    card = question.gpu_memory_bytes
+    if question.unified_memory and card is not None and question.kv_cache_memory_bytes is None:
+        share = floor((card - outside(question).high) / card * 100) / 100
+        if share > 0:
+            price = "the system and vLLM's own processes keep what they need"
+            yield "--gpu-memory-utilization", str(share), price, replace(question, gpu_memory_utilization=share)
+    elif question.kv_cache_memory_bytes is None and question.gpu_memory_utilization < HIGHEST_UTILIZATION:
         changed = replace(question, gpu_memory_utilization=HIGHEST_UTILIZATION)
         price = "less is left for what lies beside the budget"
         yield "--gpu-memory-utilization", str(HIGHEST_UTILIZATION), price, changed

@@ -58,6 +58,8 @@ def options(parser: Parser) -> None:
     """Add the options to the parser."""
     card = "of one card in all"
     parser.add_argument("--gpu-memory", dest="gpu_memory_bytes", metavar="SIZE", type=size("80GiB"), help=card)
+    unified = "the card works on its machine's memory, which --gpu-memory is then (GB10, Thor, Jetson)"
+    parser.add_argument("--unified-memory", action="store_true", help=unified)
     parser.add_argument(
         "--typical-len", metavar="TOKENS", type=TOKENS, default=TYPICAL_TOKENS, help="default %(default)s"
     )

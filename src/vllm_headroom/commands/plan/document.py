@@ -15,6 +15,7 @@ SETTINGS: Final = (
     "pipeline_parallel_size",
     "data_parallel_size",
     "gpu_memory_bytes",
+    "unified_memory",
     "gpu_memory_utilization",
     "kv_cache_dtype",
     "max_model_len",

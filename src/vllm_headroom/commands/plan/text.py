@@ -74,7 +74,9 @@ def _memory(found: Estimate) -> Iterator[str]:
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
     yield _line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
-    yield _line("beside the budget", found.outside, "CUDA context" + (", NCCL" if question.gpus > 1 else ""))
+    besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
+    besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
+    yield _line("beside the budget", found.outside, ", ".join(besides))
 
 
 def _weights_source(found: Estimate) -> str:

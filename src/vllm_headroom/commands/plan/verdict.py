@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vllm_headroom.sizing.estimate import Estimate, fits
-from vllm_headroom.sizing.overhead import Range
+from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES, Range
 from vllm_headroom.units import GIB, gib
 
 
@@ -52,7 +52,10 @@ def _obstacle(found: Estimate) -> str:
         needed, left = gib(found.sequence_bytes(length)), gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {left}"
     if budget is not None:
-        return f"the budget leaves {gib(card - budget)} of the card, and {spread(found.outside)} GiB lie outside of it"
+        leaves = f"the budget leaves {gib(card - budget)} of the"
+        if question.unified_memory:
+            return f"{leaves} machine, and it needs {spread(found.outside)} GiB: vLLM would start, and it would hang"
+        return f"{leaves} card, and {spread(found.outside)} GiB lie outside of it"
     return f"weights, activations and the KV cache are more than the card's {gib(card)}"
 
 
@@ -121,7 +124,13 @@ def _left_out(found: Estimate) -> Iterator[str]:
         yield "The profiling run of an image or audio encoder comes on top of the activations."
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
-    if card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
+    if question.unified_memory:
+        offloaded = "; weights that are offloaded lie in the same memory" if question.cpu_offload_bytes else ""
+        yield (
+            f"{gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its system and to vLLM's own"
+            f" processes{offloaded}. Swap and zram count as no room."
+        )
+    elif card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
             f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"
             " for that."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.facts import What
+from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.fields import YEAR_10000
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, incidents_in, known_of
@@ -70,8 +71,23 @@ def header_ooms(known: Known | None) -> tuple[str, ...]:
     """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
     return tuple(
         f"torch raised OutOfMemoryError on {each.get('uuid')}: {each.get('asked')} B asked, {each.get('free')} B free"
+        + ("" if each.get("reserved") is None else f", {each['reserved']} B its own, {each.get('allocated')} B in use")
         for each in records(known, "ooms")
     )
+
+
+def header_used(known: Known | None) -> dict[str, list[tuple[float, int]]]:
+    """Return the looks at the memory in use between samples, by UUID of a GPU, each with its time."""
+    found = (before(known) or {}).get("used")
+    looks = found.items() if isinstance(found, dict) else ()
+    return {uuid: [(at, n) for at, n in filter(_is_look, seen)] for uuid, seen in looks if isinstance(seen, list)}
+
+
+def _is_look(value: object) -> bool:
+    """Return whether it is a time, and bytes."""
+    if not isinstance(value, list) or not all(type(each) in {int, float} for each in value):
+        return False
+    return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said
 
 
 def sentences(known: Known | None) -> tuple[str, ...]:
@@ -83,6 +99,16 @@ def holders(known: Known | None) -> Iterator[str]:
     """Yield who held what on the GPUs."""
     for each in records(before(known), "holders"):
         yield f"{each.get('uuid')} pid {each.get('pid')} {each.get('used')} B"
+
+
+def probed(known: Known | None) -> Iterator[str]:
+    """Yield what torch held on each GPU, by the probe's last files."""
+    for process in records(before(known), "probe"):
+        for each in records(process, "devices"):
+            held = (
+                f"{word} {each[f'{word}_bytes']} B" for word in ("allocated", "reserved") if f"{word}_bytes" in each
+            )
+            yield f"{each.get('uuid')} pid {process.get('pid')} {process.get('role')}: {', '.join(held)}"
 
 
 def log_lines(known: Known | None) -> tuple[str, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts
-from vllm_headroom.commands.postmortem.known import holders
+from vllm_headroom.commands.postmortem.known import holders, probed
 from vllm_headroom.model import EngineReading
 from vllm_headroom.units import duration, instant, size
 
@@ -25,9 +26,8 @@ def numbers(facts: Facts, known: Mapping[str, Any] | None) -> Iterator[Number]:
         yield f"{engine.model_name} / {engine.engine}", ", ".join(_engine(engine)) or "says nothing of itself"
     for gpu in facts.gpus:
         yield f"GPU {gpu.index}", ", ".join(_gpu(gpu))
-    for place, holder in enumerate(holders(known)):
-        if place < MOST_HOLDERS:
-            yield "held by", holder
+    yield from (("held by", each) for each in islice(holders(known), MOST_HOLDERS))
+    yield from (("held by torch", each) for each in islice(probed(known), MOST_HOLDERS))
     if known is not None and isinstance(known.get("version"), str):
         yield "vllm-headroom", known["version"]
 

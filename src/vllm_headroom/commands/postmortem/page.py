@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.advice import TODO
 from vllm_headroom.commands.postmortem.finding import Sureness
-from vllm_headroom.commands.postmortem.known import log_lines, sentences
+from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.report import Report
 from vllm_headroom.expose import drawing
@@ -59,6 +59,8 @@ def _figures(report: Report) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
     for uuid, free in report.curves.free.items():
         yield _figure(f"Free memory of {uuid}, down to zero", free, at, sized=True)
+    for uuid, used in header_used(report.known).items():
+        yield _figure(f"Memory in use of {uuid} in the last minutes, second by second", [*used], at, sized=True)
     yield _figure("Running requests", report.curves.running, at, sized=False)
 
 
@@ -70,8 +72,7 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
     frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
     stretches = drawing.thinned(points, COLUMNS)
     shapes = (
-        drawing.area(frame, stretches),
-        drawing.line(frame, stretches, kind="line"),
+        drawing.curve(frame, stretches),
         "" if at is None else drawing.upright(frame, at),
         drawing.zero(frame) if sized else "",
     )

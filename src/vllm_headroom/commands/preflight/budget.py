@@ -7,18 +7,13 @@ from math import ceil
 from typing import Final
 
 from vllm_headroom.model import GpuMemory
+from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
 from vllm_headroom.units import GIB
 
 LEAST_OWN_BYTES: Final = 3 * GIB // 10
 """vLLM looks at the free memory when its own CUDA context, and from 0.11 on NCCL's buffers, already lie on the GPU.
 In its line "Free memory on device (F/T GiB) on startup" the two are 0.33 (B200) to 0.53 GiB (H100) apart on GPUs that
 are otherwise empty, and 0.49 to 0.96 GiB with tensor parallelism.
-"""
-
-LEFT_TO_THE_MACHINE_BYTES: Final = 8 * GIB
-"""Ours: half for vLLM's own processes on the host, of which each takes one or two, half for the rest of the system.
-Where a GPU works on the machine's memory, what vLLM leaves is all there is for both; a machine that runs out of it
-does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA/dgx-spark-playbooks#97).
 """
 
 MOST_OWN_BYTES: Final = 6 * GIB // 10
@@ -56,6 +51,10 @@ def asked_bytes(ask: Ask, memory: GpuMemory) -> int:
 
 def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01; None for none."""
-    left_bytes = memory.free_bytes - ask.most_own_bytes - (LEFT_TO_THE_MACHINE_BYTES if memory.unified else 0)
+    available = memory.machine_available_bytes
+    free_bytes = (
+        memory.free_bytes if available is None else min(memory.free_bytes, available - LEFT_TO_THE_MACHINE_BYTES)
+    )
+    left_bytes = free_bytes - ask.most_own_bytes
     hundredths = left_bytes * 100 // usable_bytes(memory) if usable_bytes(memory) > 0 else 0
     return hundredths / 100 if hundredths > 0 else None

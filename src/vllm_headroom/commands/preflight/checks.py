@@ -6,7 +6,6 @@ from typing import Final
 
 from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
-    LEFT_TO_THE_MACHINE_BYTES,
     Ask,
     asked_bytes,
     highest_utilization,
@@ -16,6 +15,7 @@ from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
 from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason
 
@@ -53,18 +53,21 @@ def memory(device: GpuReading, ask: Ask, held_by: str) -> tuple[Finding, ...]:
     if device.failure is not None:
         return (failure_of(device.failure, device.index),)
     if device.memory is None:
-        text = "NVML tells no memory of this GPU"
+        text = "the driver tells no memory of this GPU"
         return (_of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available"),)
     spare_bytes = device.memory.free_bytes - asked_bytes(ask, device.memory)
     if spare_bytes < LEAST_OWN_BYTES:
         return (_too_little(device, device.memory, ask, held_by),)
-    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask, spare_bytes))
+    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask))
 
 
-def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask, spare_bytes: int) -> tuple[Finding, ...]:
+def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> tuple[Finding, ...]:
     """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
-    left_bytes = spare_bytes - ask.most_own_bytes
-    if not memory.unified or left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
+    available_bytes = memory.machine_available_bytes
+    if available_bytes is None:
+        return ()
+    left_bytes = available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
+    if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return ()
     text = (
         f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"
@@ -74,6 +77,14 @@ def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask, spare_bytes
     less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
     fix = f"{less}; or --ignore host"
     return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, gpu=device.index),)
+
+
+def swap(device: GpuReading, swap_bytes: int | None) -> tuple[Finding, ...]:
+    """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
+    if device.memory is None or not device.memory.unified or not swap_bytes:
+        return ()
+    text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
+    return (Finding(kind=Kind.HOST, verdict=Verdict.GOOD, text=text, gpu=device.index),)
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:

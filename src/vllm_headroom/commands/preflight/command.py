@@ -18,10 +18,12 @@ from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import look
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.preflight.text import document, text
-from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, size, whole
+from vllm_headroom.commands.preflight.wake import judge_wake
+from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.daemon import logs
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.units import duration_seconds
 
@@ -38,7 +40,7 @@ SHM: Final = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is writte
 POLL_SECONDS: Final = 1.0
 SAY_SECONDS: Final = 10.0
 MOST_GPUS: Final = 64
-IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM)
+IGNORABLE: Final = (Kind.ECC, Kind.IDENTICAL, Kind.SHM, Kind.HOST)
 """What vLLM may start with all the same."""
 
 DESCRIPTION: Final = """\
@@ -68,9 +70,13 @@ def options(parser: Parser) -> None:
     add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
     parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
     add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)
+    engine = "where a vLLM sleeps: says whether it could wake now, in place of whether another would start"
+    add("--engine-url", metavar="URL", type=page_url("http://127.0.0.1:8000"), help=engine)
     wait = "look again for so long while memory is taken or the driver does not answer; ends as soon as it is a go"
     add("--wait", metavar="DURATION", default=0.0, type=WAIT, help=wait)
-    ignore = "go although: ecc (NVIDIA lets new work start while a remapping is due), identical or shm; repeatable"
+    ignore = (
+        "go although: ecc (NVIDIA lets new work start while a remapping is due), identical, shm or host; repeatable"
+    )
     add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
 
 
@@ -98,8 +104,9 @@ def _waits_for(report: Report, left_seconds: float) -> str:
 
 
 def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
-    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES does not say."""
-    count, visible = given.tensor_parallel_size, environ.get("CUDA_VISIBLE_DEVICES")
+    """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
+    variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
+    count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
         return Wanted(named=given.gpus, count=count)
@@ -107,31 +114,54 @@ def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
         return Wanted(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
-        raise BadOptions(f"CUDA_VISIBLE_DEVICES: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
+        raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
     return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
+
+
+def _port(url: str | None) -> int:
+    """Return the port of the engine that is looked for; without one it is asked who is there, not whose that is."""
+    if url is None:
+        return 0
+    import httpx  # noqa: PLC0415 - a start needs no HTTP client
+
+    from vllm_headroom.scrape.http.reader import port_of  # noqa: PLC0415 - as above
+
+    return port_of(httpx.URL(url))
+
+
+async def _page(url: str) -> EnginePage | Failure:
+    from vllm_headroom.daemon.look import fetched  # noqa: PLC0415 - a start needs no HTTP client
+    from vllm_headroom.parse.page import parse_engines  # noqa: PLC0415 - as above
+    from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - as above
+
+    text = await fetched(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
+    return text if isinstance(text, Failure) else parse_engines(text)
 
 
 async def _run(given: Namespace) -> Report:
     logs.configure("logfmt", "error")  # the readers log what is told here in full
     wanted = _wanted(given, os.environ)
-    plain = given.gpu_memory_utilization is None and given.bytes is None
+    plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
     ask = Ask(
         utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
         bytes_per_gpu=given.bytes,
         tensor_parallel_size=given.tensor_parallel_size or 1,
     )
     ignored = frozenset(Kind(name) for name in given.ignore)
-    nvml = Nvml(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
-    processes = Processes(engine_port=0, proc=PROC, monotonic=time.monotonic)  # it is asked who is there, not whose
+    gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
+    url = given.engine_url
+    processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Report:
-        sight = await look(nvml, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
-        return judge(sight, ask, wanted, ignored)
+        sight = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        if url is None:
+            return judge(sight, ask, wanted, ignored)
+        return judge_wake(sight, await _page(url), ask)
 
     try:
         return await settled(report, given.wait, tell)
     finally:
-        await nvml.close()
+        await gpus.close()
 
 
 COMMAND: Final[Command[Report]] = Command(

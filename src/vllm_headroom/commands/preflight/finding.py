@@ -19,6 +19,7 @@ class Kind(StrEnum):
     IDENTICAL = "identical"
     SHM = "shm"
     HOST = "host"
+    ENGINE = "engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.derive.container import ContainerState, container
+from vllm_headroom.derive.leftovers import WHO, leftovers
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.faults import GpuFaults
-from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
@@ -19,7 +21,7 @@ from vllm_headroom.scrape.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
 ENDED: Final = "a process that has ended"
-"""NVML lists it, and the machine's own /proc does not: the driver has not taken its memory back yet."""
+"""NVML lists it, and in the machine's /proc it is not or is a zombie: the driver has not taken its memory back yet."""
 
 UNNAMED: Final = frozenset({"-c", "-"})
 """What follows these is a program's text, which is no name and may hold a secret."""
@@ -39,6 +41,7 @@ class Sight:
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
     `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
+    `swap_bytes` is the machine's swap, zram included, `engine_pids` are those of the engine that was looked for.
     """
 
     readings: GpuReadings | Failure
@@ -46,14 +49,16 @@ class Sight:
     holders: Mapping[str, tuple[Holder, ...]]
     shm: Shm | None
     host: HostMemory | None = None
+    swap_bytes: int | None = None
+    engine_pids: frozenset[int] = frozenset()
 
 
-async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
-    """Look once; takes no longer than `timeout_seconds` for each of NVML's readings, and does not raise."""
-    readings = await nvml.read(timeout_seconds)
+async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
+    """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
+    readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
         return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
-    faults = await nvml.faults(timeout_seconds)
+    faults = await gpus.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     return Sight(
         readings=readings,
@@ -61,6 +66,10 @@ async def look(nvml: Nvml, processes: Processes, *, proc: Path, shm: Path, timeo
         holders=await _holders(readings, listed, proc),
         shm=shm_of(shm),
         host=host_here(proc),
+        swap_bytes=None
+        if isinstance(listed, Failure) or listed.host.machine is None
+        else listed.host.machine.swap_bytes,
+        engine_pids=frozenset(() if isinstance(listed, Failure) else (process.pid for process in listed.engine)),
     )
 
 
@@ -81,8 +90,10 @@ async def _holders(
     if not isinstance(listed, Failure) and pids_are_true(readings, listed):
         pids = {process.pid for device in readings.devices for process in device.processes or ()}
         names = await _names(proc, pids & listed.visible_pids)
-        if listed.sees_host_pids:
-            names |= dict.fromkeys(pids - listed.visible_pids, ENDED)
+        everything = chain.from_iterable(device.processes or () for device in readings.devices)
+        for left in leftovers(everything, listed, frozenset(), memory_is_true=False):
+            named = names.get(left.pid)
+            names[left.pid] = f"{named}, {WHO[left.fate]}" if named else ENDED
     memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)

@@ -71,7 +71,7 @@ def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> 
     if isinstance(sight.readings, Failure):
         return Report(driver_version=None, gpus=(), shm=sight.shm, findings=(checks.failure_of(sight.readings),))
     devices, found = choose(sight.readings.devices, wanted)
-    gpus = tuple(_gpu(device, sight, ask) for device in devices)
+    gpus = tuple(gpu_report(device, sight, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
     findings += checks.host_memory(sight.host, ask)
     if ask.tensor_parallel_size > 1:
@@ -101,7 +101,8 @@ def called(holder: Holder) -> str:
     return f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
 
 
-def _gpu(device: GpuReading, sight: Sight, ask: Ask) -> GpuReport:
+def gpu_report(device: GpuReading, sight: Sight, ask: Ask) -> GpuReport:
+    """Return what is known of a GPU that is asked for so much."""
     memory, holders = device.memory, sight.holders.get(device.uuid)
     return GpuReport(
         reading=device,
@@ -120,7 +121,7 @@ def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | No
 
 
 def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> tuple[Finding, ...]:
-    memory = checks.memory(gpu.reading, ask, held_by(gpu))
+    memory = (*checks.memory(gpu.reading, ask, held_by(gpu)), *checks.swap(gpu.reading, sight.swap_bytes))
     if gpu.reading.failure is not None:
         return memory
     told = [faults for faults in sight.faults if faults.index == gpu.reading.index]

@@ -87,7 +87,7 @@ def _text(answer: Installed | Recorded) -> Iterator[str]:
         yield from text(answer)
         return
     yield f"{answer.folder} has {' and '.join(answer.names)}. vLLM loads the probe with"
-    yield f"  PYTHONPATH={answer.folder}"
+    yield f"  PYTHONPATH={answer.folder.absolute()}"
     yield "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting"
 
 

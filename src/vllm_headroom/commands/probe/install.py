@@ -19,20 +19,20 @@ def install(folder: Path) -> tuple[str, ...]:
     """Put the probe into the folder, in place of an older one; return the names of what is there now."""
     version = metadata.version("vllm-headroom")
     info = folder / f"{PACKAGE}-{version}.dist-info"
+    made = [folder / PACKAGE, info] if folder.exists() else [folder, folder / PACKAGE, info]
     try:
         for old in (folder / PACKAGE, *folder.glob(f"{PACKAGE}-*.dist-info")):
             if old.exists():
                 shutil.rmtree(old)
-        for path in (folder / PACKAGE, info):
+        for path in made:
             path.mkdir(parents=True)
+            path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
         for file in sorted(_source().glob("*.py")):
             shutil.copyfile(file, folder / PACKAGE / file.name)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
-        for path in (folder / PACKAGE, info):
-            path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
-            for file in path.iterdir():
-                file.chmod(0o644)
+        for file in (*(folder / PACKAGE).iterdir(), *info.iterdir()):
+            file.chmod(0o644)
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
     return PACKAGE, info.name

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -18,6 +17,7 @@ from vllm_headroom.commands.probe.answer import Answer, parse_answer
 from vllm_headroom.derive.inside.present import told
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse.probe import parse_probe
+from vllm_headroom.scrape.probe.folder import content
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import duration
@@ -75,7 +75,7 @@ def _ask(folder: Path, request: str, until: float) -> None:
     """Write the request, unless there is one that somebody waits for; raise OSError, and BadInput."""
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
-        if time.time() - path.lstat().st_mtime < 2 * TOUCH_SECONDS:
+        if abs(time.time() - path.lstat().st_mtime) < 2 * TOUCH_SECONDS:
             raise BadInput(f"{path} is another recording's, which is running")
     document = {"headroom_record": 1, "id": request, "until": until, "host": True, "gpu": True}
     unfinished = folder / f".{REQUEST}.{request}"
@@ -88,26 +88,16 @@ async def _answers(
     folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
 ) -> tuple[tuple[ProbedProcess, Answer | str | None], ...]:
     """Wait for all answers until the deadline, and keep the request alive meanwhile."""
-    waited_for = {each: folder / f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
+    waited_for = {each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
     found: dict[ProbedProcess, Answer | str | None] = {}
     touched = 0.0
     while len(found) < len(waited_for) and time.time() < deadline:
         if time.time() - touched >= TOUCH_SECONDS:
-            os.utime(folder / REQUEST)
+            os.utime(folder / REQUEST, follow_symlinks=False)
             touched = time.time()
-        for process, path in waited_for.items():
-            content = None if process in found else _content(path)
-            if content is not None and (answer := parse_answer(content, request)) is not None:
+        for process, name in waited_for.items():
+            written = None if process in found else content(folder, name, MOST_BYTES)
+            if written is not None and (answer := parse_answer(written, request)) is not None:
                 found[process] = answer
         await asyncio.sleep(POLL_SECONDS)
     return tuple((process, found.get(process)) for process in waited_for)
-
-
-def _content(path: Path) -> bytes | None:
-    """Return an answer; what is no file is not followed or waited for, and one that is too large is cut off."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - of a descriptor
-        return file.read(MOST_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None

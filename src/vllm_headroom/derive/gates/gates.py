@@ -50,15 +50,30 @@ def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tup
     if rules.ready_seconds is None and rules.live_seconds is None:
         return state, ()
     configured = []
-    if rules.ready_seconds is not None:
-        least, most = rules.ready_seconds, rules.ready_most_seconds
-        shut = ready(state.ready, snapshot, values, least_seconds=least, most_seconds=most, name=rules.name)
-        state = replace(state, ready=shut)
-        configured.append(GateName.READY)
     if rules.live_seconds is not None:
-        dying = live(state.live, snapshot, values, least_between_seconds=rules.live_seconds, name=rules.name)
+        dying = live(
+            state.live,
+            snapshot,
+            values,
+            least_between_seconds=rules.live_seconds,
+            turn_seconds=rules.ready_most_seconds,
+            name=rules.name,
+        )
         state = replace(state, live=dying)
         configured.append(GateName.LIVE)
+    if rules.ready_seconds is not None:
+        least, most = rules.ready_seconds, rules.ready_most_seconds
+        shut = ready(
+            state.ready,
+            snapshot,
+            values,
+            least_seconds=least,
+            most_seconds=most,
+            name=rules.name,
+            ending=state.live.reason,
+        )
+        state = replace(state, ready=shut)
+        configured.append(GateName.READY)
     return state, tuple(
         Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None)) for name in configured
     )

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.place import share
+from vllm_headroom.derive.gates.place import may_leave, share
 from vllm_headroom.derive.page_facts import running_requests
-from vllm_headroom.model import Failure, Snapshot, Values
+from vllm_headroom.model import Failure, Metric, Snapshot, Values
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import LeakState
 
@@ -38,8 +38,13 @@ class Live:
     loads: tuple[float | None, ...] = (None,) * HOURS
 
 
-def live(state: Live, snapshot: Snapshot, values: Values, *, least_between_seconds: float, name: str) -> Live:
-    """Return the gate after a sample; what is not known never fails it."""
+def live(
+    state: Live, snapshot: Snapshot, values: Values, *, least_between_seconds: float, turn_seconds: float, name: str
+) -> Live:
+    """Return the gate after a sample; what is not known never fails it.
+
+    Replicas whose turn it is to stay open do not fail before their end is minutes away.
+    """
     now = snapshot.monotonic_seconds
     began = None if snapshot.life is None else snapshot.life.began_seconds
     failed_at = now if state.failed_at is None or state.failed_at > now else state.failed_at
@@ -52,23 +57,30 @@ def live(state: Live, snapshot: Snapshot, values: Values, *, least_between_secon
     left = _left(values)
     if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name)):
         return following
+    if left > MARGIN_SECONDS and not may_leave(name, snapshot.time_seconds, turn_seconds):
+        return following
     text = f"the engine leaks and may be out of memory in {duration(left)}: begun anew while load is low"
     return replace(following, reason=text, failed_at=now)
 
 
 def _left(values: Values) -> float | None:
-    """Return the lower bound of the time that is left on the GPU that leaks worst; None where none surely leaks."""
-    leaking = [labels[:-1] for labels, held in values.of(catalog.LEAK_STATE).items() if held and labels[-1] == LEAK]
-    return min(
-        (left for gpu in leaking if (left := values.value(catalog.TIME_TO_OOM_LOWER, *gpu)) is not None), default=None
-    )
+    """Return the lower bound of the time that is left where a GPU or the host leaks worst; None without a leak."""
+    leaking = [values.value(catalog.TIME_TO_OOM_LOWER, *gpu) for gpu in _leaking(values, catalog.LEAK_STATE)]
+    if _leaking(values, catalog.HOST_LEAK_STATE):
+        leaking.append(values.value(catalog.HOST_TIME_TO_OOM_LOWER))
+    return min((left for left in leaking if left is not None), default=None)
 
 
-LEAK: Final = LeakState.LEAKING
+def _leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
+    """Return the labels, but for the state, of what surely leaks."""
+    return [labels[:-1] for labels, held in values.of(states).items() if held and labels[-1] == LeakState.LEAKING]
 
 
 def _is_time(loads: tuple[float | None, ...], now: float, left: float, share_of_name: float) -> bool:
-    """Return whether this is the moment: replicas are spread over the hour, and over the last one by what is left."""
+    """Return whether this is the moment: replicas are spread over half an hour, and over the last one by what is left.
+
+    The other half of the hour is for their turns, each of which then comes.
+    """
     if left <= HOUR_SECONDS + MARGIN_SECONDS:
         return left <= MARGIN_SECONDS + share_of_name * HOUR_SECONDS
     hours = [int(now // HOUR_SECONDS) + ahead for ahead in range(int((left - MARGIN_SECONDS) // HOUR_SECONDS) + 1)]
@@ -76,7 +88,7 @@ def _is_time(loads: tuple[float | None, ...], now: float, left: float, share_of_
     present, others = known[0], [load for load in known if load is not None]
     if present is None or len(others) < len(known):
         return False
-    return present <= min(others) and now % HOUR_SECONDS >= share_of_name * HOUR_SECONDS
+    return present <= min(others) and now % HOUR_SECONDS >= share_of_name * HOUR_SECONDS / 2
 
 
 def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:

@@ -28,14 +28,24 @@ class Ready:
 
 
 def ready(
-    state: Ready, snapshot: Snapshot, values: Values, *, least_seconds: float, most_seconds: float, name: str
+    state: Ready,
+    snapshot: Snapshot,
+    values: Values,
+    *,
+    least_seconds: float,
+    most_seconds: float,
+    name: str,
+    ending: str | None = None,
 ) -> Ready:
-    """Return the gate after a sample.
+    """Return the gate after a sample; `ending` is why the engine is to be begun anew.
 
-    It is closed for `most_seconds` at most and then stays open for as long. While it is this replica's turn it stays
-    open, unless its own end is minutes away: what befalls all replicas at once does not empty their Service.
+    Then it is closed: a kubelet leaves a container that it ends in its Service, where requests would go on to come.
+    Else it is closed for `most_seconds` at most and then stays open for as long. While it is this replica's turn it
+    stays open, unless its own end is minutes away: what befalls all replicas at once does not empty their Service.
     """
     known, now, closed = watched(state.known, snapshot), snapshot.monotonic_seconds, state.reason is not None
+    if ending is not None:
+        return replace(state, known=known, reason=ending, closed_at=now if state.closed_at is None else state.closed_at)
     found = danger(known, snapshot, values, least_seconds=least_seconds, closed=closed)
     if found is not None and not found.urgent and has_the_watch(name, snapshot.time_seconds, most_seconds):
         found = None

@@ -37,15 +37,18 @@ def counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, .
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
+    last, sums = dict(state.last), dict(state.sums)
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
-                state = _counted(state, process, device)
+                _count(last, sums, process, device)
+    state = Counts(last=dict(tuple(last.items())[-MOST_REMEMBERED:]), sums=sums)
     return state, tuple(_samples(state, gpus))
 
 
-def _counted(state: Counts, process: ProbedProcess, device: AllocatorReading) -> Counts:
-    last, sums = dict(state.last), dict(state.sums)
+def _count(
+    last: dict[Key, int], sums: dict[tuple[str, str], int], process: ProbedProcess, device: AllocatorReading
+) -> None:
     uuid = device.uuid.casefold()
     for metric, count in zip(_METRICS, (device.retries, _ooms(process, device)), strict=True):
         if count is not None:
@@ -53,7 +56,6 @@ def _counted(state: Counts, process: ProbedProcess, device: AllocatorReading) ->
             before = last.pop(key, 0)
             last[key] = max(before, count)
             sums[uuid, metric.name] = sums.get((uuid, metric.name), 0) + last[key] - before
-    return Counts(last=dict(tuple(last.items())[-MOST_REMEMBERED:]), sums=sums)
 
 
 def _ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:

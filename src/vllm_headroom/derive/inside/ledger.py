@@ -54,6 +54,7 @@ def _inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
         return None
     parts = ledger(sums, gpu.held_bytes)
     return Inside(
+        granted_bytes=min((device.total_bytes for device, _ in found if device.total_bytes is not None), default=None),
         allocated_bytes=sums.allocated,
         reserved_bytes=sums.reserved,
         parts=tuple((part, parts[part]) for part in MemoryPart if part in parts),

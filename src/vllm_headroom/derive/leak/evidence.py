@@ -44,10 +44,13 @@ def chance(first: tuple[float, float], last: tuple[float, float]) -> float:
     The n-th of exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is first
     seen at rate 1/n, so J sources give at most J ln(n1/n0); idle processes age by time instead.
     """
-    by_requests = log((last[1] + 50.0) / (first[1] + 50.0))
-    by_time = log((last[0] + 60.0) / (first[0] + 60.0))
     background = 1.0 - exp(-BACKGROUND_PER_SECOND * (last[0] - first[0]))
-    return max(RECORDS * max(by_requests, by_time), LEAST_CHANCE, background)
+    return max(RECORDS * folds(first, last), LEAST_CHANCE, background)
+
+
+def folds(first: tuple[float, float], last: tuple[float, float]) -> float:
+    """Return how many times the work done grew e-fold between two (seconds, requests) since the anchor."""
+    return max(log((last[0] + 60.0) / (first[0] + 60.0)), log((last[1] + 50.0) / (first[1] + 50.0)))
 
 
 def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> Level:

@@ -37,9 +37,15 @@ class Observation:
 
 
 def room(gpu: Gpu) -> int | None:
-    """Return what is left on a device."""
+    """Return what is left to the engine on a device: what is free, but no more than is left of what it may take."""
     memory = gpu.reading.memory
-    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    if memory is None:
+        return None
+    left_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
+    if granted_bytes is None or gpu.engine_bytes is None:
+        return left_bytes
+    return min(left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +130,12 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Rises without a fall: the times and bytes of the newest, some seconds apart.
+    """Rises without a fall: the newest readings of them, some seconds apart, as blocks of one.
 
     None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
     """
 
-    seconds: tuple[float, ...] = ()
-    held_bytes: tuple[float, ...] = ()
+    points: tuple[Point, ...] = ()
     quiet_until: float = 0.0
     alarm_until: float = 0.0
 

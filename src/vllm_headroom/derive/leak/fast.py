@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from vllm_headroom.derive.leak.evidence import RISE_BYTES
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Run
+from vllm_headroom.derive.leak.facts import MIB, Estimate, Point, Run
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 
 APART_SECONDS: Final = 5.0
@@ -27,6 +27,9 @@ STEP_BYTES: Final = 20 * MIB
 QUIET_SECONDS: Final = 300.0
 """So long after a start or a wake nothing counts: memory that comes back is even and fast."""
 
+SURGE: Final = 1.5
+"""Where so many times as many requests were finished as usual within minutes, load explains it."""
+
 LASTS_SECONDS: Final = 120.0
 LARGEST_SHARE: Final = 0.4
 UNEVEN_SHARE: Final = 0.5
@@ -36,34 +39,32 @@ STEADY_SHARE: Final = 0.3
 """The later half's least share: what comes to its end slows down."""
 
 
-def followed(run: Run, seconds: float, held_bytes: float) -> Run:
+def followed(run: Run, now: Point) -> Run:
     """Return the run with one more reading; the same where it adds nothing."""
-    if not run.seconds:
-        return replace(run, seconds=(seconds,), held_bytes=(held_bytes,))
-    last_seconds, last_bytes = run.seconds[-1], run.held_bytes[-1]
-    if held_bytes < last_bytes or (
-        held_bytes >= last_bytes + RISE_BYTES and seconds - last_seconds > APART_MOST_SECONDS
-    ):
-        return replace(run, seconds=(seconds,), held_bytes=(held_bytes,))
-    if held_bytes < last_bytes + RISE_BYTES or seconds - last_seconds < APART_SECONDS:
-        return run
-    return replace(
-        run,
-        seconds=(*run.seconds, seconds)[-READINGS:],
-        held_bytes=(*run.held_bytes, held_bytes)[-READINGS:],
-    )
+    if not run.points:
+        return replace(run, points=(now,))
+    last = run.points[-1]
+    rose, apart = now.floor_bytes >= last.floor_bytes + RISE_BYTES, now.seconds - last.seconds
+    if now.floor_bytes < last.floor_bytes or (rose and apart > APART_MOST_SECONDS):
+        return replace(run, points=(now,))
+    return replace(run, points=(*run.points, now)[-READINGS:]) if rose and apart >= APART_SECONDS else run
 
 
-def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
-    """Return how fast it grows; None unless it grows evenly and would soon fill the room. `on`: the alarm is up."""
-    lasted = run.seconds[-1] - run.seconds[0]
-    grown = run.held_bytes[-1] - run.held_bytes[0]
-    if len(run.seconds) < FEWEST_READINGS or lasted < LEAST_SECONDS or grown <= 0:
+def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | None:
+    """Return how fast it grows; None unless it grows evenly, not with the load, and would soon fill the room.
+
+    `rate` is that of the requests, averaged over minutes. `on`: the alarm is up.
+    """
+    first, last = run.points[0], run.points[-1]
+    lasted, grown = last.seconds - first.seconds, last.floor_bytes - first.floor_bytes
+    if len(run.points) < FEWEST_READINGS or lasted < LEAST_SECONDS or grown <= 0:
         return None
+    surges = last.requests - first.requests > SURGE * rate * lasted
     room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
-    if room * lasted > grown * (STILL_FAST_SECONDS if on else FAST_SECONDS) or not _even(run, grown):
+    soon = room * lasted <= grown * (STILL_FAST_SECONDS if on else FAST_SECONDS)
+    if not soon or surges or not _even(run.points, grown):
         return None
-    paces = _paces(run)
+    paces = _paces(run.points)
     pace = grown / lasted
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
     if half_width > UNEVEN_SHARE * pace:
@@ -82,19 +83,18 @@ def fast(run: Run, room_bytes: float, *, on: bool) -> Estimate | None:
     )
 
 
-def _even(run: Run, grown: float) -> bool:
-    rises = max(after - before for before, after in pairwise(run.held_bytes))
-    pauses = max(after - before for before, after in pairwise(run.seconds))
-    late = run.held_bytes[-1] - run.held_bytes[len(run.held_bytes) // 2]
-    most = LARGEST_SHARE * (run.seconds[-1] - run.seconds[0])
+def _even(points: tuple[Point, ...], grown: float) -> bool:
+    rises = max(after.floor_bytes - before.floor_bytes for before, after in pairwise(points))
+    pauses = max(after.seconds - before.seconds for before, after in pairwise(points))
+    late = points[-1].floor_bytes - points[len(points) // 2].floor_bytes
+    most = LARGEST_SHARE * (points[-1].seconds - points[0].seconds)
     return rises <= LARGEST_SHARE * grown and pauses <= most and late >= STEADY_SHARE * grown
 
 
-def _paces(run: Run) -> list[float]:
+def _paces(points: tuple[Point, ...]) -> list[float]:
     """Return the pace of each third."""
-    last = len(run.seconds) - 1
-    cuts = [0, last // 3, 2 * last // 3, last]
+    last = len(points) - 1
+    ends = [points[place] for place in (0, last // 3, 2 * last // 3, last)]
     return [
-        (run.held_bytes[end] - run.held_bytes[begin]) / (run.seconds[end] - run.seconds[begin])
-        for begin, end in pairwise(cuts)
+        (after.floor_bytes - before.floor_bytes) / (after.seconds - before.seconds) for before, after in pairwise(ends)
     ]

@@ -10,7 +10,7 @@ from vllm_headroom.derive.leak.facts import Estimate, Track, room
 from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
 from vllm_headroom.derive.page_facts import awake, finished, running_requests
 from vllm_headroom.model import Failure, Gpu, Snapshot
-from vllm_headroom.vocabulary import LeakLocation
+from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 BLOCK_SECONDS: Final = 20.0
 """Four readings of each side: the least of them is what is held between two steps of the engine."""
@@ -18,18 +18,30 @@ BLOCK_SECONDS: Final = 20.0
 GAP_SECONDS: Final = 120.0
 """After a longer silence of the probe a run of rises begins anew."""
 
-THIRDS: Final = 3
+PARTS: Final = 6
+"""Of a leak's time, in each of which it must have grown; thirds mistook one simulated leak in ten."""
+
+STEADY_SHARE: Final = 0.01
+"""Steady growth of less than this share of what grew most is not what leaks."""
+
 MOST_MARKS: Final = 256
 FORGET_SECONDS: Final = 86400.0
+
+PLACES: Final = {
+    LeakLocation.TENSORS: "tensors",
+    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
+    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
+}
+"""The places as sentences have them, after "in"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The least of a block: allocated by torch, reserved by torch, and held by the engine beyond that."""
+    """The least of a block: what torch has allocated, its fragments, and what the engine holds outside torch."""
 
     seconds: float
     allocated_bytes: float
-    reserved_bytes: float
+    fragmented_bytes: float
     outside_bytes: float
 
 
@@ -80,17 +92,19 @@ def _mark(gpu: Gpu, now: float) -> Mark | None:
     inside, held = gpu.inside, gpu.held_bytes
     if inside is None or inside.allocated_bytes is None or inside.reserved_bytes is None or held is None:
         return None
-    return Mark(now, inside.allocated_bytes, inside.reserved_bytes, held - inside.reserved_bytes)
+    free_bytes = inside.reserved_bytes - inside.allocated_bytes
+    fragmented_bytes = dict(inside.parts).get(MemoryPart.FRAGMENTED, free_bytes)
+    return Mark(now, inside.allocated_bytes, fragmented_bytes, held - inside.reserved_bytes)
 
 
 def _looked(track: InsideTrack | None, mark: Mark, snapshot: Snapshot) -> InsideTrack:
     restarts = 0 if snapshot.life is None else snapshot.life.restarts
     if track is None or track.restarts != restarts:
         return InsideTrack(clock=mark.seconds, restarts=restarts, began_seconds=mark.seconds, block=mark)
-    if mark.seconds - track.clock > GAP_SECONDS:
-        track = replace(track, block=None, tensors=Steady(), outside=Steady())
     if track.block is not None and mark.seconds - track.began_seconds >= BLOCK_SECONDS:
         track = _closed(track, track.block, snapshot)
+    if mark.seconds - track.clock > GAP_SECONDS:
+        track = replace(track, tensors=Steady(), outside=Steady())
     if track.block is None:
         return replace(track, clock=mark.seconds, began_seconds=mark.seconds, block=mark)
     return replace(track, clock=mark.seconds, block=_least(track.block, mark))
@@ -100,7 +114,7 @@ def _least(block: Mark, mark: Mark) -> Mark:
     return Mark(
         mark.seconds,
         min(block.allocated_bytes, mark.allocated_bytes),
-        min(block.reserved_bytes, mark.reserved_bytes),
+        min(block.fragmented_bytes, mark.fragmented_bytes),
         min(block.outside_bytes, mark.outside_bytes),
     )
 
@@ -128,46 +142,40 @@ def sharpened(track: Track, inside: InsideTrack | None) -> Track:
 
 
 def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
-    """Return where it grows: where most was added in every third of the leak's time.
+    """Return where it grows: where most was added in every sixth of the leak's time.
 
-    A leak of tensors first uses up what the allocator has cached: then what is allocated grows and the rest shrinks.
-    What demand at its highest leaves cached comes in a few steps, and a third without one does not count for it. Where
-    nothing grew in every third, as when it has just begun, the whole counts. A run that was found is where it is,
-    unless as much grew elsewhere in each third as in all of the run: a small tensor can keep a large segment.
+    What is used for the first time comes in steps, and a sixth without one does not count for it. Where next to
+    nothing grew in every sixth, as when it leaks in lumps or has just begun, the whole counts. What demand at its
+    highest leaves cached is no place: torch gives that back.
     """
     if found is None or inside is None or found.bytes_per_second <= 0:
         return None
     began = inside.clock - found.leaked_bytes / found.bytes_per_second
     series = _series(inside.marks, began)
-    lasting = {place: _lasting(values) for place, values in series.items()}
-    most = max(lasting, key=lambda place: lasting[place])
-    if found == estimated(inside.surest, inside.room_bytes) and lasting[most] <= found.leaked_bytes:
-        return LeakLocation.TENSORS if inside.surest is inside.tensors else LeakLocation.OUTSIDE_TORCH
-    if lasting[most] <= 0:
-        most = max(series, key=lambda place: _whole(series[place]))
-    return most if max(lasting[most], _whole(series[most])) > 0 else None
+    whole = {place: values[-1] - values[0] for place, values in series.items() if values}
+    steady = {place: PARTS * _least_growth(values) for place, values in series.items()}
+    most = max(steady, key=lambda place: steady[place])
+    if steady[most] <= STEADY_SHARE * max(whole.values(), default=0.0):
+        most = max(whole, key=lambda place: whole[place], default=most)
+    return most if max(steady[most], whole.get(most, 0.0)) > 0 else None
 
 
 def _series(marks: tuple[Mark, ...], began: float) -> dict[LeakLocation, list[float]]:
-    """Return what each place held since the leak began, in four marks at least where there are as many."""
+    """Return what each place held since the leak began, in seven marks at least where there are as many."""
     since = [mark for mark in marks if mark.seconds >= began]
-    since = since if len(since) > THIRDS else list(marks[-THIRDS - 1 :])
+    since = since if len(since) > PARTS else list(marks[-PARTS - 1 :])
     return {
         LeakLocation.TENSORS: [mark.allocated_bytes for mark in since],
-        LeakLocation.FRAGMENTATION: [mark.reserved_bytes - mark.allocated_bytes for mark in since],
+        LeakLocation.FRAGMENTATION: [mark.fragmented_bytes for mark in since],
         LeakLocation.OUTSIDE_TORCH: [mark.outside_bytes for mark in since],
     }
 
 
-def _whole(values: list[float]) -> float:
-    return values[-1] - values[0] if values else 0.0
-
-
-def _lasting(values: list[float]) -> float:
-    """Return the least growth in a third of the time; 0 where there are too few values to say."""
-    if len(values) <= THIRDS:
+def _least_growth(values: list[float]) -> float:
+    """Return the least growth in a sixth of the time; 0 where there are too few values to say."""
+    if len(values) <= PARTS:
         return 0.0
-    ends = [values[round(third * (len(values) - 1) / THIRDS)] for third in range(THIRDS + 1)]
+    ends = [values[round(part * (len(values) - 1) / PARTS)] for part in range(PARTS + 1)]
     return min(after - before for before, after in pairwise(ends))
 
 

@@ -18,7 +18,13 @@ PROJECTED_LEVEL: Final = 3
 
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
-"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for an hour."""
+HELD_SECONDS: Final = 2700.0
+"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for so long after its growth."""
+
+STEP_LEVEL: Final = 1
+STEP_SECONDS: Final = 3240.0
+"""An alarm of a few large steps is a warning again after 54 minutes without a rise, which this level sees four minutes
+late at most, and until the next one; not where the next one may find no room."""
 
 REFILL_SECONDS: Final = 3600.0
 """After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
@@ -32,7 +38,7 @@ def judged(track: Track, room_bytes: int | None) -> Track:
         track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - _floor(track)
     track, grown = _weighed(track, own_room)
-    verdict = max(track.projected, *(level.verdict for level in track.levels))
+    verdict = max(_foretold(track), *(level.verdict for level in track.levels))
     if verdict is not Verdict.LEAKING and _is_held(track):
         return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
     track = replace(track, verdict=verdict)
@@ -45,6 +51,17 @@ def judged(track: Track, room_bytes: int | None) -> Track:
     track = _timed(track, room_bytes)
     near = verdict is Verdict.LEAKING and _is_near(track, room_bytes)
     return replace(track, sure_seconds=track.seconds if near else None)
+
+
+def _foretold(track: Track) -> Verdict:
+    """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
+    if track.projected is not Verdict.LEAKING:
+        return track.projected
+    level = track.levels[STEP_LEVEL]
+    risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
+    left = None if track.estimate is None else track.estimate.oom_seconds_lower
+    paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
+    return Verdict.GROWING if paused else Verdict.LEAKING
 
 
 def _floor(track: Track) -> float:
@@ -107,7 +124,7 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
+    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= HELD_SECONDS
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:

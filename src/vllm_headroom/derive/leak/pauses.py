@@ -57,6 +57,7 @@ def anchored(track: Track) -> Track:
         first_bytes=0.0,
         busy_seconds=0.0,
         top_bytes=0.0,
+        most_bytes=0.0,
         resting_since=None,
         levels=(Level(),) * len(THRESHOLDS),
         history=(),

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from math import log
 from statistics import median
 from typing import Final
 
 from vllm_headroom.derive.leak.estimate import late_slope
+from vllm_headroom.derive.leak.evidence import folds
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
 
 LEAST_BYTES: Final = 512 * MIB
 """Growth before a projection says anything: it is for steps that are few and large."""
 
-LEAST_RISES: Final = 4
+LEAST_RISES: Final = 3
 RISE_SHARE: Final = 0.05
 LARGEST_SHARE: Final = 0.40
 """Rises of at least a twentieth of the growth count; one that is more than this share of it makes it no pace."""
 
 THIRD_SHARE: Final = 0.15
-LATE_SHARES: Final = (0.35, 0.75)
+LATE_SHARES: Final = (0.30, 0.80)
 """The least share of each third, and the share of the later half, by requests or by time."""
 
 LAST_SHARE: Final = 0.15
@@ -30,16 +30,13 @@ LATE_PACE: Final = 0.5
 """A verdict begins only while growth goes on: the last quarter has this share, and for an alarm the slope of the later
 half is at least so much of the pace."""
 
-FASTER_THAN_RECORDS: Final = 3.0
+FASTER_THAN_RECORDS: Final = 4.0
 """Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
 
-LEAST_FOLDS: Final = 0.01
-LEAST_SECONDS: Final = 3600.0
 WARM_SECONDS: Final = 1800.0
-WARM_SHARE: Final = 0.15
-"""The window begins this long after the life, at least, and so much of its own length."""
+"""The window begins this long after the life, at least."""
 
-YOUNG_SECONDS: Final = 3 * 3600.0
+YOUNG_SECONDS: Final = 3.5 * 3600.0
 """No alarm so early in a life: its first hours have a few large steps of their own."""
 
 DAY_SECONDS: Final = 86_400.0
@@ -91,9 +88,10 @@ def _said(grown: Growth, life: Life) -> Verdict:
     room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
-    share = HELD_SHARE if life.before is Verdict.LEAKING else LEAKING_SHARE
+    on = life.before is Verdict.LEAKING
+    share = HELD_SHARE if on else LEAKING_SHARE
     old = grown.points[-1].seconds - life.began[0] >= YOUNG_SECONDS
-    if old and lasted >= share * left and _keeps_pace(grown, lasted):
+    if old and lasted >= share * left and (on or _keeps_pace(grown, lasted)):
         said = Verdict.LEAKING
     else:
         said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
@@ -108,9 +106,8 @@ def _keeps_pace(grown: Growth, lasted: float) -> bool:
 
 def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
     """Return the growth of a window if it is a pace: several rises, even, late in the life and not slowing down."""
-    total, lasted = floors[-1] - floors[0], points[-1].seconds - points[0].seconds
-    age = points[0].seconds - life.began[0]
-    if total < LEAST_BYTES or lasted < LEAST_SECONDS or age < max(WARM_SECONDS, WARM_SHARE * lasted):
+    total = floors[-1] - floors[0]
+    if total < LEAST_BYTES or points[0].seconds - life.began[0] < WARM_SECONDS:
         return None
     rises = tuple(after - before for before, after in pairwise(floors))
     when = [point.seconds for point, rise in zip(points[1:], rises, strict=True) if rise >= RISE_SHARE * total]
@@ -153,12 +150,8 @@ def _reached(places: list[float], floors: tuple[float, ...], share: float) -> fl
 
 
 def _outpaces(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
-    inside = (floors[-1] - floors[0]) / _folds(points[0], points[-1], life.began)
-    before = (floors[0] - life.first_bytes) / _folds(Point(*life.began, 0.0, 0.0), points[0], life.began)
+    seconds, requests = life.began
+    opened, ended = ((point.seconds - seconds, point.requests - requests) for point in (points[0], points[-1]))
+    inside = (floors[-1] - floors[0]) / folds(opened, ended)
+    before = (floors[0] - life.first_bytes) / folds((0.0, 0.0), opened)
     return inside >= FASTER_THAN_RECORDS * before
-
-
-def _folds(sooner: Point, later: Point, began: tuple[float, float]) -> float:
-    """Return how many times the life's work grew e-fold between two points."""
-    by_time = log((later.seconds - began[0] + 60.0) / (sooner.seconds - began[0] + 60.0))
-    return max(by_time, log((later.requests - began[1] + 50.0) / (sooner.requests - began[1] + 50.0)), LEAST_FOLDS)

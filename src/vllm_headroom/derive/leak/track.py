@@ -7,7 +7,7 @@ from typing import Final
 
 from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, lowered
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, USELESS_CHANCE, chance
-from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Run, Track, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Point, Run, Track, Verdict
 from vllm_headroom.derive.leak.fast import LASTS_SECONDS, fast, followed
 from vllm_headroom.derive.leak.judged import judged
 from vllm_headroom.derive.leak.pauses import anchored, crowded, rested
@@ -120,16 +120,17 @@ def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """
     run, reference = track.run, track.levels[0].reference_bytes
     if track.seconds < run.quiet_until or reference is None or held_bytes < reference - GIVEN_BACK_BYTES:
-        return replace(track, run=Run(quiet_until=run.quiet_until)) if run.seconds else track
+        return replace(track, run=Run(quiet_until=run.quiet_until)) if run.points else track
     if run.alarm_until and track.seconds >= run.alarm_until:
         return judged(replace(track, run=Run()), room_bytes)
     if track.verdict is Verdict.LEAKING and not run.alarm_until:
         return track
-    longer = followed(run, track.seconds, held_bytes)
+    longer = followed(run, Point(track.seconds, track.work.requests, track.busy_seconds, held_bytes))
     if longer is run:
         return track
     track = replace(track, run=longer)
-    found = fast(longer, held_bytes if room_bytes is None else room_bytes, on=run.alarm_until > 0)
+    room = held_bytes if room_bytes is None else room_bytes
+    found = fast(longer, room, track.work.rate, on=run.alarm_until > 0)
     if found is None:
         return track
     lasting = replace(longer, alarm_until=track.seconds + LASTS_SECONDS)

@@ -9,7 +9,7 @@ from vllm_headroom.derive.life.computing import Computing, computed
 from vllm_headroom.derive.life.exits import rooms
 from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
-from vllm_headroom.derive.life.signs import Answer, Signs, signs
+from vllm_headroom.derive.life.signs import Answer, Signs, owned, signs
 from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason
@@ -31,7 +31,8 @@ SILENT_SECONDS: Final = 20.0
 class LifeState:
     """The lives so far, and what is remembered of this one by the clock of this process.
 
-    `answered_seconds` is when the page last answered, or was first asked for.
+    `answered_seconds` is when the page last answered, or was first asked for. `served_bytes` is the most that the
+    engine held of each GPU, by UUID, while it served, since it began or last woke.
     """
 
     lives: Lives = field(default_factory=Lives)
@@ -40,6 +41,7 @@ class LifeState:
     answered: bool = False
     computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
+    served_bytes: dict[str, int] = field(default_factory=dict)
 
 
 def forgotten(state: LifeState) -> LifeState:
@@ -74,15 +76,21 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
-    movements = state.movements if lives.restarts == state.lives.restarts else {}
+    goes_on = lives.restarts == state.lives.restarts
+    movements = state.movements if goes_on else {}
     movements = movements if seen.page is None else moved(movements, seen.page, now)
     answered = seen.answer is Answer.GIVEN
     since = now if answered or state.answered_seconds is None else state.answered_seconds
     computing = computed(state.computing, seen.processes, now)
     state = replace(state, lives=lives, movements=movements, answered_seconds=since, answered=answered)
-    state = replace(state, computing=computing)
+    state = replace(state, computing=computing, served_bytes=state.served_bytes if goes_on else {})
+    held = {gpu.reading.uuid: gpu.held_bytes for gpu in owned(snapshot) if gpu.held_bytes is not None}
     state = replace(state, state=_state(state, seen, now))
-    return state, replace(snapshot, life=_life(state, seen, now))
+    if state.state is EngineState.SERVING:
+        before = {} if asleep else state.served_bytes
+        most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in held.items()}
+        state = replace(state, served_bytes=before | most)
+    return state, replace(snapshot, life=_life(state, seen, held, now))
 
 
 def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
@@ -117,7 +125,7 @@ def _broken(life: OneLife | None, seen: Signs) -> bool:
     return life is not None and is_broken(life, seen)
 
 
-def _life(state: LifeState, seen: Signs, now: float) -> Life:
+def _life(state: LifeState, seen: Signs, held: dict[str, int], now: float) -> Life:
     life = state.lives.newest
     goes_on = life is not None and life.worked and not life.ended and not _broken(life, seen)
     movements = {} if seen.page is None else state.movements
@@ -131,4 +139,9 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         if state.state is EngineState.ASLEEP
         else progress_age(movements, now, seen.owed_since),
         stranded=stranded(movements, now),
+        to_wake=tuple(
+            (uuid, max(0, state.served_bytes[uuid] - n_bytes))
+            for uuid, n_bytes in held.items()
+            if state.state is EngineState.ASLEEP and uuid in state.served_bytes
+        ),
     )

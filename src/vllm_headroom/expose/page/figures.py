@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
+from operator import itemgetter
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Forecast, Frame, Point
+from vllm_headroom.expose.drawing import Forecast, Frame, Point, Stretch
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import Failure, Gpu, Snapshot
 from vllm_headroom.units import duration, size
@@ -50,13 +52,11 @@ def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> 
     labels = str(gpu.reading.index), gpu.reading.uuid
     forecast = _forecast(view, labels, now)
     begin, end = _span(free[0][0], now, forecast)
-    free, at_peak = ([point for point in points if point[0] >= begin] for points in (free, at_peak))
-    frame = Frame(begin=begin, end=end, top=_top(free))
-    past = drawing.thinned(free, columns)
+    past, peaks = (drawing.thinned(_since(begin, points), columns) for points in (free, at_peak))
+    frame = Frame(begin=begin, end=end, top=_top(past))
     shapes = [
-        drawing.area(frame, past),
-        drawing.line(frame, past, kind="line"),
-        drawing.line(frame, drawing.thinned(at_peak, columns), kind="peak"),
+        drawing.curve(frame, past),
+        drawing.line(frame, peaks, kind="peak"),
         *(drawing.upright(frame, event.seconds) for event in view.history.events if event.level is Level.ALARM),
         "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
         drawing.zero(frame),
@@ -77,8 +77,12 @@ def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, f
     return now - past, now + min(MARGIN * forecast.seconds, AHEAD * past)
 
 
-def _top(points: list[Point]) -> float:
-    known = sorted(value for _, value in points if value is not None)
+def _since(begin: float, points: list[Point]) -> list[Point]:
+    return points[bisect_left(points, begin, key=itemgetter(0)) :]
+
+
+def _top(stretches: list[Stretch]) -> float:
+    known = sorted(value for stretch in stretches for _, value in stretch)
     return MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
 
 
@@ -110,7 +114,7 @@ def _load(running: list[Point], columns: int) -> str:
     top = max((value for _, value in running if value is not None), default=1.0)
     frame = Frame(begin=running[0][0], end=running[-1][0], top=MARGIN * top or 1.0, height=40.0)
     stretches = drawing.thinned(running, columns)
-    shapes = (drawing.area(frame, stretches), drawing.line(frame, stretches, kind="line"))
+    shapes = (drawing.curve(frame, stretches),)
     title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"

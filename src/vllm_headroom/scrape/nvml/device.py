@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import pynvml
 
-from vllm_headroom.model import GpuMemory, GpuReading
+from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml.calls import Calls, Handle
 from vllm_headroom.scrape.nvml.errors import LOST
 from vllm_headroom.scrape.nvml.faults import GpuFaults, faults_of
 from vllm_headroom.scrape.nvml.parts import Part, parts, whole_gpu
-from vllm_headroom.scrape.nvml.peak import Peak
-from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes
+from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes, mps_clients
 from vllm_headroom.scrape.nvml.xids import Xids
+from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
 
 T = TypeVar("T")
@@ -66,14 +66,14 @@ class Device:
             self._note(error.value)
             raise
 
-    def sample_used(self) -> None:
-        """Look at nothing but the memory in use, for its peak."""
+    def sample_used(self) -> dict[str, int]:
+        """Return nothing but the memory in use, by UUID, and note it for its peak."""
         try:
-            for part in self.parts:
-                self._memory(part)
+            seen = {part.uuid: self._memory(part) for part in self.parts}
         except pynvml.NVMLError as error:
             self._note(error.value)
             raise
+        return {uuid: memory.used_bytes for uuid, memory in seen.items() if memory is not None}
 
     def faults(self) -> GpuFaults:
         """Return what the whole GPU says of faults in its memory."""
@@ -137,7 +137,7 @@ class Device:
             used_bytes=used_bytes,
             free_bytes=machine.available_bytes,
             reserved_bytes=None,
-            unified=True,
+            machine_available_bytes=machine.available_bytes,
         )
 
     def _processes(self, part: Part, memory: GpuMemory | None) -> ProcessList:
@@ -145,8 +145,14 @@ class Device:
         used_bytes = None if memory is None else memory.used_bytes
         if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
             listed = self._ask(part, "processes", compute_processes, essential=memory is None or memory.unified)
-            known.renew(now, used_bytes, listed)
+            known.renew(now, used_bytes, listed and self._with_clients(part, listed))
         return known
+
+    def _with_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+        """Return the processes with those of MPS, each once; without a process there is no server of MPS either."""
+        clients = self._ask(part, "MPS clients", mps_clients) or ()
+        pids = {process.pid for process in listed}
+        return *listed, *(client for client in clients if client.pid not in pids)
 
     def _ask(self, part: Part, fact: str, call: Callable[[Handle], T], *, essential: bool = False) -> T | None:
         return self._around.calls.ask(part.uuid, fact, lambda: call(part.handle), essential=essential)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import pynvml
 
@@ -45,5 +46,13 @@ def compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
 
     The function is named with its version because pynvml answers a missing one by another class of error otherwise.
     """
-    listed = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    return _processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+
+
+def mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
+    """Return the processes that compute through NVIDIA's MPS, whose server alone is a compute process then."""
+    return _processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
+
+
+def _processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
     return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -24,7 +24,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
-from vllm_headroom.scrape.nvml.transitions import Transitions
+from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
@@ -88,15 +88,18 @@ class Nvml:
         finally:
             self._turn.release()
 
-    async def sample_used(self, timeout_seconds: float) -> None:
-        """Look at the memory in use of every GPU; do nothing while a reading is under way."""
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID; do nothing while a reading is under way."""
+        used: dict[str, int] = {}
         if self._turn.locked():
-            return
+            return used
         async with self._turn:
             deadline = _now() + timeout_seconds
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
                 for device, limit_seconds in self._shares(deadline):
-                    await self._ask(device, device.sample_used, limit_seconds)
+                    seen = await self._ask(device, device.sample_used, limit_seconds)
+                    used.update({} if isinstance(seen, Failure) else seen)
+        return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""

@@ -14,8 +14,8 @@ from vllm_headroom.model import Failure
 from vllm_headroom.scrape.nvml.calls import Calls
 from vllm_headroom.scrape.nvml.device import Device, Surroundings
 from vllm_headroom.scrape.nvml.errors import source_failure, source_failure_of
-from vllm_headroom.scrape.nvml.peak import Peak
 from vllm_headroom.scrape.nvml.xids import Xids
+from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
 log = structlog.get_logger()

@@ -60,7 +60,7 @@ def _stamp(entry: os.DirEntry[str]) -> Stamp | None:
     return Stamp(status.st_mtime_ns, status.st_ino, status.st_size)
 
 
-def content(folder: Path, name: str) -> bytes | None:
+def content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
     """Return a file's content; None where it has gone, is no file, cannot be read or is too large.
 
     It may have become a link or a pipe since it was listed: neither is followed or waited for.
@@ -72,9 +72,9 @@ def content(folder: Path, name: str) -> bytes | None:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
-        read = os.read(descriptor, MOST_BYTES + 1)
+        read = os.read(descriptor, most_bytes + 1)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return read if len(read) <= MOST_BYTES else None
+    return read if len(read) <= most_bytes else None

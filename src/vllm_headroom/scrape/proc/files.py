@@ -88,6 +88,14 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
     return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command, name=name)
 
 
+def is_zombie(proc: Path, pid: int) -> bool:
+    """Tell whether the process has ended and nobody, or not all of it, has been taken away."""
+    try:
+        return _stat(proc, pid)[1][0] == "Z"
+    except (OSError, ValueError):
+        return False
+
+
 def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
     if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
         return False

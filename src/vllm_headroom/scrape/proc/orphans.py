@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.roles import named_role
 from vllm_headroom.scrape.proc.roots import ancestors
+from vllm_headroom.scrape.proc.servers import titled_role
 from vllm_headroom.vocabulary import Role
+
+_INIT: Final = 1
+_INITS: Final = frozenset({"systemd", "init", "pause", "tini", "docker-init", "dumb-init", "catatonit"})
+"""What pid 1 is called on machines, in pods that share their processes, and in containers that were given one."""
+
+_BELOW_A_SERVER: Final = (Role.ENGINE_CORE, Role.WORKER)
 
 
 class Orphans:
@@ -41,6 +49,22 @@ class Orphans:
         """Take note of the engine's processes as they are now."""
         self._roots = {pid: entries[pid] for pid in roots}
         self._members = {pid: entries[pid] for pid in members}
+
+
+def strays(entries: Mapping[int, ProcEntry]) -> frozenset[int]:
+    """Return the pids of cores and workers that init has taken over from their server, and of their children.
+
+    Only of those with a title of their own, and where pid 1 is an init: a program that embeds an engine can be pid 1.
+    """
+    init = entries.get(_INIT)
+    if init is None or init.name not in _INITS:
+        return frozenset()
+    left = {
+        pid
+        for pid, process in entries.items()
+        if process.parent_pid == _INIT and titled_role(process.command[0]) in _BELOW_A_SERVER
+    }
+    return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid)) if left else frozenset()
 
 
 def _same(was: ProcEntry, now: ProcEntry | None) -> bool:

@@ -13,7 +13,7 @@ from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import host_of
-from vllm_headroom.scrape.proc.orphans import Orphans
+from vllm_headroom.scrape.proc.orphans import Orphans, strays
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Choice, ancestors, engine_roots
 from vllm_headroom.scrape.worker import Worker
@@ -62,6 +62,7 @@ class Processes:
         self._roles: dict[int, Role] = {}
         self._orphans = Orphans()
         self._orphaned: frozenset[int] = frozenset()
+        self._strays: frozenset[int] = frozenset()
         self._sees_others = True
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
@@ -101,6 +102,8 @@ class Processes:
             sees_host_pids=sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             orphans=self._orphaned,
+            strays=self._strays,
+            zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
             host=host_of(self._proc, engine),
         )
 
@@ -131,7 +134,8 @@ class Processes:
         command_of = partial(proc_files.command, self._proc)
         own_pid = proc_files.own_pid(self._proc)
         self._orphaned = self._orphans.among(entries)
-        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned}
+        self._strays = strays(entries)
+        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned | self._strays}
         before = [pid for pid in self._choice.roots if pid in rest]
         self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port, before=before)
         roles = engine_roles(rest, own_pid, self._choice.roots)

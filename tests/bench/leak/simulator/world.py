@@ -29,6 +29,7 @@ class Course:
     name: str
     seed: int
     recipe: Recipe
+    probed: bool = False
     samples: list[dict[str, Any]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
@@ -42,8 +43,8 @@ class Course:
 
     @property
     def location(self) -> str | None:
-        """Where it leaks, as a probe inside the engine could know."""
-        if not self.leaks or self.recipe.host is not None or self.recipe.group == "sibling":
+        """Where it leaks, as the probe inside the engine can know; it asks no allocator of an engine that may sleep."""
+        if not self.probed or not self.leaks or self.recipe.host is not None or self.recipe.group == "sibling":
             return None
         return self.place
 
@@ -72,7 +73,7 @@ class World:
 
     def __init__(self, name: str, seed: int, recipe: Recipe, *, probe: bool = False) -> None:
         self.rng = rng = Random(zlib.crc32(name.encode()) * 1_000 + seed)
-        self.recipe, self.course, self.probe = recipe, Course(name, seed, recipe), probe
+        self.recipe, self.course = recipe, Course(name, seed, recipe, probed=probe and recipe.sleep is None)
         self.card = Card(rounded(recipe.card_gib * GIB))
         self.full = rng.uniform(*recipe.activations) * MIB
         self.fixed = rounded(self.card.total - rng.uniform(*recipe.room_gib) * GIB - self.full)
@@ -176,7 +177,7 @@ class World:
         gpu["processes"] = self.neighbour.processes + 1
         if self.recipe.attributed:
             gpu |= {"engine": held, "other": self.neighbour.held}
-        if self.probe and self.engine is not None:
+        if self.course.probed and self.engine is not None:
             inside = self.engine.inside
             gpu |= {"allocated": inside["allocated"], "reserved_by_torch": inside["reserved"]}
             gpu["parts"] = {"fragmented": inside["inactive_split"]}

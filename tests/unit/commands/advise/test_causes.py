@@ -55,6 +55,7 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
     (traces.host_leak, Cause.HOST_LEAK),
     (traces.crash_with_an_orphan, Cause.CRASH),
     (traces.crashes, Cause.CRASH),
+    (traces.left_behind, Cause.LEFT_BEHIND),
     (traces.another_tenant, Cause.ANOTHER_TENANT),
     (traces.start_up_runs_out, Cause.START_UP),
     (traces.start_up_beside_others, Cause.START_UP),
@@ -236,7 +237,7 @@ def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
 def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
     advice = only(traces.crash_with_an_orphan)
 
-    assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500 + 20) * traces.MIB
+    assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500) * traces.MIB
     assert flags(advice) == []
 
 

@@ -168,13 +168,23 @@ def another_tenant() -> Iterator[Record]:
         yield sample(step, other_mib=5_300 if 400 <= step < 700 else 0)
 
 
+def left_behind() -> Iterator[Record]:
+    """A life before this one left a core that holds 3 GiB, which were never this engine's to use."""
+    for step in steps(8):
+        record = sample(step)
+        record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": 3 * 2**30}]
+        yield record
+
+
 def crash_with_an_orphan() -> Iterator[Record]:
-    """The engine's core is killed, and its worker, which nobody finds any more, holds the memory for two minutes."""
+    """The engine's core is killed, and its worker, which init took over, holds the memory for two minutes."""
     life = BEGAN + 4 * 3600
     for step in steps(8):
         t = BEGAN + step * STEP
         if life - 180 <= t < life - 60:
-            yield down(step, other_mib=HEALTHY_MIB - 500)
+            record = down(step, engine_mib=HEALTHY_MIB - 500)
+            record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": (HEALTHY_MIB - 500) * MIB}]
+            yield record
         elif life - 60 <= t < life:
             yield down(step)
         else:

@@ -58,16 +58,16 @@ class Vllm(EngineServer):
         (self.version if asked == "/version" else self.metrics)(connection, closing)
 
 
-def examined(proc: Path | None = None, /, **settings: str) -> dict[Name, Finding]:
+def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: str) -> dict[Name, Finding]:
     """Return the findings by name, with these settings without their prefix; nothing else is set.
 
-    Without `proc` no process of a vLLM is seen, whatever runs on this machine.
+    Without `proc` no process of a vLLM is seen and without `sys` no card of AMD's, whatever this machine has.
     """
     environ = {f"HEADROOM_{name}": value for name, value in {"LISTEN_PORT": "0", **settings}.items()}
     with tempfile.TemporaryDirectory() as folder:
         if proc is None:
             ProcTree(Path(folder)).add(*STRANGER)
-        findings = asyncio.run(examine(load([], environ), proc or Path(folder)))
+        findings = asyncio.run(examine(load([], environ), proc or Path(folder), sys or Path(folder)))
     assert [finding.name for finding in findings] == list(Name), "one finding for each name, in this order"
     return {finding.name: finding for finding in findings}
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.fakes.nvml.library import FakeNvml
-from tests.unit.commands.doctor.looking import examined, lines
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.proc_tree import HOST
+from tests.unit.commands.doctor.looking import examined, lines, proc
 from vllm_headroom.commands.doctor.finding import Name, State
 from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
 from vllm_headroom.vocabulary import REASONS, Reason, Source
@@ -19,7 +22,7 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
 
     assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
     assert "the GPU is lost" in found.details[1]
-    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid"]
+    assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
 
 
 def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
@@ -42,6 +45,18 @@ def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
     assert found.state is State.MISSING
     assert "NVML tells no memory of it" in found.details[0]
     assert found.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
+
+
+def test_memory_of_a_process_that_no_longer_exists_is_named_with_what_to_do(nvml: FakeNvml, tmp_path: Path) -> None:
+    nvml.gpus[1].used_bytes, nvml.gpus[1].processes = 9 * GIB, {4711: 8 * GIB}
+    nvml.write()
+    container = tmp_path / "container"
+    container.mkdir()
+
+    seen, unseen = (examined(path)[Name.GPUS].details for path in (proc(tmp_path, namespace=HOST), proc(container)))
+
+    assert seen[-1].startswith("GPU 1 (GPU-b): 8 GiB held by pid 4711, which no longer exists: the driver")
+    assert len(unseen) == 2, "in a container it may only be out of sight"
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
     found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)[Name.PROCESS_MEMORY]
 
     assert found.state is State.MISSING
-    assert found.text == "NVML does not tell the memory of each process on GPU 0 (GPU-a)"
+    assert found.text == "the memory of each process is not told on GPU 0 (GPU-a)"
 
 
 def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_everything_can_be_said() -> None:
         *("--shared-prefix", "30%", "--duration", "5m", "--grace", "2s", "--timeout", "90s", "--max-requests", "7"),
         *("--rate", "0.5", "--metrics-url", "http://pod:9000", "--gpus", "0,GPU-a", "--trace", "t.jsonl"),
         *("--engine-bearer-token-file", "token", "--engine-ca-file", "ca.pem"),
+        *("--probe-dir", "/run/headroom-probe"),
     )
 
     assert str(made) == "chat, prompts of about 256..2048 tokens, 30% of them shared, answers of 64..512"
@@ -44,6 +45,7 @@ def test_everything_can_be_said() -> None:
     assert str(made.page) == "http://pod:9000/metrics"
     assert made.gpus == Selection(listed=("0", "GPU-a"))
     assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
+    assert made.probe_dir == Path("/run/headroom-probe")
     assert ordered("--gpus", "all").gpus == Selection(everything=True)
     assert ordered("--gpus", "auto").gpus is None
 

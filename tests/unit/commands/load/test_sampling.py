@@ -29,8 +29,9 @@ from vllm_headroom.commands.load.sampling import ELSEWHERE, GpusElsewhere, Proce
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import Source
@@ -46,7 +47,7 @@ def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sam
     clock = SystemClock()
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
-        gpus=Nvml(monotonic=clock.monotonic) if here else GpusElsewhere(),
+        gpus=Gpus(monotonic=clock.monotonic) if here else GpusElsewhere(),
         processes=ProcessesElsewhere(),
         clock=clock,
     )
@@ -111,13 +112,14 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
 @pytest.mark.parametrize(
     ("host", "words", "kinds"),
     [
-        (LOOPBACK, (), (Nvml, Processes)),
-        ("192.0.2.1", (), (GpusElsewhere, ProcessesElsewhere)),
-        ("192.0.2.1", ("--gpus", "0"), (Nvml, ProcessesElsewhere)),
+        (LOOPBACK, (), (Gpus, Processes, type(None))),
+        (LOOPBACK, ("--probe-dir", "probe"), (Gpus, Processes, Probe)),
+        ("192.0.2.1", ("--probe-dir", "probe"), (GpusElsewhere, ProcessesElsewhere, type(None))),
+        ("192.0.2.1", ("--gpus", "0"), (Gpus, ProcessesElsewhere, type(None))),
     ],
 )
 def test_what_is_read_follows_from_where_the_server_is(
-    host: str, words: tuple[str, ...], kinds: tuple[type, type]
+    host: str, words: tuple[str, ...], kinds: tuple[type, type, type]
 ) -> None:
     async def steps() -> None:
         made = order(
@@ -125,7 +127,7 @@ def test_what_is_read_follows_from_where_the_server_is(
         )
         parts = _parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
-        assert (type(parts.gpus), type(parts.processes)) == kinds
+        assert (type(parts.gpus), type(parts.processes), type(parts.probe)) == kinds
         await parts.gpus.close()
 
     run(steps)
@@ -153,21 +155,20 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
         made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
-        with screen() as shown:
-            steps = Run(
-                concurrency=10,
-                seconds=0.2 if stop_after is None else 3600,
-                clients=clients,
-                pace=pace,
-                sampling=made,
-                screen=shown,
-                now=time.monotonic,
-            )
-            running = asyncio.create_task(steps.steps())
-            if stop_after is not None:
-                await until(lambda: server.open == stop_after)
-                clients.stop()
-            done = await running
+        steps = Run(
+            concurrency=10,
+            seconds=0.2 if stop_after is None else 3600,
+            clients=clients,
+            pace=pace,
+            sampling=made,
+            screen=screen(),
+            now=time.monotonic,
+        )
+        running = asyncio.create_task(steps.steps())
+        if stop_after is not None:
+            await until(lambda: server.open == stop_after)
+            clients.stop()
+        done = await running
         await asking.close()
         await made.close()
         return done

@@ -19,7 +19,7 @@ from vllm_headroom.units import GIB
 
 COUNTED = [name for name in NAMES if model(name).layer_parameters is not None]
 questions = st.builds(
-    lambda name, card, ranks, stages, length, seqs, tokens, ratio: Question(
+    lambda name, card, ranks, stages, length, seqs, tokens, ratio, unified: Question(
         shape=model(name),
         gpu_memory_bytes=card,
         tensor_parallel_size=ranks,
@@ -28,6 +28,7 @@ questions = st.builds(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         gpu_memory_utilization=ratio,
+        unified_memory=unified,
     ),
     st.sampled_from(COUNTED),
     st.integers(GIB, 300 * GIB),
@@ -37,6 +38,7 @@ questions = st.builds(
     st.integers(1, 1024),
     st.integers(1024, 16384),
     st.floats(0.1, 1.0),
+    st.booleans(),
 )
 
 

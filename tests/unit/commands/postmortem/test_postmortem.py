@@ -58,7 +58,25 @@ def leaked(tmp_path: Path) -> Path:
     scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
     scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
     scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": 7, "used": 5}]
+    torch = {"uuid": "GPU-a", "allocated_bytes": 3, "reserved_bytes": 4}
+    scene.header["before"]["probe"] = [{"pid": 8, "role": "worker", "devices": [torch]}, {"devices": 1}]
     return write(tmp_path, scene)
+
+
+def test_memory_that_was_full_only_between_two_samples_is_found(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    assert scene.header is not None
+    ends = scene.header["t"]
+    used = [[ends - 4.0, scenes.TOTAL - scenes.RESERVED - 20 * scenes.MIB], ["?", 1], [ends - 3.0, 5]]
+
+    def cause() -> str:
+        return str(json.loads(run(write(tmp_path, scene), "--json")[1])["cause"])
+
+    assert cause() == "crash"
+    scene.header["before"] = {"used": {"GPU-a": used}}
+    assert cause() == "out_of_memory_burst"
+    run(write(tmp_path, scene), "--html", tmp_path / "page.html")
+    assert "Memory in use of GPU-a in the last minutes, second by second" in (tmp_path / "page.html").read_text()
 
 
 def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Path) -> None:
@@ -73,6 +91,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "the driver reported XID 79 on GPU-a",
         "Numbers for a bug report",
         "GPU-a pid 7 5 B",
+        "GPU-a pid 8 worker: allocated 3 B, reserved 4 B",
         "80 GiB in all",
         "https://github.com/vllm-project/vllm/issues",
         "a <line> of the log",
@@ -173,12 +192,16 @@ def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkey
 def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None
-    scene.header["ooms"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}]
+    first = {"t": scene.header["t"] - 1, "uuid": "GPU-a", "asked": 5, "free": 3}
+    scene.header["ooms"] = [first, first | {"allocated": 60, "reserved": 64}]
 
     found = json.loads(run(write(tmp_path, scene), "--json")[1])
 
     assert (found["cause"], found["sure"]) == ("out_of_memory_burst", "likely")
-    assert found["evidence"] == ["torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free"]
+    assert found["evidence"] == [
+        "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free",
+        "torch raised OutOfMemoryError on GPU-a: 5 B asked, 3 B free, 64 B its own, 60 B in use",
+    ]
 
 
 def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import look
+from vllm_headroom.commands.preflight.look import Sight, look
 from vllm_headroom.commands.preflight.report import Report, judge
 from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 
 CONTAINER: Final = "pid:[4026532555]"
@@ -33,6 +33,7 @@ class Preflight:
         self.namespace = ""
         self.said: list[str] = []
         self.shm = Path("/dev/shm")  # noqa: S108 - it is only looked at
+        self.sys = folder / "sys"
         folder.joinpath("proc").mkdir()
         self.tree = ProcTree(folder / "proc")
 
@@ -51,6 +52,19 @@ class Preflight:
     ) -> Report:
         return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
 
+    def sight(self, *, port: int = 0, patience_seconds: float = 20) -> Sight:
+        """Look once; with a port, for the engine that serves it."""
+
+        async def main() -> Sight:
+            gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
+            processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
+            try:
+                return await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+            finally:
+                await gpus.close()
+
+        return asyncio.run(main())
+
     def wait(
         self,
         seconds: float,
@@ -68,17 +82,17 @@ class Preflight:
             meanwhile()
 
         async def main() -> Report:
-            nvml = Nvml(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path)
+            gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 
             async def once() -> Report:
-                sight = await look(nvml, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
+                sight = await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
                 return judge(sight, ask, wanted or Wanted(), ignored)
 
             try:
                 return await settled(once, seconds, say)
             finally:
-                await nvml.close()
+                await gpus.close()
 
         return asyncio.run(main())
 

@@ -82,6 +82,21 @@ def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Prefl
     assert unified.report(Ask(utilization_ratio=0.89)).verdict is Verdict.GOOD
 
 
+def test_swap_of_a_machine_of_one_memory_is_told_and_counts_as_no_room(unified: Preflight) -> None:
+    meminfo(unified, total_gib=120, available_gib=118)
+    without = unified.report(Ask(utilization_ratio=0.89))
+    with (unified.tree.path / "meminfo").open("a") as stream:
+        stream.write(f"SwapTotal: {16 << 20} kB\nSwapFree: {16 << 20} kB\n")
+
+    report = unified.report(Ask(utilization_ratio=0.89))
+
+    assert without.findings == ()
+    assert [each.text for each in report.findings] == [
+        "the machine's 16.00 GiB of swap and zram count as no room: it would hang before they are full"
+    ]
+    assert report.highest_utilization_ratio == without.highest_utilization_ratio
+
+
 def test_a_machine_of_one_memory_with_too_little_available_is_no_go_like_a_card(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=60)
 

@@ -163,7 +163,7 @@ def test_memory_that_nobody_tells_cannot_be_judged(preflight: Preflight, nvml: F
 def test_a_process_is_called_by_its_program_and_never_by_its_arguments(
     preflight: Preflight, nvml: FakeNvml, command: tuple[str, ...], name: str
 ) -> None:
-    preflight.tree.add(77, 1, *command, name="x")
+    preflight.tree.add(77, 70, *command, name="x")
     nvml.gpus[0].used_bytes, nvml.gpus[0].processes = GIB, {77: GIB}
     nvml.write()
 

@@ -72,20 +72,30 @@ def test_an_older_probe_is_replaced_and_what_else_is_there_stays(tmp_path: Path)
 def test_everybody_may_read_it(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        install(tmp_path / "deep" / "site")
+        install(tmp_path / "site")
     finally:
         os.umask(before)
 
-    installed = list((tmp_path / "deep" / "site").rglob("*"))
+    installed = [tmp_path / "site", *(tmp_path / "site").rglob("*")]
     assert len(installed) > 5
     assert {path.stat().st_mode & 0o777 for path in installed} == {0o755, 0o644}
 
 
+def test_a_folder_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir(0o750)
+    install(tmp_path / "site")
+
+    assert (tmp_path / "site").stat().st_mode & 0o777 == 0o750
+
+
 def test_the_command_says_what_to_set(tmp_path: Path) -> None:
-    told, printed = command("install", str(tmp_path)), command("install", "--json", str(tmp_path))
+    told, printed = command("install", os.path.relpath(tmp_path)), command("install", "--json", str(tmp_path))
 
     assert (told.returncode, told.stderr) == (0, "")
-    assert f"  PYTHONPATH={tmp_path}\n" in told.stdout
+    (line,) = (line for line in told.stdout.splitlines() if "PYTHONPATH" in line)
+    path = line.removeprefix("  PYTHONPATH=")
+    assert path.startswith("/"), "vLLM is started elsewhere"
+    assert os.path.samefile(path, tmp_path)  # noqa: PTH121 - of two texts
     assert json.loads(printed.stdout)["folder"] == str(tmp_path)
 
 

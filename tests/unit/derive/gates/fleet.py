@@ -108,7 +108,7 @@ def fleet(*, ready_seconds: float | None, live_seconds: float | None, days: int 
     replicas = [Replica(f"vllm-{each}", FREE * noise.uniform(0.4, 1.0)) for each in range(REPLICAS)]
     now = 0.0
     while now < days * DAY:
-        alive = [each for each in replicas if now >= each.up_at and each.ending_at is None]
+        alive = [each for each in replicas if now >= each.up_at]
         ready = [each for each in alive if each.state.reason(GateName.READY) is None]
         load = arrivals(now, noise)
         counts.nobody += 0.0 if ready else load * STEP

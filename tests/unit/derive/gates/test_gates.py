@@ -32,6 +32,26 @@ def test_a_gate_that_is_not_configured_is_open_and_has_no_series() -> None:
     assert shown == {}
 
 
+def test_an_engine_that_is_to_be_begun_anew_gets_no_traffic_meanwhile() -> None:
+    rules = replace(OFF, ready_seconds=600.0, live_seconds=3600.0)
+    leaking = Sample(catalog.LEAK_STATE, (*A_GPU, "leaking"), 1.0)
+    leaks = Values([leaking, Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 2000.0)])
+    question = gates(rules, leaks)
+    state: Gates = question.initial
+
+    def goes_on(begin: int, end: int) -> set[tuple[bool, bool]]:
+        nonlocal state
+        told = set()
+        for seconds in range(begin, end, 30):
+            here = Life(state=EngineState.SERVING, began_seconds=1.0)
+            state, _ = answer(question, state, replace(snapshot(at=float(seconds)), life=here))
+            told.add((state.reason(GateName.READY) is None, state.reason(GateName.LIVE) is None))
+        return told
+
+    assert goes_on(0, 3600) == {(True, True)}
+    assert goes_on(3600, 6000) == {(True, True), (False, False)}
+
+
 def test_a_closed_gate_is_0() -> None:
     state, shown = after(replace(OFF, ready_seconds=600.0, live_seconds=3600.0))
 

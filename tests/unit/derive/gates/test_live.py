@@ -15,6 +15,7 @@ from vllm_headroom.vocabulary import EngineState, LeakState
 DAY: Final = 24 * HOUR_SECONDS
 MIDNIGHT: Final = 1_760_000_000.0 // DAY * DAY
 BETWEEN: Final = 6 * HOUR_SECONDS
+TURN: Final = 900.0
 STEP: Final = 60.0
 
 
@@ -50,11 +51,27 @@ def follow(
     following, now = state or Live(), known_from
     while now < until:
         values = leak(end - now, leaks) if now >= begin else QUIET
-        following = live(following, at(now), values, least_between_seconds=BETWEEN, name=name)
+        following = live(following, at(now), values, least_between_seconds=BETWEEN, turn_seconds=TURN, name=name)
         if following.reason is not None:
             return now, following
         now += STEP
     return None, following
+
+
+def test_a_leak_of_the_hosts_memory_is_as_bad() -> None:
+    leaking = (Sample(catalog.HOST_LEAK_STATE, ("worker", LeakState.LEAKING), 1.0),)
+    near = Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 200.0)
+    before = live(Live(), at(0.0), QUIET, least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0")
+
+    def failed(*samples: Sample) -> bool:
+        seen = live(
+            before, at(BETWEEN), Values(samples), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
+        )
+        return seen.reason is not None
+
+    assert failed(*leaking, near)
+    assert not failed(near)
+    assert not failed(*leaking)
 
 
 def test_a_healthy_engine_lives() -> None:
@@ -85,8 +102,25 @@ def test_with_less_than_an_hour_left_they_are_spread_over_it() -> None:
     failed, _ = follow(3 * DAY, end=1.5 * DAY, begin=1.5 * DAY - HOUR_SECONDS, name=name)
 
     assert failed is not None
-    left = 1.5 * DAY - failed
-    assert abs(left - (MARGIN_SECONDS + share(name) * HOUR_SECONDS)) <= 2 * STEP
+    early = failed - (1.5 * DAY - MARGIN_SECONDS - share(name) * HOUR_SECONDS)
+    assert 0 <= early <= 2 * TURN, "the next time that others stay open"
+
+
+def test_of_two_that_are_late_one_stays_until_the_other_is_back() -> None:
+    end = 1.5 * DAY
+    first, second = (follow(3 * DAY, end=end, begin=end - 1200.0, name=f"vllm-{number}")[0] for number in (1, 2))
+
+    assert first is not None
+    assert second is not None
+    assert abs(first - second) >= TURN / 2
+
+
+def test_minutes_before_its_end_none_stays() -> None:
+    for number in range(8):
+        failed, _ = follow(3 * DAY, end=1.5 * DAY, begin=1.5 * DAY - 290.0, name=f"vllm-{number}")
+
+        assert failed is not None
+        assert failed < 1.5 * DAY - 200.0
 
 
 def test_growth_that_is_not_sure_ends_nothing() -> None:
@@ -109,8 +143,10 @@ def test_it_fails_until_a_new_life_begins_and_not_again_soon() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    still = live(state, at(failed + STEP), leak(9e5), least_between_seconds=BETWEEN, name="vllm-0")
-    anew = live(still, at(failed + 2 * STEP, life=2.0), QUIET, least_between_seconds=BETWEEN, name="vllm-0")
+    still = live(state, at(failed + STEP), leak(9e5), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0")
+    anew = live(
+        still, at(failed + 2 * STEP, life=2.0), QUIET, least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
+    )
 
     assert still.reason is not None
     assert anew.reason is None
@@ -123,6 +159,8 @@ def test_a_kubelet_that_does_not_act_is_not_asked_for_ever() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    after = live(state, at(failed + FAILS_SECONDS), leak(9e5), least_between_seconds=BETWEEN, name="vllm-0")
+    after = live(
+        state, at(failed + FAILS_SECONDS), leak(9e5), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
+    )
 
     assert after.reason is None

@@ -157,7 +157,7 @@ def test_parts_of_a_process_on_several_devices_are_nobodys() -> None:
 
 
 def test_a_pool_tells_what_torch_does_not() -> None:
-    pool = PoolReading(weights_bytes=310, kv_cache_bytes=0, runtime_bytes=5)
+    pool = PoolReading(weights_bytes=310, kv_cache_bytes=0)
     parts = EngineParts(weights_bytes=300, kv_cache_bytes=350, asleep=True, pool=pool)
 
     found = inside(probed(devices=(AllocatorReading(uuid="GPU-a"),), parts=parts))

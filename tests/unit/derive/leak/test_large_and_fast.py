@@ -35,14 +35,18 @@ def since(hours: float, shape: Shape) -> Shape:
     return lambda seconds: shape(max(0.0, seconds - hours * HOUR))
 
 
-@pytest.mark.parametrize(("size", "minutes"), [(256 * MIB, 40), (512 * MIB, 75)])
-def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone(size: int, minutes: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "minutes", "most"), [(256 * MIB, 40, 0.5), (512 * MIB, 75, 0.5), (1536 * MIB, 150, 0.75)]
+)
+def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone_or_at_the_third(
+    size: int, minutes: float, most: float
+) -> None:
     course = follow(readings(steps(size, minutes), 15))
 
     found = course.first(Verdict.LEAKING)
 
     assert found is not None
-    assert 0.3 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < 0.7
+    assert 0.3 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
 
 
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
@@ -101,6 +105,20 @@ def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
         return 1500 * MIB * (1 - float(0.5 ** (max(0.0, seconds - HOUR) / 10)))
 
     assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
+
+
+def test_a_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:
+    begins = 600.0
+
+    def surge(requests_before: float, requests_after: float) -> Verdict:
+        def total(seconds: float) -> float:
+            return requests_before * min(seconds, begins) + requests_after * max(0.0, seconds - begins)
+
+        grown = every_5_seconds(lambda seconds: segments(min(90.0, max(0.0, seconds - begins)) * 2 * FAST), 0.25)
+        return follow(replace(each, finished_total=total(each.seconds)) for each in grown).worst
+
+    assert surge(5.0, 100.0) is Verdict.NONE
+    assert surge(100.0, 100.0) is Verdict.LEAKING
 
 
 def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end() -> None:

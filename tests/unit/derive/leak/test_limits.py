@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.derive.leak.stretches import BASE, HOUR, Shape, follow, readings, segments
+from tests.unit.derive.leak.stretches import BASE, HOUR, Course, Shape, follow, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
 
 QUIET = 3 * HOUR
@@ -57,3 +57,18 @@ def test_the_last_100_mib_do_not_put_an_alarm_off() -> None:
 
     assert at is not None
     assert room_bytes - slowing(at * HOUR) > slowing(at * HOUR)
+
+
+def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_what_goes_on_an_alarm() -> None:
+    rate = MIB / 4
+
+    def fill(seconds: float) -> float:
+        return segments(min(seconds, 5 * HOUR) * rate)
+
+    def told(shape: Shape) -> Course:
+        return follow(on_a_device(shape, 10.0, 200 * HOUR * rate))
+
+    assert told(fill).worst is Verdict.GROWING
+    at = told(lambda seconds: segments(seconds * rate)).first(Verdict.LEAKING)
+    assert at is not None
+    assert at > 8

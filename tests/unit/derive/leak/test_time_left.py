@@ -89,6 +89,19 @@ def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
     assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2 * HOUR} == {Verdict.NONE}
 
 
+def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_and_stays_where_the_next_may_be_the_last() -> None:
+    def far_apart(seconds: float) -> float:
+        return 700 * MIB * int(seconds / (2 * HOUR))
+
+    verdicts = {seconds: track.verdict for seconds, track in followed(far_apart, 17.95)}
+
+    def between(hours: float) -> list[Verdict]:
+        return [verdicts[hours * HOUR + minutes * MINUTE] for minutes in (35, 55, 75, 115)]
+
+    assert between(10) == [Verdict.LEAKING, Verdict.LEAKING, Verdict.GROWING, Verdict.GROWING]
+    assert between(16) == [Verdict.LEAKING] * 4
+
+
 def test_the_large_steps_of_the_first_hours_are_no_alarm() -> None:
     quick = {seconds: track.verdict for seconds, track in followed(lambda at: 2 * steps(1.5 * at), 2.9)}
 

@@ -45,6 +45,18 @@ def test_the_peak_is_the_highest_of_fast_samples_and_readings_in_the_last_minute
     run(steps, monotonic=clock)
 
 
+def test_a_fast_sample_is_the_memory_in_use_of_every_gpu_that_answers(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[0].used_bytes = 50 * GIB
+        fake.gpus[1].errors = {MEMORY: 15}
+        fake.write()
+
+        assert await nvml.sample_used(10) == {"GPU-0": 50 * GIB, "GPU-2": fake.gpus[2].used_bytes}
+
+    run(steps)
+
+
 def test_fast_sampling_asks_for_nothing_but_memory(fake: FakeNvml) -> None:
     async def steps(nvml: Nvml) -> None:
         await nvml.sample_used(10)

@@ -179,7 +179,11 @@ def test_unified_memory_is_the_machines_and_its_processes_are_nvmls(fake: FakeNv
         (after,) = await devices(nvml)
 
         assert before.memory == GpuMemory(
-            total_bytes=120 * GIB, used_bytes=50 * GIB, free_bytes=70 * GIB, reserved_bytes=None, unified=True
+            total_bytes=120 * GIB,
+            used_bytes=50 * GIB,
+            free_bytes=70 * GIB,
+            reserved_bytes=None,
+            machine_available_bytes=70 * GIB,
         )
         assert after.memory is not None
         assert (after.memory.used_bytes, after.used_peak_bytes) == (60 * GIB, 60 * GIB)

@@ -116,7 +116,8 @@ def test_what_is_no_file_of_a_process_is_not_looked_at(folder: Path, tmp_path: P
     (folder / "11-1000.json.tmp").write_text(elsewhere.read_text())
     (folder / "7-1000.record.json").write_text(elsewhere.read_text())
     (folder / "record.json").write_text(elsewhere.read_text())
-    (folder / "১-1000.json").write_text(elsewhere.read_text())
+    for name in ("১-1000.json", "7-1000.json\n", "\n7-1000.json", os.fsdecode(b"\xff-1000.json"), "-7-1000.json"):
+        (folder / name).write_text(elsewhere.read_text())
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(folder / "12-1000.json"))
     listener.close()

@@ -120,3 +120,42 @@ def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
     tree.add(7, 1, *SERVER)
 
     assert seen(processes) == ({7: Role.API_SERVER}, frozenset())
+
+
+def test_a_core_that_init_took_over_before_anybody_looked_is_a_stray_with_its_workers(tree: ProcTree) -> None:
+    tree.add(18, 1, CORE)
+    tree.add(19, 18, WORKER)
+    tree.add(1, 0, "/lib/systemd/systemd")
+
+    readings = read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock()))
+
+    assert {process.pid for process in readings.engine} == {7, 8, 9}
+    assert readings.strays == {18, 19}
+
+
+def test_a_stray_alone_is_no_engine_that_starts(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.add(18, 1, CORE)
+
+    readings = read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock()))
+
+    assert not readings.engine
+    assert readings.strays == {18}
+
+
+def test_cores_of_a_program_that_is_pid_1_are_its_own(tree: ProcTree) -> None:
+    tree.add(1, 0, "my-app")
+    tree.add(18, 1, CORE)
+
+    assert read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock())).strays == frozenset()
+
+
+def test_a_zombie_is_told_from_what_lives_and_from_what_cannot_be_read(tree: ProcTree, processes: Processes) -> None:
+    assert read(processes).zombies == frozenset()
+
+    tree.add(9, 8, WORKER, state="Z")
+    (tree.path / "77").mkdir()
+
+    readings = read(processes)
+    assert readings.zombies == {9}
+    assert {9, 77} <= readings.visible_pids

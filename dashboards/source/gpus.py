@@ -1,0 +1,53 @@
+"""The table of one engine's GPUs: how each is, and when it will be out of memory."""
+
+from __future__ import annotations
+
+from dashboards.source.colours import STATES
+from dashboards.source.grafana import Json, override, query, values
+from dashboards.source.panels import table
+from dashboards.source.ranking import number, organized
+from dashboards.source.series import FREE, FREE_FLOOR, GPU, lowest_free
+
+
+def each_gpu() -> Json:
+    """Return a line for each GPU, the least free first."""
+    columns = {
+        "free": f"{FREE}{{{GPU}}}",
+        "lowest": lowest_free(GPU),
+        "out of memory": f"1000 * (time() + headroom_time_to_oom_seconds{{{GPU}}})",
+        "at the earliest": f"1000 * (time() + headroom_time_to_oom_seconds_lower{{{GPU}}})",
+    }
+    names = {f"Value #{letter}": name for letter, name in zip("BCDE", columns, strict=True)}
+    states = [(state, state.replace("_", " "), colour) for state, colour in STATES]
+    when = {"unit": "dateTimeAsIsoNoDateIfToday", "custom__width": 160}
+    return table(
+        "Each GPU, and when it will be full",
+        "The state of each GPU, what is free, the least that was free in the time shown, and while it grows or leaks "
+        "when it will be out of memory: as it goes on now, and at the earliest.",
+        [
+            query(f"max by (gpu, state) (headroom_leak_state{{{GPU}}} == 1)"),
+            *(query(f"max by (gpu) ({expr})") for expr in columns.values()),
+        ],
+        [
+            {"id": "merge", "options": {}},
+            {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #B"}]}},
+            organized(("gpu", "state", *names), ("Value #A",), {"gpu": "GPU", **names}),
+        ],
+        width=10,
+        height=10,
+        noValue="",
+        overrides=[
+            override("GPU", custom__width=40),
+            override(
+                "state",
+                custom__width=80,
+                noValue="unknown",
+                mappings=[values(*states)],
+                custom__cellOptions={"type": "color-text"},
+            ),
+            number("free", "bytes", 75, FREE_FLOOR, noValue="unknown"),
+            number("lowest", "bytes", 75, FREE_FLOOR),
+            override("out of memory", **when),
+            override("at the earliest", **when),
+        ],
+    )

@@ -1,0 +1,1 @@
+"""What the kernel's driver amdgpu says of AMD's cards."""

@@ -1,0 +1,108 @@
+"""Readings of AMD's cards from /sys, whatever becomes of the cards meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_headroom.model import Failure, GpuReading, Vendor
+from vllm_headroom.scrape.amd.cards import Card, cards, signature
+from vllm_headroom.scrape.amd.device import Look, memory_of, readings
+from vllm_headroom.scrape.amd.errors import failure, failure_of
+from vllm_headroom.scrape.amd.processes import Processes
+from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.scrape.transitions import Transitions
+from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.vocabulary import Reason
+
+
+class Amd:
+    """Reads all cards that amdgpu drives, on a thread of its own: a sensor may block while the driver is ill.
+
+    `integrated` are the UUIDs of the processors' own that work on the machine's memory, or do not tell.
+    A card keeps the index at which it was first seen, in the order of PCI addresses, wherever it comes back, and stays
+    listed when it is gone.
+    """
+
+    def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
+        self.integrated: frozenset[str] = frozenset()
+        self._monotonic = monotonic
+        self._sys = str(sys)
+        self._proc = proc
+        self._cards: dict[str, Card] = {}
+        self._parts: dict[str, tuple[GpuReading, ...]] = {}
+        self._seen: object = None
+        self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
+        self._transitions = Transitions()
+        self._worker = Worker[Any]("amd")
+
+    async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
+        """Return a reading of every card or partition, none where there is no card; does not raise."""
+        try:
+            found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
+        except TimeoutError:
+            silent = failure(Reason.TIMEOUT)
+            found = tuple(
+                each for index, card in enumerate(self._cards.values()) for each in self._failed(card, index, silent)
+            )
+        self._transitions.report(found)
+        return found
+
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID of every card that is not cut, and keep it for its peak."""
+        used: dict[str, int] = {}
+        if self._cards:
+            with contextlib.suppress(TimeoutError):
+                used = await self._worker.call(self._sample, timeout_seconds)
+        return used
+
+    def close(self) -> None:
+        """End the thread when it has nothing more to do."""
+        self._worker.stop()
+
+    def _read(self) -> tuple[GpuReading, ...]:
+        self._find()
+        look = Look(
+            processes=Processes(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
+        )
+        found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
+        self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
+        return tuple(part for _, parts in found for part in parts)
+
+    def _find(self) -> None:
+        now = signature(self._sys)
+        if now != self._seen:
+            self._seen, self._cards = now, self._cards | cards(self._sys)
+
+    def _card(self, card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
+        try:
+            self._parts[card.uuid] = readings(card, index, look)
+        except OSError as error:
+            return self._failed(card, index, failure_of(error))
+        return self._parts[card.uuid]
+
+    def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
+        """Return that each part the card was read as last has failed."""
+        known = self._parts.get(card.uuid) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
+        return tuple(
+            GpuReading(vendor=Vendor.AMD, index=index, uuid=part.uuid, name=part.name, failure=why) for part in known
+        )
+
+    def _sample(self) -> dict[str, int]:
+        used: dict[str, int] = {}
+        for card in self._cards.values():
+            if card.nodes is not None and len(card.nodes) > 1:
+                continue
+            with contextlib.suppress(OSError):  # the next reading finds it too, and tells it
+                memory = memory_of(card, self._proc)
+                if memory is not None:
+                    used[card.uuid] = memory.used_bytes
+                    self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
+        return used
+
+
+def _is_integrated(card: Card, reading: GpuReading) -> bool:
+    return reading.memory.unified if reading.memory is not None else card.is_apu

@@ -1,0 +1,94 @@
+"""The GPUs of this machine, whosever they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from vllm_headroom.model import Failure, GpuReading, GpuReadings
+from vllm_headroom.scrape.amd.reader import Amd
+from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.vocabulary import Reason
+
+NO_NVIDIA: Final = frozenset({Reason.LIBRARY_MISSING, Reason.DRIVER_MISSING, Reason.NO_DEVICES})
+"""What NVML says on a machine without a GPU of NVIDIA's."""
+
+NO_AMD: Final = "; nor is there a card of AMD's driver amdgpu in /sys/class/drm"
+
+
+class Gpus:
+    """Reads NVIDIA's GPUs by NVML and AMD's by /sys, side by side, and counts AMD's on after NVIDIA's.
+
+    What each argument means, `Nvml` says; `sys` is where AMD's cards show. Beside other GPUs, AMD's integrated ones are
+    left out: they are the processors', for the screen.
+    """
+
+    def __init__(
+        self,
+        *,
+        monotonic: Callable[[], float],
+        call_timeout_seconds: float = 2.0,
+        process_interval_seconds: float = 15.0,
+        proc: Path = Path("/proc"),
+        sys: Path = Path("/sys"),
+    ) -> None:
+        self._nvml = Nvml(
+            monotonic=monotonic,
+            call_timeout_seconds=call_timeout_seconds,
+            process_interval_seconds=process_interval_seconds,
+            proc=proc,
+        )
+        self._amd = Amd(monotonic=monotonic, sys=sys, proc=proc)
+        self._of_nvidia: tuple[GpuReading, ...] = ()
+        self._of_amd: tuple[GpuReading, ...] = ()
+
+    async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
+        """Return one reading of every GPU; takes no longer than `timeout_seconds` and does not raise.
+
+        What fails of one vendor costs nothing of the other's; only where there is no other does all fail.
+        """
+        nvml, amd = await asyncio.gather(self._nvml.read(timeout_seconds), self._amd.read(timeout_seconds))
+        if isinstance(nvml, Failure) and not amd:
+            return replace(nvml, message=nvml.message + NO_AMD) if nvml.reason in NO_NVIDIA else nvml
+        of_nvidia = self._failed(nvml) if isinstance(nvml, Failure) else nvml.devices
+        self._of_nvidia = of_nvidia
+        own = tuple(reading for reading in amd if reading.uuid not in self._amd.integrated)
+        first = 1 + max((reading.index for reading in of_nvidia), default=-1)
+        shown = own if of_nvidia or own else amd
+        self._of_amd = tuple(replace(reading, index=first + reading.index) for reading in shown)
+        driver_version = None if isinstance(nvml, Failure) else nvml.driver_version
+        return GpuReadings(driver_version=driver_version, devices=(*of_nvidia, *self._of_amd))
+
+    async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
+        """Return the memory in use by UUID, and keep it for each GPU's peak."""
+        looks = self._nvml.sample_used(timeout_seconds), self._amd.sample_used(timeout_seconds)
+        of_nvidia, of_amd = await asyncio.gather(*looks)
+        return {**of_nvidia, **of_amd}
+
+    async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
+        """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
+        untold = (
+            GpuFaults(
+                index=index, ecc=None, row_remap_pending=None, row_remap_failed=None, page_retirement_pending=None
+            )
+            for index in {reading.index for reading in self._of_amd}
+        )
+        return *(await self._nvml.faults(timeout_seconds)), *untold
+
+    async def close(self) -> None:
+        """Let go of both drivers."""
+        self._amd.close()
+        await self._nvml.close()
+
+    def _failed(self, failure: Failure) -> tuple[GpuReading, ...]:
+        """Return that each GPU of NVIDIA's seen so far has failed; one that is not known where there should be some."""
+        if not self._of_nvidia and failure.reason not in NO_NVIDIA:
+            return (GpuReading(index=0, uuid="", name="", failure=failure),)
+        return tuple(
+            GpuReading(index=each.index, uuid=each.uuid, name=each.name, xid_errors=each.xid_errors, failure=failure)
+            for each in self._of_nvidia
+        )

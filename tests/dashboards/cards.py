@@ -1,0 +1,59 @@
+"""Other cards than the demo's one of 80 GB: eight of them of which one leaks, and a small one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from vllm_headroom.commands.demo.readers import SimulatedGpus
+from vllm_headroom.model import GpuMemory, GpuReading, GpuReadings
+
+LEAKING: Final = 5
+SMALL: Final = 0.3
+"""A card of 24 GB over the demo's, which has 80."""
+
+
+class EightGpus(SimulatedGpus):
+    """The GPUs of an engine with a process on each; the world's leak is GPU 5's, the others stay as they began."""
+
+    first: GpuReading | None = None
+
+    async def read(self, timeout_seconds: float) -> GpuReadings:
+        """Return one reading of the devices."""
+        found = await super().read(timeout_seconds)
+        (now,) = found.devices
+        self.first = first = self.first or now
+        return replace(found, devices=tuple(_numbered(now if gpu == LEAKING else first, gpu) for gpu in range(8)))
+
+
+class SmallCard(SimulatedGpus):
+    """A card of 24 GB with everything on it in proportion."""
+
+    async def read(self, timeout_seconds: float) -> GpuReadings:
+        """Return one reading of the device."""
+        found = await super().read(timeout_seconds)
+        return replace(found, devices=tuple(_shrunk(device) for device in found.devices))
+
+
+def _numbered(device: GpuReading, gpu: int) -> GpuReading:
+    return replace(device, index=gpu, uuid=f"GPU-{gpu:08}-0000-4000-8000-000000000000")
+
+
+def _shrunk(device: GpuReading) -> GpuReading:
+    memory = device.memory
+    assert isinstance(memory, GpuMemory)
+    assert memory.reserved_bytes is not None
+    assert device.used_peak_bytes is not None
+    used, total, reserved = (
+        int(SMALL * each) for each in (memory.used_bytes, memory.total_bytes, memory.reserved_bytes)
+    )
+    small = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used - reserved, reserved_bytes=reserved)
+    assert device.processes is not None
+    processes = tuple(replace(each, used_bytes=int(SMALL * (each.used_bytes or 0))) for each in device.processes)
+    return replace(
+        device,
+        name="Simulated L4 24GB",
+        memory=small,
+        used_peak_bytes=int(SMALL * device.used_peak_bytes),
+        processes=processes,
+    )

@@ -1,0 +1,112 @@
+"""A real vLLM leaks host memory in a real cgroup until the kernel kills it: foretold, told, and named afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.engine.serving import HERE, Engine, free_port, serving, started, words
+from tests.fakes.cgroups import limited
+from tests.process import Daemon, Page, daemon, eventually
+
+pytestmark = pytest.mark.engine
+
+GIB: Final = 2**30
+BYTES_PER_SECOND: Final = 16_000_000
+LASTS_SECONDS: Final = 510
+"""From the first request on: six minutes until the detector is sure, two until the page, and half a minute to spare."""
+
+NEAR_SECONDS, FOR_SECONDS = 3600.0, 120.0
+"""HeadroomHostOutOfMemorySoon: leaking, and less than this left, for so long."""
+
+
+@contextlib.contextmanager
+def asked(engine: Engine) -> Iterator[None]:
+    """Ask the engine once a second, until it has gone or the block ends."""
+    over = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            number = 0
+            while not over.wait(1.0):
+                engine.complete(words(37 * number, 16), 8)
+                number += 1
+
+    client = threading.Thread(target=ask)
+    client.start()
+    yield
+    over.set()
+    client.join()
+
+
+def limit(folder: Path) -> None:
+    """Let it run out in LASTS_SECONDS at its pace: what it holds now and the kernel cannot take back, and that much."""
+    counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    held = int((folder / "memory.usage_in_bytes").read_text())
+    held -= int(counted["total_active_file"]) + int(counted["total_inactive_file"])
+    (folder / "memory.limit_in_bytes").write_text(str(held + LASTS_SECONDS * BYTES_PER_SECOND))
+
+
+def until_killed(folder: Path, running: Daemon) -> tuple[float, list[tuple[float, float]]]:
+    """Return when the kernel killed, and each time at which the engine was leaking, with what was foretold then."""
+    foretold = []
+    while "oom_kill 0" in (folder / "memory.oom_control").read_text():
+        now, page = time.monotonic(), running.page()
+        leaking = {"process": "engine_core", "state": "leaking"}
+        if page.has("host_leak_state", **leaking) and page.value("host_leak_state", **leaking) == 1:
+            foretold.append((now, page.value("host_time_to_oom_seconds")))
+        time.sleep(1)
+    return time.monotonic(), foretold
+
+
+def ended(page: Page) -> bool:
+    return page.value("engine_exits_total", reason="oom_killed") == 1
+
+
+def postmortem(state: Path) -> Any:
+    command = [sys.executable, "-m", "vllm_headroom", "postmortem", str(state), "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def test_a_real_leak_is_foretold_and_told_before_the_kernel_kills_and_named_after(tmp_path: Path) -> None:
+    state, port = tmp_path / "state", free_port()
+    leak = {
+        "PYTHONPATH": str(HERE / "leaking_plugin"),
+        "LEAKED": str(tmp_path),
+        "LEAKS": "engine_core=time",
+        "LEAKED_BYTES_PER_SECOND": str(BYTES_PER_SECOND),
+    }
+    with limited(64 * GIB) as folder, serving(port, tmp_path / "serve.log", **leak) as engine:
+        if not (folder / "memory.oom_control").exists():
+            pytest.skip("this machine's cgroups are of version 2; their tree is read in tests/unit/scrape/proc")
+        (folder / "cgroup.procs").write_text(str(engine.process.pid))
+        started(engine)
+        limit(folder)
+        with daemon(ENGINE_URL=engine.url, STATE_DIR=str(state)) as running, asked(engine):
+            killed, foretold = until_killed(folder, running)
+            page = running.sees(ended, "the life ended by the kernel's hand")
+            last = eventually(lambda: running.get("/snapshot.json").json()["last_incident"], "an incident is set aside")
+
+    first, left = foretold[0]
+    middle, later = foretold[len(foretold) // 2]
+    near = [at for at, seconds in foretold if seconds < NEAR_SECONDS]
+    print(f"foretold {left:.0f} s, it took {killed - first:.0f}; then {later:.0f}, {killed - middle:.0f}")  # noqa: T201 - the record of a long run
+    found = postmortem(state)
+    print(found["cause"], found["sure"], found["file"])  # noqa: T201 - as above
+
+    assert killed - near[0] > FOR_SECONDS, "the page is sent before"
+    assert left == pytest.approx(killed - first, rel=0.15)
+    assert later == pytest.approx(killed - middle, abs=0.15 * (killed - first))
+    assert page.value("host_oom_kills_total") == 1
+    assert (found["cause"], found["sure"]) == ("killed_by_kernel", "sure")
+    assert found["file"] == last["file"]

@@ -1,0 +1,137 @@
+"""What the doctor says where the GPUs are AMD's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from tests.fakes.amd_tree import GIB, AmdTree, open_card
+from tests.fakes.nobody import nobody, open_folder
+from tests.fakes.nvml.library import FakeNvml
+from tests.fakes.proc_tree import HOST, ProcTree
+from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
+from vllm_headroom.commands.doctor.finding import Name, State
+
+CARDS = ("0000:c1:00.0", "0000:e5:00.0")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with open_folder() as made:
+        yield made
+
+
+@pytest.fixture
+def sys(nvml: FakeNvml, folder: Path) -> AmdTree:
+    """Two cards, and no driver of NVIDIA's."""
+    nvml.errors = {"nvmlInitWithFlags": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
+    nvml.write()
+    tree = AmdTree(folder / "sys")
+    for number, address in enumerate(CARDS):
+        tree.add(address, card=number + 1, unique_id=f"{number:016}", used_bytes=3 * GIB)
+        tree.add_node(address, 100 + number)
+    return tree
+
+
+def test_cards_of_amds_need_no_nvml_and_are_the_engines_by_its_processes(
+    sys: AmdTree, vllm: Vllm, folder: Path
+) -> None:
+    sys.hold(CORE, {100: 0, 101: 2 * GIB})
+
+    findings = examined(proc(folder, vllm, namespace=HOST), sys.path, ENGINE_URL=vllm.url)
+
+    nvml = findings[Name.NVML]
+    assert (nvml.state, nvml.text) == (
+        State.NOT_APPLICABLE,
+        "not needed: the GPUs are AMD's, whose driver tells of them in /sys",
+    )
+    assert findings[Name.GPUS].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
+    assert findings[Name.GPU_ATTRIBUTION].text == "1 of 2 taken for the engine's"
+    memory = findings[Name.PROCESS_MEMORY]
+    assert (memory.state, memory.text) == (
+        State.OK,
+        "AMD's driver tells each process's own memory, seen from the machine's first PID namespace",
+    )
+
+
+def test_a_container_that_may_trace_the_engine_needs_no_newer_driver(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
+    tree = proc(folder, vllm, namespace=CONTAINER)
+    open_card(existing(tree), CORE, 11, CARDS[1], client=7, vram_kib=2**21)
+
+    findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
+
+    assert findings[Name.GPU_ATTRIBUTION].text == "1 of 2 taken for the engine's"
+    assert findings[Name.PROCESS_MEMORY].state is State.OK
+
+
+def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
+    tree = proc(folder, vllm, namespace=CONTAINER)
+    (tree / str(CORE) / "fd").mkdir(mode=0)
+
+    with nobody():
+        findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
+
+    owned, memory = findings[Name.GPU_ATTRIBUTION], findings[Name.PROCESS_MEMORY]
+    assert owned.state is memory.state is State.MISSING
+    assert "which alone tells a container who is on AMD's cards" in owned.text
+    assert memory.text.startswith("the memory of each process is not told on GPU 0")
+    for found in (owned, memory):
+        assert any("SYS_PTRACE" in line for line in lines(found))
+        assert "hostPID: true" in lines(found)
+        assert not any("NVIDIA" in line for line in lines(found))
+
+
+def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
+    for address in CARDS:
+        (sys.path / "devices" / "pci0000:00" / address / "mem_info_vram_total").unlink()
+
+    found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)[Name.GPUS]
+
+    assert found.state is State.MISSING
+    assert "is not told by KFD, or not to this container" in found.details[0]
+    assert "devices: [/dev/kfd, /dev/dri]" in lines(found)
+
+
+def test_without_any_gpu_both_ways_are_told(sys: AmdTree) -> None:
+    for address in CARDS:
+        sys.remove(address)
+
+    found = examined(None, sys.path)[Name.NVML]
+
+    assert found.state is State.MISSING
+    assert "nor is there a card of AMD's driver amdgpu" in found.text
+    assert {"modprobe nvidia", "cat /sys/class/drm/card*/device/mem_info_vram_total"} <= set(lines(found))
+
+
+def test_partitions_are_named_by_their_uuids(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
+    sys.add_node(CARDS[0], 200, 90 * GIB, part=1)
+
+    found = examined(proc(folder), sys.path, ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+
+    assert lines(found)[-1].startswith("HEADROOM_GPUS=GPU-0000000000000000-0,GPU-0000000000000000-1,1  #")
+
+
+def test_an_apu_says_whose_memory_it_works_on(nvml: FakeNvml, folder: Path) -> None:
+    nvml.errors = {"nvmlInitWithFlags": pynvml.NVML_ERROR_DRIVER_NOT_LOADED}
+    nvml.write()
+    sys = AmdTree(folder / "sys")
+    sys.add(CARDS[0], card=1, product=None, total_bytes=GIB // 2).tell(mem_info_gtt_used=2 * GIB)
+    sys.add_node(CARDS[0], 7, 62 * GIB)
+    tree = proc(folder)
+    (tree / "meminfo").write_text(f"MemTotal: {125 * 2**20} kB\nMemAvailable: {90 * 2**20} kB\n")
+
+    (told,) = examined(tree, sys.path)[Name.GPUS].details
+
+    assert told.endswith(
+        ", unified memory: 60.00 GiB left of the 62.00 GiB that it may take of the machine's, by /proc/meminfo"
+    )
+
+
+def existing(folder: Path) -> ProcTree:
+    """Return the tree that was made in a folder."""
+    tree = object.__new__(ProcTree)
+    tree.path = folder
+    return tree
