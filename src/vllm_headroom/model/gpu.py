@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution, Fate, Vendor
+from vllm_headroom.vocabulary import Attribution, Vendor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,14 @@ class GpuProcess:
 
     pid: int
     used_bytes: int | None
+
+
+class Fate(StrEnum):
+    """What became of a process that holds GPU memory for no engine any more."""
+
+    ORPHANED = "orphaned"
+    ZOMBIE = "zombie"
+    VANISHED = "vanished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

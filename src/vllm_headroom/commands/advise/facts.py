@@ -65,8 +65,7 @@ class GpuFacts:
     """One GPU of the engine's, in bytes.
 
     `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, and 0
-    up to SOMEBODY_BYTES. `leftovers` are what is held lastly for no engine any more. `roomy_running` is the most
-    requests that ran while LOW_BYTES and more were left.
+    up to SOMEBODY_BYTES; `leftovers` are no engine's. `roomy_running` is the most that ran with LOW_BYTES to spare.
     """
 
     index: int
@@ -110,8 +109,7 @@ class CappedFacts:
 class PrefixFacts:
     """The prefix cache: tokens looked up and found, in `seconds`; on a page since the engine's start, seconds unknown.
 
-    `recent_ratio` is hits over queries of the last five minutes, on a page. `blocked_ratio` is the share of the time in
-    which requests waited.
+    `recent_ratio` is of the last five minutes, on a page. `blocked_ratio` is the share of the time in which any waited.
     """
 
     queries: float
