@@ -179,8 +179,8 @@ def _room() -> Json:
             override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
             override(
                 "/ at the least$/",
-                custom__lineWidth=1,
-                custom__lineStyle={"fill": "dot", "dash": [1, 5]},
+                custom__lineWidth=2,
+                custom__lineStyle={"fill": "dash", "dash": [2, 6]},
                 custom__hideFrom=LEGEND,
             ),
             on_the_right("running requests", RUNNING_COLOUR),

@@ -39,7 +39,7 @@ WORST_GPUS: Final = worst(ranked())
 
 
 def with_link(expr: str, *, gpu: bool = False) -> str:
-    """Return `expr` with a label `open`: the part of a link that chooses the row's engine.
+    """Return `expr`, which has no name of its own, with a label `open`: the part of a link that chooses the engine.
 
     Made here because Grafana leaves the name of a column that is not there in a link as it is: bare metal has no pod.
     """

@@ -47,7 +47,7 @@ def gpus() -> Json:
         "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then. From the "
         "recording rules (gpu:...), empty without them.",
         [
-            query(with_link(WORST_GPUS, gpu=True)),
+            query(with_link(f"{WORST_GPUS} + 0", gpu=True)),
             *(query(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
         ],
         joined(zip("BCDEFG", columns, strict=True), "A"),

@@ -14,13 +14,18 @@ from tests.dashboards.test_story import ENGINE, HERO, asked, query, shown
 
 GIB: Final = 2**30
 AHEAD_SECONDS: Final = 12 * 3600
+GROWS: Final = "growing|leaking"
 
 
-def ahead(prometheus: Prometheus, target: str, name: str) -> list[tuple[float, float]]:
-    """Return what the largest panel draws under a name, where the time shown ends in the future."""
+def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -> list[tuple[float, float]]:
+    """Return what the largest panel draws under a name, where the time shown ends in the future.
+
+    With other `states` it is as if those were meant by a leak.
+    """
     put_in = values(prometheus, ENGINE, TARGETS[target].labels) | {"__range": f"{NOW - BEGIN + AHEAD_SECONDS}s"}
     form = {"start": str(BEGIN), "end": str(NOW + AHEAD_SECONDS), "step": "60"}
-    found = prometheus.ask("query_range", query=filled(query(HERO, name).expr, put_in), **form)["result"]
+    expr = filled(query(HERO, name).expr, put_in).replace(GROWS, states)
+    found = prometheus.ask("query_range", query=expr, **form)["result"]
     return [(float(at), float(value)) for each in found for at, value in each["values"]]
 
 
@@ -39,6 +44,10 @@ def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus
 @pytest.mark.parametrize("target", ["healthy", "restart", "asleep", "engine down"])
 def test_without_a_leak_no_future_is_drawn(prometheus: Prometheus, target: str) -> None:
     assert ahead(prometheus, target, "GPU {{gpu}} expected") == []
+
+
+def test_a_leak_that_was_seen_before_and_is_none_now_has_no_future(prometheus: Prometheus) -> None:
+    assert ahead(prometheus, "leak", "GPU {{gpu}} expected", states="stable|asleep") == []
 
 
 def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 from vllm_headroom.__main__ import main
 from vllm_headroom.commands.demo.clock import ScaledClock
@@ -18,6 +19,11 @@ class HurriedClock(ScaledClock):
         super().__init__(speed)
         began = float(os.environ.get("BEGAN", now))
         self._began_epoch_seconds = began + speed * (now - began)
+        self._stepped = Path(os.environ.get("STEPPED", "/nowhere"))
+
+    def time(self) -> float:
+        """Return simulated seconds since the epoch, with the step that the file $STEPPED says the clock was set by."""
+        return super().time() + (float(self._stepped.read_text()) if self._stepped.exists() else 0.0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PATIENCE_SECONDS: Final = 2.0
 
 BETWEEN_SECONDS: Final = 0.2
 BAR_COLUMNS: Final = 30
+UNKNOWN_COLUMNS: Final = 80
 
 
 def followed(
@@ -49,12 +50,17 @@ def reading(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
 
 
 def shown(what: str, share: float, more: str = "") -> str:
-    """Return a bar with its name before it, and how far it is."""
-    return f"{what}  {bar(share, BAR_COLUMNS)} {min(share, 1.0):4.0%}  {more}".rstrip()
+    """Return how far something is, and a bar behind it where there is room."""
+    head = f"{what}  {min(share, 1.0):4.0%}  {f'{more}  ' if more else ''}"
+    return f"{head}{bar(share, max(0, min(BAR_COLUMNS, _room() - len(head))))}".rstrip()
 
 
 def overwrite(text: str) -> None:
     """Put a text into the terminal's last line, in the place of what stood there."""
-    room = (terminal(sys.stderr).columns or 80) - 1
-    sys.stderr.write(f"\r{text.translate(CONTROLS)[:room]}\x1b[K")
+    sys.stderr.write(f"\r{text.translate(CONTROLS)[: _room()]}\x1b[K")
     sys.stderr.flush()
+
+
+def _room() -> int:
+    """Return the columns of a line that the terminal does not go on with in the next."""
+    return (terminal(sys.stderr).columns or UNKNOWN_COLUMNS) - 1

@@ -61,11 +61,11 @@ class Forecast:
 def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
-    The points are in the order of their times. Columns in which nothing could be read divide the stretches: a gap is
-    drawn as a gap.
+    Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
     """
     if not points:
         return []
+    points = sorted(points, key=_SECONDS)  # in a trace the clock may have been set back
     begin, width = points[0][0], (points[-1][0] - points[0][0]) / columns or 1.0
     stretches: list[Stretch] = [[]]
     first = 0

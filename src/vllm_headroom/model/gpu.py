@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution, Vendor
+from vllm_headroom.vocabulary import Attribution
+
+
+class Vendor(Enum):
+    """Whose driver shows a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,3 +46,9 @@ def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:
     assert [value for _, value in curves.held["GPU-a"]] == [5, None, None, None]
     assert [value for _, value in curves.held["GPU-b"]] == [6, None, None]
     assert [value for _, value in curves.running] == [None, 3, None, None]
+
+
+def test_a_clock_that_was_set_back_loses_no_point() -> None:
+    (stretch,) = thinned([(50.0, 1.0), (60.0, 9.0), (0.0, 2.0), (10.0, 3.0)], 10)
+
+    assert stretch == [(0.0, 2.0), (10.0, 3.0), (50.0, 1.0), (60.0, 9.0)]

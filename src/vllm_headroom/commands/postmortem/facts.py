@@ -30,7 +30,8 @@ class GpuFacts:
 
     `first_…` is when this life began to serve, or else to be seen; `before_…` a few minutes before the end, and
     `last_…` the most, or the least room, of the last minute and a half, peaks included. `joined` is whether more
-    processes were on it at the end than at first.
+    processes were on it at the end than at first, `between` whether its least room was seen between samples, where it
+    is not told who took it.
     """
 
     index: int
@@ -44,6 +45,7 @@ class GpuFacts:
     first_other_bytes: int | None
     last_other_bytes: int | None
     joined: bool = False
+    between: bool = False
     leak: LeakState = LeakState.UNKNOWN
     leaked: Moment | None = None
 
@@ -86,10 +88,10 @@ def _more(before: int | None, after: int | None) -> int | None:
 class Facts:
     """An end, or a stall, and what went before it in that life.
 
-    `served` is whether it ever did, `hung` for how long nothing had moved, `answered` whether its page still came.
-    `broken` is whether a process without which it serves nobody went before the rest. `idle_seconds` is for how long
-    nothing had run or waited when the page was last seen; None where something did, or that is not known. `xids` and
-    `ooms` are of the quarter of an hour before.
+    `unseen_seconds` is how long before its end it was last seen. `served` is whether it ever did, `hung` for how long
+    nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it serves
+    nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last seen;
+    None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before.
     """
 
     what: What
@@ -97,6 +99,7 @@ class Facts:
     reason: ExitReason | None = None
     began_seconds: float | None = None
     seen_seconds: float = 0.0
+    unseen_seconds: float | None = None
     served: bool = False
     hung_seconds: float | None = None
     answered: bool = False

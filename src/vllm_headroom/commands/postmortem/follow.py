@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
@@ -20,18 +21,28 @@ from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
 
 USUAL_SECONDS: Final = 900.0
+STEP_SECONDS: Final = 5.0
+"""What is taken to have passed where the clock was set back between two samples."""
+
+SAME_SECONDS: Final = 0.5
+LOADED: Final = 0.5
+"""What holds more than this share of its most when it is first seen has been loaded before."""
 
 
 class Follower:
     """Takes samples in their order; `known` is the header of an incident, which says when to look.
 
-    Without it the last end in the trace counts, or a stall that goes on.
+    Without it the last end in the trace counts, or a stall that goes on. `silent` is whether a page that once answered
+    does no more.
     """
 
     def __init__(self, known: Mapping[str, Any] | None = None) -> None:
         self.facts: Facts | None = None
         self.watch = Watch()
+        self.silent = False
         self._known = known
+        self._last = self._shift = 0.0
+        self._paged = False
         self._state = LifeState()
         self._exits: dict[ExitReason, int] = {}
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
@@ -41,7 +52,7 @@ class Follower:
 
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Go on to the next sample; return it with what is known of the engine's life then."""
-        before = self._state
+        snapshot, before = self._steady(snapshot), self._state
         life = before.lives.newest
         self._state, snapshot = lived(before, snapshot)
         what, reason = self._event(snapshot, before.state)
@@ -55,7 +66,16 @@ class Follower:
             self._forget()
         if newest is not None and not newest.ended:
             self._add(snapshot)
+        self._paged = self._paged or not isinstance(snapshot.engines, Failure)
+        self.silent = self._paged and isinstance(snapshot.engines, Failure)
         return snapshot
+
+    def _steady(self, snapshot: Snapshot) -> Snapshot:
+        """Let time go on where the clock was set back."""
+        now, before = snapshot.time_seconds, self._last
+        self._shift += before - now + STEP_SECONDS if now < before else 0.0
+        self._last = now
+        return replace(snapshot, monotonic_seconds=now + self._shift)
 
     def _event(self, snapshot: Snapshot, before: EngineState) -> tuple[What | None, ExitReason | None]:
         """Return what happened, and why as far as the life of the engine tells."""
@@ -64,7 +84,8 @@ class Follower:
         reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
         self._exits = exits
         if self._known is not None:
-            due = self.facts is None and snapshot.time_seconds >= self._known["t"] - 0.5
+            late = snapshot.time_seconds - self._known["t"]
+            due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
             return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
         stalled = life is not None and life.state is EngineState.STALLED is not before
         return (What.ENDED if reason else What.STALLED if stalled else None), reason
@@ -72,6 +93,7 @@ class Follower:
     def _forget(self) -> None:
         """Begin anew with another life."""
         self._began: float | None = None
+        self._seen = 0.0
         self._served = self._answered = False
         self._gpus: dict[str, Looks] = {}
         self._engines: tuple[EngineReading, ...] = ()
@@ -81,9 +103,10 @@ class Follower:
         self._hung, self._broken, self._leaks = None, False, {}
 
     def _add(self, snapshot: Snapshot) -> None:
-        now, life = snapshot.time_seconds, snapshot.life
+        now, life = snapshot.monotonic_seconds, snapshot.life
         if self._began is None:
             self._began = now
+        self._seen = now
         self._answered = not isinstance(snapshot.engines, Failure)
         if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
             self._page(named(snapshot.engines), now)
@@ -108,34 +131,40 @@ class Follower:
             self._running.popleft()
 
     def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None, seen: Signs) -> Facts:
-        now, life = snapshot.time_seconds, snapshot.life
+        now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is What.ENDED else seen.page is not None
         stalled = what is What.STALLED or self._hung is not None
         age = None if life is None else life.progress_age_seconds
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
         return Facts(
             what=what,
-            seconds=now,
+            seconds=snapshot.time_seconds,
             reason=reason if what is What.ENDED else None,
-            began_seconds=self._began,
+            began_seconds=None if self._began is None else self._began - self._shift,
             seen_seconds=0.0 if self._began is None else now - self._began,
-            served=self._served,
+            unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
+            served=self._served or (not self._paged and self._was_loaded()),
             hung_seconds=(age or now - (self._hung or now)) if stalled and not self._broken else None,
             answered=answered,
             broken=self._broken,
             engines=self._engines,
             idle_seconds=self._idle_seconds,
             usual_running=median(usual) if usual else None,
-            gpus=tuple(self._gpu(uuid, looks, now) for uuid, looks in self._gpus.items()),
+            gpus=tuple(self._gpu(uuid, looks, snapshot) for uuid, looks in self._gpus.items()),
             xids=header_xids(self._known),
             ooms=header_ooms(self._known),
         )
 
-    def _gpu(self, uuid: str, looks: Looks, now: float) -> GpuFacts:
+    def _was_loaded(self) -> bool:
+        """Return whether it held most of what it ever did when it was first seen: then it did not die of its start."""
+        return any(looks.first_share >= LOADED for looks in self._gpus.values())
+
+    def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuFacts:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
         told = header_leaks(self._known).get(uuid, LeakState.UNKNOWN)
         surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
-        return looks.facts(now, surer, moment, header_used(self._known).get(uuid, ()))
+        looks.see(header_used(self._known).get(uuid, ()), self._shift)
+        return looks.facts(snapshot.monotonic_seconds, surer, moment)
 
 
 def _goes_to_pieces(life: OneLife | None, seen: Signs) -> bool:

@@ -7,11 +7,8 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts
 from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
-from vllm_headroom.commands.postmortem.rules.ending import crash, orderly
-from vllm_headroom.commands.postmortem.rules.hang import hang
-from vllm_headroom.commands.postmortem.rules.kernel import killed
-from vllm_headroom.commands.postmortem.rules.memory import burst, leak, neighbour
-from vllm_headroom.commands.postmortem.rules.start import never_fitted
+from vllm_headroom.commands.postmortem.rules.ending import crash, hang, killed, orderly
+from vllm_headroom.commands.postmortem.rules.memory import burst, leak, neighbour, never_fitted
 
 RULES: Final[tuple[Callable[[Facts], Finding | None], ...]] = (
     killed,
@@ -37,7 +34,7 @@ NOTHING: Final = Finding(
 
 
 def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
-    """Return what fits, the surest first; there is always one. `told` is whether a header tells of an end.
+    """Return what fits, the surest first; there is always one. `told` is whether there was an end all the same.
 
     Beside one that is sure none is possible.
     """

@@ -49,12 +49,20 @@ class Looks:
         while self._last[0].seconds < now - BEFORE_SECONDS - LAST_SECONDS:
             self._last.popleft()
 
-    def facts(self, now: float, leak: LeakState, leaked: Moment | None, used: Iterable[tuple[float, int]]) -> GpuFacts:
-        """Return what to know at the end of the life; only after a first look. `used` was in use between samples."""
+    @property
+    def first_share(self) -> float:
+        """How much of what it last held the engine held at first; 0 where that is not known."""
+        first, last = (look and look.gpu.held_bytes for look in (self._first, self._last[-1]))
+        return first / last if first and last else 0.0
+
+    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuFacts:
+        """Return what to know at the end of the life; only after a first look."""
         first = self._first or self._last[0]
-        self._see(now, used)
+        recent = now - BEFORE_SECONDS - LAST_SECONDS
         last = [look for look in self._last if look.seconds >= self._last[-1].seconds - LAST_SECONDS]
-        before = [look for look in self._last if look.seconds < now - LAST_SECONDS] or [first]
+        before = [look for look in (first, *self._last) if recent <= look.seconds < now - LAST_SECONDS]
+        if not before and first.seconds >= recent:
+            before = [first]
         memory = first.gpu.reading.memory
         return GpuFacts(
             index=first.gpu.reading.index,
@@ -68,27 +76,35 @@ class Looks:
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_most(look.gpu.other_bytes for look in last),
             joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
+            between=_least(look.room_bytes for look in last) != _least(_room(look.gpu) for look in last),
             leak=leak,
             leaked=leaked,
         )
 
-    def _see(self, now: float, used: Iterable[tuple[float, int]]) -> None:
-        """Let the newest look have the highest memory in use that was seen since, or in the minute before it."""
+    def see(self, used: Iterable[tuple[float, int]], shift: float) -> None:
+        """Let the newest look have the highest memory in use that was seen since, or in the minute before it.
+
+        `used` has the times of the clock, which are `shift` behind those of the looks.
+        """
         last = self._last[-1]
-        known = [n_bytes for at, n_bytes in used if last.seconds - PEAK_SECONDS <= at <= now]
+        known = [n_bytes for at, n_bytes in used if at + shift >= last.seconds - PEAK_SECONDS]
         peak_bytes = max((*known, last.gpu.reading.used_peak_bytes or 0))
         reading = replace(last.gpu.reading, used_peak_bytes=peak_bytes)
         self._last[-1] = _look(replace(last.gpu, reading=reading), last.seconds)
 
 
 def _look(gpu: Gpu, now: float) -> _Look:
-    memory, held_bytes = gpu.reading.memory, gpu.held_bytes
-    if memory is None:
+    memory, held_bytes, room_bytes = gpu.reading.memory, gpu.held_bytes, _room(gpu)
+    if memory is None or room_bytes is None:
         return _Look(seconds=now, gpu=gpu, room_bytes=None, engine_bytes=held_bytes)
     above = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
-    room_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes - above
     at_peak = None if held_bytes is None else held_bytes + above
-    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes, engine_bytes=at_peak)
+    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes - above, engine_bytes=at_peak)
+
+
+def _room(gpu: Gpu) -> int | None:
+    memory = gpu.reading.memory
+    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
 
 
 def _least(values: Iterable[int | None]) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Course, Interval, Moment
@@ -98,6 +99,8 @@ def _moment(moment: Moment) -> Iterator[str]:
         yield f"    how fast     {_rate(moment)}"
     if moment.by_requests is not None:
         yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
+    if moment.location is not None:
+        yield f"    in           {PLACES[moment.location]}"
     if moment.leaked_bytes is not None:
         yield f"    how much     {size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:

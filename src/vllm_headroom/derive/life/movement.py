@@ -37,12 +37,12 @@ def moved(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> di
 
 
 def progress_age(movements: Mapping[Labels, Movement], now: float, owed_since: float | None = None) -> float | None:
-    """Return the longest time in which an engine that has work has not moved; None where none has work.
+    """Return the longest time in which an engine that has work has not moved; None where none has work that shows.
 
     A request of the daemon's own that has waited since `owed_since` is work, be it on the page or not: the gauges of a
     core that hangs show what was there before. It is as old as what was done last, whoever had asked for it.
     """
-    ages = [now - each.moved_seconds for each in movements.values() if each.busy]
+    ages = [now - each.moved_seconds for each in movements.values() if each.busy and any(map(_is_known, each.counted))]
     if owed_since is not None and movements:
         ages.append(now - max(owed_since, *(each.done_seconds for each in movements.values())))
     return max(ages, default=None)
@@ -75,6 +75,10 @@ def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
         idle_seconds=None if busy or engine.running is None or engine.awake is False else rested,
         kv_used_ratio=engine.kv_used_ratio,
     )
+
+
+def _is_known(value: float | None) -> bool:
+    return value is not None
 
 
 _DONE: Final = slice(1, 4)

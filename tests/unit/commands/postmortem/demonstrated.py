@@ -35,8 +35,10 @@ DEMONSTRATED: Final = (
 
 LEAKS: Final = ("leak_req_204.8", "leak_req_51.2", "leak_req_diurnal", "leak_time_500000")
 AT_EASE: Final = ("flat", "flat_flicker", "lora_loads", "graph_sizes", "mig_slice", "sample_jitter")
-MECHANISM: Final = "leak_fast"
-"""Hours of it fill its card."""
+MECHANISMS: Final = {"leak_fast": 3, "leak_outside_torch": 12, "leak_bursts": 12, "leak_late": 12, "leak_missed": 12}
+"""Of the first, hours fill its card; of each, one sample in so many."""
+
+WELL: Final = ("ok_quiet", "ok_daily", "ok_expandable", "ok_uncounted")
 
 
 def incidents() -> Iterator[Scene]:
@@ -46,7 +48,10 @@ def incidents() -> Iterator[Scene]:
             yield Scene(cause=cause, samples=_until_an_end(scenario, seed, hours))
     for name in LEAKS:
         yield Scene(cause=Cause.LEAK, samples=_ended(_full(traces.generated(name, 1, 3.0, STEP).samples)))
-    yield Scene(cause=Cause.LEAK, samples=_ended(traces.simulated(MECHANISM, 1).samples[::3]))
+    for name, each in MECHANISMS.items():
+        yield Scene(cause=Cause.LEAK, samples=_ended(_full(traces.simulated(name, 1).samples[::each])))
+    for name in WELL:
+        yield Scene(cause=Cause.CRASH, samples=_ended(traces.simulated(name, 1).samples[::12]))
     for name in AT_EASE:
         yield Scene(cause=Cause.CRASH, samples=_ended(_busy(traces.generated(name, 1, 0.7, STEP).samples)))
 

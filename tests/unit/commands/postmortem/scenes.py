@@ -156,6 +156,14 @@ def neighbour(rng: Random) -> Iterator[Engine]:
     yield engine
 
 
+def hasty_neighbour(rng: Random) -> Iterator[Engine]:
+    """One that comes between two samples: only the peak shows what it took, and not who."""
+    engine = Engine(rng)
+    engine.peak = engine.held + engine.room - rng.randint(0, 150) * MIB
+    engine.serve()
+    yield engine
+
+
 def killed(rng: Random) -> Iterator[Engine]:
     engine = Engine(rng)
     engine.is_killed = True
@@ -243,4 +251,4 @@ def scene(make: Callable[[Random], Iterator[Engine]], seed: int) -> Scene:
         header = {"t": ends, "what": "ended", "reason": reason}
         if make is leak:
             header["before"] = {"leaks": [{"uuid": "GPU-a", "state": "leaking"}]}
-    return Scene(cause=ALL[make], samples=engine.samples, header=header)
+    return Scene(cause=ALL.get(make, Cause.NEIGHBOUR), samples=engine.samples, header=header)

@@ -30,11 +30,21 @@ def test_there_is_no_age_while_there_is_nothing_to_do_or_no_page() -> None:
     assert watch.look(REFUSED).progress_age_seconds is None
 
 
+def test_an_engine_that_counts_nothing_does_not_stand_still() -> None:
+    watch = serving()
+    silent = page(engine(running=3.0, generation_tokens_total=None, finished_total=None, kv_used_ratio=None))
+
+    for _ in range(40):
+        life = watch.look(silent)
+    assert life.progress_age_seconds is None
+    assert life.state is EngineState.SERVING
+
+
 def test_the_age_is_that_of_the_rank_that_has_stood_still_longest() -> None:
     watch = Watch()
 
     def age(done: float, running: float) -> float | None:
-        ranks = engine(name="0", running=1.0, finished_total=done), engine(name="1", running=running)
+        ranks = engine(running=1.0, finished_total=done), engine(name="1", running=running, finished_total=7.0)
         return watch.look(page(*ranks), after=10).progress_age_seconds
 
     assert [age(done, 1.0) for done in range(4)] == [0, 10, 20, 30]

@@ -1,4 +1,4 @@
-"""Rules on ends with GPU memory at ease."""
+"""Rules on what is no want of GPU memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,40 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, What
 from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
-from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES
-from vllm_headroom.commands.postmortem.rules.shown import left, ran
+from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES, left
 from vllm_headroom.units import duration
+from vllm_headroom.vocabulary import ExitReason
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 """Errors that end the program, by NVIDIA's table; 43 and 45 also follow from its end, 63 and 64 need not end it."""
+
+UNSEEN_SECONDS: Final = 15.0
+"""Memory is filled within seconds: who was not looked at for longer may have run out of it."""
+
+
+def killed(facts: Facts) -> Finding | None:
+    """Fit where the kernel counted a kill in the engine's container as this life ended."""
+    if facts.reason is not ExitReason.OOM_KILLED:
+        return None
+    return Finding(
+        cause=Cause.KILLED,
+        sureness=Sureness.SURE,
+        sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
+        evidence=("the kernel counted a kill for want of memory in the engine's container then", ran(facts)),
+    )
+
+
+def hang(facts: Facts) -> Finding | None:
+    """Fit where nothing moved though there was work; surely where its page went on to say so."""
+    if facts.hung_seconds is None or not facts.served:
+        return None
+    page = "its page went on to answer" if facts.answered else "its page did not answer, and its processes lived"
+    return Finding(
+        cause=Cause.HANG,
+        sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
+        sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
+        evidence=(ran(facts), page),
+    )
 
 
 def crash(facts: Facts) -> Finding | None:
@@ -22,13 +50,15 @@ def crash(facts: Facts) -> Finding | None:
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes
-    likely = facts.served and room is not None and room >= FEW_BYTES and (facts.broken or bool(facts.running))
+    seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
+    at_ease = seen and room is not None and room >= FEW_BYTES
+    likely = facts.served and at_ease and (facts.broken or bool(facts.running))
     whole = "A crash" if facts.served else "A start that failed"
     return Finding(
         cause=Cause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
         sentence=f"{whole} with GPU memory at ease: look elsewhere."
-        if room is not None and room >= FEW_BYTES
+        if at_ease
         else f"{whole}, and not known to be for want of GPU memory.",
         evidence=tuple(_crashed(facts)),
     )
@@ -43,7 +73,7 @@ def orderly(facts: Facts) -> Finding | None:
     gpu = facts.worst
     return Finding(
         cause=Cause.ORDERLY,
-        sureness=Sureness.LIKELY,
+        sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
         sentence="An orderly end: the engine had nothing left to do.",
         evidence=(
             f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",
@@ -62,3 +92,10 @@ def _crashed(facts: Facts) -> Iterator[str]:
         yield left(facts.worst)
     if not facts.xids and not facts.broken and facts.running:
         yield "a restart that was meant, in the midst of requests, looks the same"
+
+
+def ran(facts: Facts) -> str:
+    """Return what the engine did when its page was last seen."""
+    if facts.running is None:
+        return "what it did then is not known"
+    return f"{facts.running:.0f} requests ran when its page was last seen" if facts.running else "no request ran"

@@ -1,13 +1,12 @@
-"""Rules on GPU memory that ran out while the engine served."""
+"""Rules on GPU memory that ran out, at the start or while the engine served."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
+from vllm_headroom.commands.postmortem.facts import FULL_BYTES, Facts, GpuFacts, What
 from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
-from vllm_headroom.commands.postmortem.rules.shown import left
 from vllm_headroom.units import GIB, duration, size
 from vllm_headroom.vocabulary import LeakState
 
@@ -21,16 +20,41 @@ FEW_BYTES: Final = GIB
 LONGER_SECONDS: Final = 600.0
 """Of an engine seen for less it is not known how it stood before a burst."""
 
+OTHERS_BYTES: Final = GIB
+"""Others that hold less are contexts."""
+
+LITTLE_RATIO: Final = 0.08
+"""Less of the card than what vLLM leaves free by default: the start went as far as it could."""
+
+
+def never_fitted(facts: Facts) -> Finding | None:
+    """Fit where an engine ended before it served, with little left, or with others on its GPU."""
+    gpu = facts.worst
+    if facts.what is not What.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
+        return None
+    others = gpu.last_other_bytes or 0
+    little = gpu.total_bytes is not None and gpu.last_room_bytes < LITTLE_RATIO * gpu.total_bytes
+    if others < OTHERS_BYTES and not little:
+        return None
+    told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
+    return Finding(
+        cause=Cause.NEVER_FITTED,
+        sureness=Sureness.SURE if gpu.last_room_bytes <= FULL_BYTES else Sureness.LIKELY,
+        sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
+        evidence=(left(gpu), *told),
+    )
+
 
 def leak(facts: Facts) -> Finding | None:
-    """Fit where the engine's memory grew over all its time; sure by the alarm, where others' is told apart from it."""
+    """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
     gpu = _ran_out(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
     says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
     if not says and gpu.share(gpu.grown_bytes) < MOSTLY:
         return None
-    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and gpu.others_bytes is not None
+    told_apart = gpu.others_bytes is not None and gpu.jumped_bytes is not None
+    sure = gpu.leak is LeakState.LEAKING and gpu.is_full and told_apart
     return Finding(
         cause=Cause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
@@ -75,7 +99,8 @@ def burst(facts: Facts) -> Finding | None:
     share = gpu.share(gpu.jumped_bytes)
     if gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
-    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and gpu.others_bytes is not None
+    told_apart = gpu.others_bytes is not None and not gpu.between
+    alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and told_apart
     sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
     return Finding(
         cause=Cause.BURST,
@@ -128,3 +153,11 @@ def _burst(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
         usual = "" if facts.usual_running is None else f", {facts.usual_running:.0f} before"
         yield f"{facts.running:.0f} requests ran{usual}"
     yield f"the leak detector said {gpu.leak}"
+
+
+def left(gpu: GpuFacts) -> str:
+    """Return how much room a GPU had left."""
+    if gpu.last_room_bytes is None:
+        return f"what was left on GPU {gpu.index} is not known"
+    before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} when this life began"
+    return f"{size(max(0, gpu.last_room_bytes))} were left on GPU {gpu.index}{before}"

@@ -1,0 +1,36 @@
+"""What the flight record takes of the daemon's memory while an incident is written."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+from tests.samples import gpu, snapshot
+from tests.unit.daemon.test_flight import BEGAN, died, flight, the_incident
+from vllm_headroom.daemon.recent import MOST_LOOKS
+from vllm_headroom.trace.flight import INCIDENT_BYTES, keep
+from vllm_headroom.trace.write import line, record_of
+from vllm_headroom.units import MIB
+
+MOST_BYTES = 4 * MIB
+GPUS = [f"GPU-0000000{index:x}" for index in range(16)]
+
+
+def test_an_incident_as_large_as_can_be_takes_less_than_four_mebibytes(tmp_path: Path) -> None:
+    cards = tuple(gpu(index=index, uuid=uuid) for index, uuid in enumerate(GPUS))
+    for at in (*range(-6 * 3600, -600, 15), *range(-600, 0)):
+        keep(tmp_path, line(record_of(snapshot(at=float(at), gpus=cards))))
+    assert (tmp_path / "flight.jsonl").stat().st_size > 0.9 * INCIDENT_BYTES
+
+    tracemalloc.start()
+    try:
+        subject = flight(tmp_path)
+        for second in range(MOST_LOOKS):
+            subject.look(BEGAN - MOST_LOOKS + second, dict.fromkeys(("GPU-a", *GPUS), 70 * 2**30 + second))
+        died(subject)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert the_incident(tmp_path).stat().st_size > 0.9 * INCIDENT_BYTES
+    assert peak_bytes < MOST_BYTES, peak_bytes
