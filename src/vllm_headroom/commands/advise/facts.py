@@ -64,8 +64,8 @@ class Spell:
 class GpuFacts:
     """One GPU of the engine's, in bytes.
 
-    `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, and 0
-    up to SOMEBODY_BYTES; `leftovers` are no engine's. `roomy_running` is the most that ran with LOW_BYTES to spare.
+    `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, 0 up to
+    SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
     """
 
     index: int
@@ -109,7 +109,8 @@ class CappedFacts:
 class PrefixFacts:
     """The prefix cache: tokens looked up and found, in `seconds`; on a page since the engine's start, seconds unknown.
 
-    `recent_ratio` is of the last five minutes, on a page. `blocked_ratio` is the share of the time in which any waited.
+    `recent_ratio` is hits over queries of the last five minutes, on a page. `blocked_ratio` is the share of the time in
+    which requests waited.
     """
 
     queries: float
@@ -195,6 +196,5 @@ class Facts:
     @property
     def least_room_bytes(self) -> float | None:
         """The least that was left on any of the engine's GPUs; None where it is not known of one."""
-        rooms = [gpu.least_room_bytes for gpu in self.gpus]
-        known = [room for room in rooms if room is not None]
-        return min(known) if known and len(known) == len(rooms) else None
+        known = [gpu.least_room_bytes for gpu in self.gpus if gpu.least_room_bytes is not None]
+        return min(known) if known and len(known) == len(self.gpus) else None
