@@ -43,6 +43,12 @@ def eventually(
     raise AssertionError(message)
 
 
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has ever held."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 class Page:
     """One scrape: values by metric name and labels."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 ENGINE_COLOUR: Final = "#56b4e9"
-OTHER_COLOUR: Final = "#d55e00"
+OTHER_COLOUR: Final = "#e69f00"
 UNATTRIBUTED_COLOUR: Final = "#8e8e8e"
 RESERVED_COLOUR: Final = "#4f4f4f"
 FREE_COLOUR: Final = "dark-green"
 PEAK_COLOUR: Final = "text"
 REPORTED_COLOUR: Final = "text"
-UNREPORTED_COLOUR: Final = "orange"
 RUNNING_COLOUR: Final = "#f0e442"
 WAITING_COLOUR: Final = "#d55e00"
 FINISHED_COLOUR: Final = "#56b4e9"
@@ -41,7 +40,7 @@ ROLES: Final = (
     ("worker", ENGINE_COLOUR),
     ("engine_core", "#e69f00"),
     ("api_server", "#cc79a7"),
-    ("other", UNATTRIBUTED_COLOUR),
+    ("other", RESERVED_COLOUR),
 )
 """What the engine's processes do on the host, and their colours."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source import around, health, leaking, requests, truth
+from dashboards.source import around, dying, health, leaking, requests, truth
 from dashboards.source.dashboard import dashboard
 from dashboards.source.grafana import Json
 
@@ -19,7 +19,7 @@ def engine() -> Json:
         one_engine=True,
         looks_ahead=True,
         rows=[
-            truth.about_to_die(),
+            dying.about_to_die(),
             truth.who_holds_the_memory(),
             leaking.is_it_leaking(),
             requests.what_a_request_costs(),

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 from dashboards.source import around, tables
-from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, WARNING
+from dashboards.source.colours import BAD, GOOD
 from dashboards.source.dashboard import Row, dashboard
 from dashboards.source.grafana import Json, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, OWN_GPU
+from dashboards.source.ranking import AND_CHOSEN, NEVER, ranked
 from dashboards.source.series import (
-    BY_GPU,
     SIDECAR,
     STATE_NAMES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
-    in_each_state,
-    time_to_oom,
 )
 from dashboards.source.tables import MODEL
 
@@ -45,7 +42,6 @@ def fleet() -> Json:
 
 def _counts() -> list[Json]:
     engines = f'headroom_source_up{{{TARGET},source="engine"}}{AND_CHOSEN}'
-    own_gpus = f"headroom_gpu_up{{{TARGET}}} and on ({BY_GPU}) {OWN_GPU}"
     return [
         stat(
             "Engines",
@@ -59,7 +55,7 @@ def _counts() -> list[Json]:
             "GPUs by leak state",
             "What the detectors say: growing is the early warning, leaking the alarm. Unsettled: load has just changed "
             "and they wait before they judge.",
-            [query(in_each_state(TARGET, AND_CHOSEN), "{{state}}")],
+            [query(_in_each_state(), "{{state}}")],
             unit="locale",
             width=7,
             noValue="unknown",
@@ -68,26 +64,54 @@ def _counts() -> list[Json]:
         stat(
             "Least time to out of memory",
             "Of the GPU that has least, free memory over the rate of its leak.",
-            [query(time_to_oom(TARGET, AND_CHOSEN))],
+            [query(_time_to_oom())],
             unit="dtdurations",
             width=5,
             noValue="unknown",
             mappings=[TIME_TO_OOM_VALUES],
             thresholds=TIME_TO_OOM_STEPS,
         ),
-        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", engines),
+        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
         _trouble(
-            "Sidecars down", "Sidecars that Prometheus cannot scrape: nothing is known of their engines.", SIDECAR
+            "Sidecars down",
+            "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
+            f"{SIDECAR} == 0",
+            SIDECAR,
         ),
-        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", own_gpus),
+        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
     ]
 
 
-def _trouble(title: str, description: str, series: str) -> Json:
+def _in_each_state() -> str:
+    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
+    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
+    states = (ranked(f',state="{state}"') for state in order)
+    return " or ".join(f"count by (state) ({each})" for each in states)
+
+
+def _time_to_oom() -> str:
+    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+
+    No leak is seen only by who can look: without an engine that answers there is no -1.
+    """
+
+    def any_in(states: str) -> str:
+        matcher = f',state=~"{states}"'
+        return f"group({ranked(matcher)})"
+
+    least = ranked(',state=~"growing|leaking"')
+    seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
+    return (
+        f"min({least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
+        f" or -2 * {any_in('warming_up')} or -3 * {any_in('asleep')}"
+    )
+
+
+def _trouble(title: str, description: str, bad: str, every: str) -> Json:
     return stat(
         title,
         description,
-        [query(f"count(({series}) == 0) or 0 * count({series})")],
+        [query(f"count({bad}) or 0 * count({every})")],
         unit="locale",
         width=3,
         noValue="unknown",
@@ -101,7 +125,6 @@ def _over_time() -> list[Json]:
             "Least time to out of memory, by model",
             "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
             f"bottomk({LINES}, namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}})",
-            WARNING,
             unit="dtdurations",
             noValue="no leak seen",
             thresholds=steps((None, BAD), (3600, "transparent")),
@@ -111,7 +134,6 @@ def _over_time() -> list[Json]:
             "Leaking GPUs, by model",
             "How many of each model's GPUs are in the state leaking.",
             f"topk({LINES}, namespace_model:headroom_gpus_leaking:sum{{{MODEL}}} > 0)",
-            BAD,
             unit="short",
             noValue="none",
             decimals=0,
@@ -122,7 +144,6 @@ def _over_time() -> list[Json]:
             "Worst discrepancy, by model",
             "What engines hold beyond what they report, as a share of it, of each model's GPU that is furthest off.",
             f"topk({LINES}, namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}})",
-            ENGINE_COLOUR,
             unit="percentunit",
             noValue="unknown",
             custom={"axisSoftMin": 0, "axisSoftMax": 0.06},
@@ -130,8 +151,7 @@ def _over_time() -> list[Json]:
     ]
 
 
-def _by_model(title: str, description: str, expr: str, colour: str, **more: Any) -> Json:
+def _by_model(title: str, description: str, expr: str, **more: Any) -> Json:
     lines = query(expr, "{{namespace}} {{model_name}}")
     text = f"{description} At most {LINES} lines at a time; from the recording rules."
-    shades = {"mode": "shades", "fixedColor": colour}
-    return timeseries(title, text, [lines], width=8, height=9, color=shades, **more)
+    return timeseries(title, text, [lines], width=8, height=9, **more)

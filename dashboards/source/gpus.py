@@ -19,7 +19,7 @@ def each_gpu() -> Json:
     }
     names = {f"Value #{letter}": name for letter, name in zip("BCDE", columns, strict=True)}
     states = [(state, state.replace("_", " "), colour) for state, colour in STATES]
-    when = {"unit": "dateTimeAsIsoNoDateIfToday", "custom__width": 135}
+    when = {"unit": "dateTimeAsIsoNoDateIfToday", "custom__width": 160}
     return table(
         "Each GPU, and when it will be full",
         "The state of each GPU, what is free, the least that was free in the time shown, and while it grows or leaks "
@@ -33,20 +33,20 @@ def each_gpu() -> Json:
             {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #B"}]}},
             organized(("gpu", "state", *names), ("Value #A",), {"gpu": "GPU", **names}),
         ],
-        width=9,
+        width=10,
         height=10,
         noValue="",
         overrides=[
-            override("GPU", custom__width=45),
+            override("GPU", custom__width=40),
             override(
                 "state",
-                custom__width=90,
+                custom__width=80,
                 noValue="unknown",
                 mappings=[values(*states)],
                 custom__cellOptions={"type": "color-text"},
             ),
-            number("free", "bytes", 85, FREE_FLOOR, noValue="unknown"),
-            number("lowest", "bytes", 85, FREE_FLOOR),
+            number("free", "bytes", 75, FREE_FLOOR, noValue="unknown"),
+            number("lowest", "bytes", 75, FREE_FLOOR),
             override("out of memory", **when),
             override("at the earliest", **when),
         ],

@@ -9,6 +9,10 @@ Json = dict[str, Any]
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
+LEGEND: Final = {"legend": True, "tooltip": False, "viz": False}
+"""Hides from the legend what the tooltip tells: eight GPUs would fill the panel with names."""
+
+
 def query(expr: str, legend: str = "", *, instant: bool = False, table: bool = False, ref: str = "") -> Json:
     """Return one PromQL query; `panel` names those without a `ref` A, B, C ..."""
     return {
@@ -45,20 +49,19 @@ def coloured(name: str, colour: str, /, **properties: Any) -> Json:
     return override(name, color={"mode": "fixed", "fixedColor": colour}, **properties)
 
 
-def on_the_right(name: str, colour: str, unit: str = "short", *, reaches: float = 1, **properties: Any) -> Json:
-    """Return an override that draws a series as a thin line against the right axis, from 0 to `reaches` or further."""
+def on_the_right(name: str, colour: str) -> Json:
+    """Return an override that draws a series as a thin line against the right axis, from 0 to 1 or further."""
     return coloured(
         name,
         colour,
-        unit=unit,
+        unit="short",
         custom__axisPlacement="right",
         custom__axisLabel=name,
         custom__axisSoftMin=0,
-        custom__axisSoftMax=reaches,
+        custom__axisSoftMax=1,
         custom__fillOpacity=0,
         custom__lineWidth=1,
         custom__stacking={"mode": "none", "group": "A"},
-        **properties,
     )
 
 

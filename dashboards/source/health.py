@@ -31,14 +31,17 @@ def host_memory() -> Row:
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
-                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it /dev/shm"),
+                    query(f"headroom_host_shm_used_bytes{{{TARGET}}}", "of it shared"),
+                    query(f"headroom_host_shm_limit_bytes{{{TARGET}}}", "at most shared"),
+                    query(f"increase(headroom_host_oom_kills_total{{{TARGET}}}[$__rate_interval])", "kills"),
                 ],
                 unit="bytes",
                 noValue="not known",
                 overrides=[
                     coloured("limit", BAD),
                     coloured("in use", ENGINE_COLOUR),
-                    coloured("of it /dev/shm", NEUTRAL),
+                    coloured("of it shared", NEUTRAL),
+                    on_the_right("kills", BAD),
                 ],
             ),
             timeseries(
@@ -63,7 +66,7 @@ def host_memory() -> Row:
             state_timeline(
                 "Host leak state over time",
                 "Each role's state as the detector saw it.",
-                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{instance}} {{process}}")],
+                [query(leak_state("headroom_host_leak_state", TARGET, "process"), "{{process}}")],
                 [STATE_VALUES],
                 height=6,
             ),
@@ -73,7 +76,17 @@ def host_memory() -> Row:
 
 def gpu_health() -> Row:
     """Return the hardware's own troubles."""
-    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles()])
+    return Row(title="GPU health", collapsed=True, panels=[*_physics(), *_troubles(), _asleep()])
+
+
+def _asleep() -> Json:
+    return timeseries(
+        "Kept by an engine that sleeps",
+        "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
+        [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
+        unit="bytes",
+        noValue="has not slept",
+    )
 
 
 def _physics() -> list[Json]:
@@ -112,7 +125,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPU {{gpu}}")],
+            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=16,
         ),
@@ -140,10 +153,7 @@ def _readings() -> list[Json]:
             "Sources",
             "Whether the last reading of vLLM's page, of the GPU driver and of /proc succeeded.",
             [
-                query(
-                    f"max by (instance, source) (headroom_source_up{{{TARGET}}})",
-                    "{{instance}} {{source}}",
-                )
+                query(f"max by (instance, source) (headroom_source_up{{{TARGET}}})", "{{source}}"),
             ],
             [values((0, "fails", BAD), (1, "answers", GOOD))],
             width=12,

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from dashboards.source import around, tables
-from dashboards.source.colours import (
-    BAD,
-    FINISHED_COLOUR,
-    GOOD,
-    RUNNING_COLOUR,
-    WAITING_COLOUR,
-    WARNING,
-)
+from dashboards.source.colours import BAD, FINISHED_COLOUR, GOOD, RUNNING_COLOUR, WAITING_COLOUR, WARNING
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import Json, coloured, override, query, steps, values
+from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
@@ -58,7 +51,7 @@ def _alerts() -> Json:
     firing, pending = (alerts.replace("{", f'{{alertstate="{state}",', 1) for state in ("firing", "pending"))
     return states(
         "Alerts",
-        "Headroom's alerts on the engines chosen: pending until they have held as long as the rule asks, then firing.",
+        "Headroom's alerts: pending until they have held as long as the rule asks, then firing.",
         [query(f"2 * {by} ({firing}) or {by} ({pending})", "{{alertname}}")],
         values((1, "pending", WARNING), (2, "firing", BAD)),
         height=5,
@@ -74,13 +67,13 @@ def _answers() -> Json:
         "The sidecar to Prometheus; vLLM's page, the GPU driver and /proc to the sidecar; all of the GPUs to the "
         "driver. Nothing is drawn where nothing was known.",
         [
-            query(f"max by (instance) ({SIDECAR})", "{{instance}} sidecar"),
-            query(f"{engine} + {asleep} or {engine}", "{{instance}} engine"),
+            query(f"max by (instance) ({SIDECAR})", "sidecar"),
+            query(f"{engine} + {asleep} or {engine}", "engine"),
             query(
                 f'max by (instance, source) (headroom_source_up{{{TARGET},source!="engine"}})',
-                "{{instance}} {{source}}",
+                "{{source}}",
             ),
-            query(f"min by (instance) (headroom_gpu_up{{{GPU}}})", "{{instance}} GPUs"),
+            query(f"min by (instance) (headroom_gpu_up{{{GPU}}})", "GPUs"),
         ],
         values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple")),
         height=6,
@@ -91,8 +84,9 @@ def _leak() -> Json:
     return states(
         "Leak state",
         "Each GPU's state as the detector saw it.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
         STATE_VALUES,
+        height=6,
     )
 
 
@@ -128,7 +122,7 @@ def _free() -> Json:
             "thresholdsStyle": {"mode": "area"},
             "scaleDistribution": {"type": "log", "log": 2},
         },
-        overrides=[override("/ at its peaks$/", custom__lineWidth=1)],
+        overrides=[override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND)],
     )
 
 
@@ -186,7 +180,7 @@ def _events() -> Json:
         "an application's. Restarts are seen where the engine's counters begin anew, at its first reading after it; "
         "in a new pod it is another engine.",
         [
-            query(f"clamp_max({around.RESTARTED}, 1)", "{{instance}} restarted"),
+            query(f"clamp_max({around.RESTARTED}, 1)", "restarted"),
             query(f"sum by (gpu, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),
         ],
         height=5,

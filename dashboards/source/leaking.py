@@ -18,8 +18,9 @@ def _states() -> Json:
     return state_timeline(
         "Leak state over time",
         "Each GPU's state as the detector saw it; nothing is drawn where nothing was known.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "{{instance}} GPU {{gpu}}")],
+        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
         [STATE_VALUES],
+        height=6,
     )
 
 
@@ -64,10 +65,10 @@ def _leaked() -> Json:
     leaking = f'headroom_leak_state{{{GPU},state="leaking"}} == 1'
     return stat(
         "Leaked",
-        "Growth since it began, per thousand finished requests, and since when the alarm has been on: the left edge of "
-        "the time shown where it was on before.",
+        "Of the GPU that leaks most: growth since it began, per thousand finished requests, and since when the alarm "
+        "has been on: the left edge of the time shown where it was on before.",
         [
-            query(f"sum(headroom_leaked_bytes{{{GPU}}})", "so far"),
+            query(f"max(headroom_leaked_bytes{{{GPU}}})", "so far"),
             query(f"1000 * max(headroom_leak_bytes_per_request{{{GPU}}})", "per 1,000 requests"),
             query(
                 f"1000 * min(min_over_time(timestamp({leaking})[$__range:1m]) and {leaking})",

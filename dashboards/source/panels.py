@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from dashboards.source.colours import GPU_COLOURS, NEUTRAL, PALETTE, UNKNOWN_COLOUR
 from dashboards.source.grafana import DATASOURCE, Json, coloured, steps
 
-UNKNOWN: Final = {
-    "type": "special",
-    "options": {"match": "null+nan", "result": {"text": "unknown", "color": UNKNOWN_COLOUR, "index": 9}},
-}
+
+def _nothing(text: str) -> Json:
+    """Return the mapping of no value at all: without one it has the colour of the lowest value."""
+    colour = UNKNOWN_COLOUR if text == "unknown" else NEUTRAL
+    return {
+        "type": "special",
+        "options": {"match": "null+nan", "result": {"text": text, "color": colour, "index": 9}},
+    }
 
 
 def panel(
@@ -61,7 +65,7 @@ def stat(
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
     `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
-    What is unknown is grey, not of the lowest value's colour. With `drawn` its curve lies behind the number, and the
+    What is unknown is grey. With `drawn` its curve lies behind the number, and the
     queries have to leave out what is gone at the end.
     """
     options = {
@@ -73,12 +77,11 @@ def stat(
         "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
         "showPercentChange": False,
         "textMode": "value_and_name" if named else "auto",
-        "wideLayout": not text,
+        "wideLayout": not (text or named),
         **({"text": text} if text else {}),
     }
     more.setdefault("color", {"mode": "thresholds"})
-    if more.get("noValue") == "unknown":
-        more["mappings"] = [*more.get("mappings", ()), UNKNOWN]
+    more["mappings"] = [*more.get("mappings", ()), _nothing(more["noValue"])]
     now = queries if drawn else [{**each, "instant": True, "range": False} for each in queries]
     return panel("stat", title, description, now, unit=unit, width=width, height=height, options=options, **more)
 

@@ -8,14 +8,13 @@ from typing import Any, Final
 from dashboards.source.around import CELL
 from dashboards.source.colours import BAD
 from dashboards.source.grafana import Json, override
-from dashboards.source.series import BY_GPU, BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
+from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
 
 ROWS: Final = 50
 """As many as somebody reads; every column of a table is asked for these rows only."""
 
 BY_MODEL: Final = "cluster, namespace, model_name"
 
-OWN_GPU: Final = f'headroom_gpu_info{{{TARGET},attribution!=""}}'
 AND_CHOSEN: Final = (
     f" and on ({BY_TARGET}) (headroom_engine_info{{{ENGINE}}}"
     f' or on ({BY_TARGET}) headroom_source_up{{{TARGET},source="engine"}} == 0)'
@@ -31,17 +30,16 @@ def worst(rank: str) -> str:
     return f"bottomk({ROWS}, {rank})"
 
 
-WORST_GPUS: Final = worst(
-    f"max by ({BY_GPU}) (headroom_gpu_up{{{TARGET}}} == 0 or headroom_time_to_oom_seconds{{{TARGET}}}"
-    f" or {NEVER} + headroom_gpu_memory_free_bytes{{{TARGET}}}) and on ({BY_GPU}) {OWN_GPU}{AND_CHOSEN}"
-)
+def ranked(more: str = "") -> str:
+    """Return the rank of each of the engines' GPUs, from its recording rule; without a page its model is not known."""
+    return f'gpu:headroom_gpu_room:rank{{{TARGET},model_name=~"$model_name|"{more}}}'
 
-MODEL_OF: Final = f"topk by ({BY_TARGET}) (1, max by ({BY_TARGET}, model_name) (headroom_engine_info{{{ENGINE}}}))"
-"""The model of each target; its value is 1."""
+
+WORST_GPUS: Final = worst(ranked())
 
 
 def with_link(expr: str, *, gpu: bool = False) -> str:
-    """Return `expr` with a label `open`: the part of a link that chooses the row's engine.
+    """Return `expr`, which has no name of its own, with a label `open`: the part of a link that chooses the engine.
 
     Made here because Grafana leaves the name of a column that is not there in a link as it is: bare metal has no pod.
     """

@@ -85,7 +85,11 @@ def _used() -> Json:
     return timeseries(
         "KV cache in use, with load",
         "The share of the KV cache in use. A full cache queues and preempts; it is not out of memory.",
-        [query(f"headroom_engine_kv_cache_used_ratio{{{ENGINE}}}", EACH), RUNNING],
+        [
+            query(f"headroom_engine_kv_cache_used_ratio{{{ENGINE}}}", EACH),
+            query(f"headroom_engine_kv_cache_stranded_ratio{{{ENGINE}}}", f"{EACH}, held by no request"),
+            RUNNING,
+        ],
         unit="percentunit",
         custom=ALL_OF_IT,
         overrides=[on_the_right("running requests", RUNNING_COLOUR)],

@@ -46,14 +46,6 @@ STATE_NAMES: Final = [coloured(state, colour, displayName=state.replace("_", " "
 """How a series named by a state is shown."""
 
 
-def in_each_state(matchers: str, only: str = "") -> str:
-    """Return an expression for how many GPUs are in each state that some are in, the worst state first."""
-    order = ("leaking", "growing", "unknown", "asleep", "warming_up", "unsettled", "stable")
-    return " or ".join(
-        f'count by (state) (headroom_leak_state{{{matchers},state="{state}"}} == 1{only})' for state in order
-    )
-
-
 def free_at_the_peak(matchers: str) -> str:
     """Return an expression for what was free at the highest use of the last minute.
 
@@ -74,19 +66,21 @@ def lowest_free(matchers: str) -> str:
     )
 
 
-def time_to_oom(matchers: str, only: str = "") -> str:
-    """Return an expression for the least time to out of memory, or why there is none (`TIME_TO_OOM_VALUES`).
+def time_to_oom(matchers: str, metric: str = "headroom_time_to_oom_seconds") -> str:
+    """Return an expression for the GPU with the least time to out of memory, or why there is none.
+
+    `TIME_TO_OOM_VALUES` says what the numbers below 0 stand for.
 
     No leak is seen only by who can look: without an engine that answers there is no -1.
     """
 
     def in_state(states: str) -> str:
-        return f'max(headroom_leak_state{{{matchers},state=~"{states}"}} == 1{only})'
+        return f'topk(1, headroom_leak_state{{{matchers},state=~"{states}"}} == 1)'
 
     seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
     return (
-        f"min(headroom_time_to_oom_seconds{{{matchers}}}{only}) or -1 * {in_state('stable|unsettled')} and {seen}"
-        f" or -2 * {in_state('warming_up')} or -3 * {in_state('asleep')}"
+        f"bottomk(1, {metric}{{{matchers}}}) or on () -1 * {in_state('stable|unsettled')} and {seen}"
+        f" or on () -2 * {in_state('warming_up')} or on () -3 * {in_state('asleep')}"
     )
 
 

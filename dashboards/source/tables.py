@@ -11,7 +11,6 @@ from dashboards.source.panels import table
 from dashboards.source.ranking import (
     BY_MODEL,
     IDENTITY,
-    MODEL_OF,
     NARROW,
     NEVER,
     NUMBERS,
@@ -42,19 +41,16 @@ def gpus() -> Json:
         "free": f"headroom_gpu_memory_free_bytes{{{TARGET}}}",
         "at the peak": free_at_the_peak(TARGET),
     }
-    lost = f'label_replace(max by ({BY_GPU}) (headroom_gpu_up{{{TARGET}}} == 0), "state", "lost", "", "")'
-    state = f"{lost} or on ({BY_GPU}) max by ({BY_GPU}, state) (headroom_leak_state{{{TARGET}}} == 1)"
-    model = f"{WORST_GPUS} * on ({BY_TARGET}) group_left (model_name) {MODEL_OF} or on ({BY_GPU}) {WORST_GPUS}"
     return table(
         "GPUs, worst first",
         f"The {ROWS} GPUs that are worst off: lost ones, then by the time to out of memory, then by what is free now. "
-        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then.",
+        "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then. From the "
+        "recording rules (gpu:...), empty without them.",
         [
-            query(with_link(model, gpu=True)),
-            query(f"({state}) and on ({BY_GPU}) {WORST_GPUS}"),
-            *(query(f"max by ({BY_GPU}) ({each}) and on ({BY_GPU}) {WORST_GPUS}") for each in columns.values()),
+            query(with_link(f"{WORST_GPUS} + 0", gpu=True)),
+            *(query(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
         ],
-        joined(zip("CDEFGH", columns, strict=True), "A", "B"),
+        joined(zip("BCDEFG", columns, strict=True), "A"),
         height=12,
         noValue="",
         overrides=[OPEN, *NARROW, _state(), *NUMBERS],

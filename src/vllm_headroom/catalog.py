@@ -62,6 +62,9 @@ GPU_MEMORY_USED_PEAK: Final = _gauge(
 GPU_MEMORY_HELD: Final = _gauge(
     "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by who holds it; the holders sum to the memory in use."
 )
+GPU_MEMORY_LEFT_BEHIND: Final = _gauge(
+    "gpu_memory_left_behind_bytes", GPU, "Of it by processes that are sure to serve no engine any more; absent without."
+)
 GPU_UTILIZATION: Final = _gauge("gpu_utilization_ratio", GPU, "Share of the last NVML period in which a kernel ran.")
 GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
 GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")

@@ -84,13 +84,6 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
 """The reasons each source can give: what `headroom_source_failures_total` starts with, at 0."""
 
 
-class Vendor(StrEnum):
-    """Whose driver shows a GPU."""
-
-    NVIDIA = "nvidia"
-    AMD = "amd"
-
-
 class Attribution(StrEnum):
     """How a GPU came to be taken for the engine's; the values of the label `attribution`."""
 

@@ -35,6 +35,7 @@ CLOSED: Final[Mapping[str, frozenset[str]]] = {
 CLOSED_OF: Final[Mapping[tuple[str, str], frozenset[str]]] = {
     ("headroom_engine_state", "state"): frozenset({"unknown", "down", "starting", "serving", "stalled", "asleep"}),
     ("headroom_engine_exits_total", "reason"): frozenset({"replaced", "gone", "out_of_memory", "oom_killed"}),
+    ("gpu:headroom_gpu_room:rank", "state"): frozenset({*LeakState, "lost"}),
 }
 """The same where a metric has words of its own for a label."""
 

@@ -17,9 +17,7 @@ from tests.assets.promql import RULES
 
 HOURS: Final = 10
 
-H100: Final = 79.65
-SLICE: Final = 9.75
-L4: Final = 22.5
+H100, SLICE, L4 = 79.65, 9.75, 22.5
 
 level: Final = partial(Phase, minutes=HOURS * 60, running=20, finished=60, kv=0.4)
 """An engine that serves as on any day, but for what is said."""

@@ -39,13 +39,18 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "addresses": {"runbooks": "https://docs.your.org/"},
     },
     "nri": {
-        "sidecar": {"gpu": "nri", "image": {"repository": "registry.example/headroom", "tag": "0.1.1"}},
+        "sidecar": {
+            "gpu": "nri",
+            "image": {"repository": "registry.example/headroom", "tag": "0.1.1"},
+            "memoryLimitOf": "vllm",
+        },
         "podMonitor": {"interval": "30s", "labels": {"release": None, "prometheus": "gpu"}},
         "prometheusRule": {"enabled": False},
         "dashboards": {"enabled": False},
         "networkPolicy": {"enabled": True, "prometheusNamespace": "observability"},
     },
 }
+NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"})
 each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -119,12 +124,7 @@ def test_an_address_gives_every_alert_its_link(renderer: list[str], runbooks: st
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"addresses": {"grafana": "grafana.your.org"}},
-        {"dashboard": {}},
-        {"sidecar": {"gpu": "all"}},
-        {"sidecar": {"env": {"A": "1"}}},
-    ],
+    [{"addresses": {"grafana": "grafana.your.org"}}, {"dashboard": {}}, *({"sidecar": each} for each in NO_SIDECARS)],
 )
 def test_helm_refuses_values_that_there_are_not(renderer: list[str], wrong: dict[str, Any]) -> None:
     made = helm.render(renderer, helm.CHART, wrong)
@@ -142,11 +142,12 @@ def test_what_is_written_down_is_of_the_chart_as_it_is(case: str) -> None:
 @each_case
 def test_the_sidecar_is_the_one_of_the_components(case: str, tmp_path: Path) -> None:
     folder = HERE / "workloads" / "statefulset"
+    values = CASES[case].get("sidecar", {})
     components = [COMPONENTS / "sidecar", COMPONENTS / f"gpu-{case}"]
+    components += [COMPONENTS / "memory-limit"] if values.get("memoryLimitOf") else []
     built = documents(rendered(kustomization(tmp_path, resource=folder, components=components)))
     pod = find(built, "StatefulSet", "engine")["spec"]["template"]["spec"]
     (expected,) = pod["initContainers"]
-    values = CASES[case].get("sidecar", {})
     image = {"repository": "ghcr.io/vllm-headroom/vllm-headroom", "tag": "0.1.0"} | values.get("image", {})
     end = f"@{image['digest']}" if "digest" in image else f":{image['tag']}"
     expected |= {"image": image["repository"] + end, "imagePullPolicy": "IfNotPresent"}

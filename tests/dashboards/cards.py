@@ -48,6 +48,7 @@ def _shrunk(device: GpuReading) -> GpuReading:
         int(SMALL * each) for each in (memory.used_bytes, memory.total_bytes, memory.reserved_bytes)
     )
     small = GpuMemory(total_bytes=total, used_bytes=used, free_bytes=total - used - reserved, reserved_bytes=reserved)
+    assert device.processes is not None
     processes = tuple(replace(each, used_bytes=int(SMALL * (each.used_bytes or 0))) for each in device.processes)
     return replace(
         device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from tests.dashboards import lint, lint_names, lint_queries, lint_schema
+from tests.dashboards import lint, lint_looks, lint_names, lint_queries, lint_schema
 from tests.dashboards.grafana import Json
 from tests.dashboards.lint import Faults
 
@@ -28,6 +28,11 @@ CHECKS: Final[Mapping[str, Callable[[Json], Faults]]] = {
     "legends": lint_names.legends,
     "overrides": lint_names.overrides,
     "organized": lint_names.organized,
+    "readable": lint_looks.readable,
+    "distinct": lint_looks.distinct,
+    "whole": lint_looks.whole,
+    "admitted": lint_looks.admitted,
+    "single": lint_looks.single,
     "schema": lint_schema.dashboard_schema,
     "schema of panels": lint_schema.panels_schema,
 }

@@ -10,7 +10,7 @@ from tests.dashboards.grafana import Json, every_query
 from tests.dashboards.store import BARE, TARGETS
 
 EVERYWHERE: Final = frozenset(TARGETS)
-LEAKS: Final = frozenset({"leak", BARE})
+LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,13 @@ EMPTY: Final = (
         why="nothing leaks",
         over=EVERYWHERE - LEAKS,
         queries={
-            "headroom": {"Leak rate with its 95 % interval": (), "Leaked": (), "At the least": ()},
+            "headroom": {
+                "Leak rate with its 95 % interval": (),
+                "Leaked": (),
+                "Each GPU, and when it will be full": ("D", "E"),
+            },
             "headroom-fleet": {
-                "GPUs, worst first": ("C", "D", "E"),
+                "GPUs, worst first": ("B", "C", "D"),
                 "Models, worst first": ("E", "F"),
                 "Least time to out of memory, by model": (),
                 "Leaking GPUs, by model": (),
@@ -38,40 +42,54 @@ EMPTY: Final = (
     ),
     Empty(
         why="nothing is wrong for long enough",
-        over=frozenset({"healthy", "restart", "burst", "engine down"}),
+        over=frozenset({"healthy", "restart", "burst", "engine down", "asleep", "small card"}),
         queries={
             "headroom": {"Alert begins to fire": (), "Alerts": ()},
             "headroom-fleet": {"Firing alerts": ()},
-            "headroom-incident": {"Alert begins to fire": ()},
+            "headroom-incident": {"Alert begins to fire": (), "Firing alerts": ()},
         },
     ),
     Empty(
         why="no engine has ended, whose alerts wait",
-        over=frozenset({"healthy", "burst"}),
+        over=frozenset({"healthy", "burst", "asleep", "small card"}),
         queries={"headroom-incident": {"Alerts": ()}},
     ),
     Empty(
         why="nothing is critical",
-        over=EVERYWHERE - LEAKS,
+        over=EVERYWHERE - LEAKS - {"crash"},
         queries={"headroom-fleet": {"Alert begins to fire": ()}},
     ),
     Empty(
         why="the neighbour has stopped growing",
         over=frozenset({"neighbour"}),
-        queries={"headroom": {"Alerts": ()}, "headroom-fleet": {"Firing alerts": ()}},
+        queries={
+            "headroom": {"Alerts": ()},
+            "headroom-fleet": {"Firing alerts": ()},
+            "headroom-incident": {"Firing alerts": ()},
+        },
     ),
     Empty(
         why="no engine starts anew",
-        over=EVERYWHERE - {"restart"},
+        over=EVERYWHERE - {"restart", "crash"},
         queries={
             "headroom": {"Engine restarted": ()},
-            "headroom-incident": {"Engine restarted": (), "XID errors and restarts": ("{{instance}} restarted",)},
+            "headroom-incident": {"Engine restarted": (), "XID errors and restarts": ("restarted",)},
         },
     ),
     Empty(
         why="every reading succeeds",
-        over=EVERYWHERE - {"restart", "engine down"},
+        over=EVERYWHERE - {"restart", "engine down", "crash"},
         queries={"headroom": {"Failed readings": ()}},
+    ),
+    Empty(
+        why="no life lasts long enough for a baseline",
+        over=frozenset({"crash"}),
+        queries={"headroom": {"Cost of a request over its baseline, at comparable load": ()}},
+    ),
+    Empty(
+        why="it sleeps",
+        over=frozenset({"asleep"}),
+        queries={"headroom": {"More requests": (), "Unreported": ("of the card, since it first served",)}},
     ),
     Empty(
         why="everything answers now",
@@ -89,7 +107,7 @@ EMPTY: Final = (
                 "Inputs vLLM does not offer": (),
             },
             "headroom-fleet": {
-                "GPUs, worst first": ("F",),
+                "GPUs, worst first": ("E",),
                 "Models, worst first": (),
             },
         },
@@ -104,6 +122,8 @@ EMPTY: Final = (
                 "Free now": (),
                 "Held by others": (),
                 "Time to out of memory": (),
+                "At the least": (),
+                "Each GPU, and when it will be full": ("A", "B"),
             },
             "headroom-fleet": {
                 "Least time to out of memory": (),
@@ -116,13 +136,24 @@ EMPTY: Final = (
         },
     ),
     Empty(
-        why="no scenario has a container with a limit, or a probe",
+        why="the time shown ends now",
         over=EVERYWHERE,
         queries={
             "headroom": {
-                "What the engine uses it for": (),
+                "Headroom: free memory of each GPU, down to zero": ("GPU {{gpu}} expected", "GPU {{gpu}} at the least")
+            }
+        },
+    ),
+    Empty(
+        why="no scenario has a container with a limit, or a probe, and none here sleeps or idles",
+        over=EVERYWHERE,
+        queries={
+            "headroom": {
+                "What the engine uses the fullest GPU for": (),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
+                "Kept by an engine that sleeps": (),
+                "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
             }
         },
     ),

@@ -71,8 +71,8 @@ def narrowed(dashboard: Json) -> Faults:
 
 
 def _is_choice(matcher: promql.Matcher) -> bool:
-    """Return whether it reads x=~"$x", of which `tree` has made x=~"x"."""
-    return matcher.op == promql.MatchOp.Re and matcher.value == matcher.name
+    """Return whether it reads x=~"$x", of which `tree` has made x=~"x"; with a | it takes what has none as well."""
+    return matcher.op == promql.MatchOp.Re and matcher.value.removesuffix("|") == matcher.name
 
 
 def rates(dashboard: Json) -> Faults:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -101,6 +102,10 @@ class Prometheus:
         form = {"match[]": series, "start": str(BEGIN), "end": str(NOW)}
         return sorted({each[label] for each in self.ask("series", **form) if each.get(label)})
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of rules, with how each fared."""
+        return list(self._client.get("/api/v1/rules").json()["data"]["groups"])
+
     def close(self) -> None:
         self._client.close()
 
@@ -119,19 +124,20 @@ def missing() -> str:
 @contextmanager
 def stored(folder: Path) -> Iterator[Prometheus]:
     """Give a Prometheus that has scraped every target for HOURS, and evaluated the rules."""
-    _add(
-        folder, "scraped", open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
-    )
-    with _running(folder) as prometheus:
+    scraped = open_metrics(list(TARGETS.values()), HOURS, ends_seconds=END, scrape_seconds=SCRAPE_SECONDS)
+    add(folder, "scraped", [scraped])
+    with running(folder) as prometheus:
         text = evaluated(lambda expr: prometheus.over_time(expr, SCRAPE_SECONDS), range(BEGIN, END, SCRAPE_SECONDS))
-    _add(folder, "rules", text)  # blocks that are added to a running Prometheus are seen only after a minute
-    with _running(folder) as prometheus:
+    add(folder, "rules", [text])  # blocks that are added to a running Prometheus are seen only after a minute
+    with running(folder) as prometheus:
         yield prometheus
 
 
-def _add(folder: Path, name: str, text: str) -> None:
+def add(folder: Path, name: str, text: Iterable[str]) -> None:
+    """Store an OpenMetrics text, or its lines, in `data` of this folder."""
     file = folder / f"{name}.txt"
-    file.write_text(text, encoding="utf-8")
+    with file.open("w", encoding="utf-8") as out:
+        out.writelines(text)
     command = ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(file), str(folder / "data")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -139,8 +145,9 @@ def _add(folder: Path, name: str, text: str) -> None:
 
 
 @contextmanager
-def _running(folder: Path) -> Iterator[Prometheus]:
-    (folder / "prometheus.yml").write_text("{}\n", encoding="utf-8")
+def running(folder: Path, config: Mapping[str, Any] = {}, lookback: str = LOOKBACK) -> Iterator[Prometheus]:
+    """Give a Prometheus over what is stored in `data` of this folder."""
+    (folder / "prometheus.yml").write_text(json.dumps(config), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -150,7 +157,7 @@ def _running(folder: Path) -> Iterator[Prometheus]:
         f"--storage.tsdb.path={folder / 'data'}",
         f"--web.listen-address={address}",
         "--storage.tsdb.retention.time=100y",
-        f"--query.lookback-delta={LOOKBACK}",
+        f"--query.lookback-delta={lookback}",
     ]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         prometheus = Prometheus(f"http://{address}")

@@ -19,8 +19,22 @@ TITLE: Final = "Free now"
 MARK: Final = load("headroom")["annotations"]["list"][0]["name"]
 
 
+HERO: Final = "Headroom: free memory of each GPU, down to zero"
+RED_AND_GREEN: Final = ("#cc3311", "#6a7f00")
+"""Alike to those who see neither."""
+
+
+def panel(dashboard: Json, title: str) -> Json:
+    return next(panel for panel in panels(dashboard) if panel["title"] == title)
+
+
 def free_now(dashboard: Json) -> Json:
-    return next(panel for panel in panels(dashboard) if panel["title"] == TITLE)
+    return panel(dashboard, TITLE)
+
+
+def coloured(colour: str) -> Json:
+    matcher = {"id": "byName", "options": colour}
+    return {"matcher": matcher, "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}]}
 
 
 def variable(dashboard: Json, name: str) -> Json:
@@ -113,6 +127,18 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("overrides", overrides("unit", "bytes"), TITLE),
     ("organized", tabulates(excludeByName={"Time": True, "Value": True}, renameByName={"devices": "GPU"}), TITLE),
     ("organized", tabulates(excludeByName={"Value": True}), TITLE),
+    ("readable", has("interval", value="1s"), TITLE),
+    ("readable", lambda made: panel(made, HERO)["options"]["legend"].update(calcs=[]), HERO),
+    ("readable", lambda made: panel(made, HERO)["options"]["tooltip"].update(sort="none"), HERO),
+    ("distinct", lambda made: panel(made, HERO)["fieldConfig"]["overrides"].extend(map(coloured, RED_AND_GREEN)), HERO),
+    ("whole", asks(f"sum(headroom_gpu_memory_free_bytes{{{GPU}}})"), TITLE),
+    ("admitted", has("fieldConfig", "defaults", "noValue", value=""), TITLE),
+    ("admitted", has("fieldConfig", "defaults", "mappings", value=[]), TITLE),
+    (
+        "single",
+        lambda made: variable(made, "instance").update(query={"query": "label_values(up, instance)"}),
+        "instance",
+    ),
     ("schema", lambda made: made.update(graphToolTip=1), "$"),
     ("schema", lambda made: made.update(graphTooltip="1"), "$.graphTooltip"),
     ("schema of panels", has("options", "colourMode", value="value"), TITLE),

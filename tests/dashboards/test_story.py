@@ -9,14 +9,16 @@ from typing import Any, Final
 import pytest
 
 from tests.dashboards.asking import answer, values
+from tests.dashboards.cards import SMALL
 from tests.dashboards.grafana import Query, every_query, load, panels
 from tests.dashboards.store import BARE, TARGETS, Prometheus
 from vllm_headroom.commands.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
-LEDGER: Final = "Who holds the memory"
+LEDGER: Final = "Who holds the memory of GPU $gpu"
+HERO: Final = "Headroom: free memory of each GPU, down to zero"
 HOUR: Final = 3600
-LEAKS: Final = frozenset({"leak", BARE})
+LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
 ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
 
 
@@ -45,21 +47,23 @@ def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target:
     if target in LEAKS:
         assert HOUR < float(left) < 24 * HOUR
     else:
-        assert left == "no leak seen"
+        assert left == ("asleep" if target == "asleep" else "no leak seen")
+    assert (shown(prometheus, target, "At the least") == left) == (target not in LEAKS)
 
 
 @pytest.mark.parametrize("target", ALIVE)
 def test_the_leak_is_called_so_and_nothing_else_is(prometheus: Prometheus, target: str) -> None:
     state = shown(prometheus, target, "Leak state")
 
-    assert state in ({"leaking"} if target in LEAKS else {"stable", "unsettled"})
+    calm = {"asleep"} if target == "asleep" else {"stable", "unsettled"}
+    assert state in ({"leaking"} if target in LEAKS else calm)
 
 
 def test_nothing_is_drawn_of_an_engine_that_does_not_answer(prometheus: Prometheus) -> None:
     answers = asked(prometheus, "restart", "Sources")
     (engine,) = [each["values"] for each in answers if each["metric"]["source"] == "engine"]
     silent = {at for (_, before), (at, value) in pairwise(engine) if before == value == "0"}
-    running = {at for each in asked(prometheus, "restart", LEDGER, "running requests") for at, _ in each["values"]}
+    running = {at for each in asked(prometheus, "restart", HERO, "running requests") for at, _ in each["values"]}
 
     assert silent
     assert not silent & running
@@ -82,4 +86,5 @@ def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) 
     for at, value in (point for layer in layers for series in layer for point in series["values"]):
         heights[at] += float(value)
 
-    assert set(heights.values()) == {TOTAL_BYTES}
+    cards = {"eight GPUs": 8 * TOTAL_BYTES, "small card": int(SMALL * TOTAL_BYTES)}
+    assert set(heights.values()) == {cards.get(target, TOTAL_BYTES)}

@@ -87,6 +87,8 @@ def test_vllms_options_and_cudas_variable_choose_what_is_judged(nvml: FakeNvml) 
     assert preflight("--tensor-parallel-size=2", **environ).returncode == 1
     assert preflight(CUDA_VISIBLE_DEVICES="0", **environ).returncode == 0
     assert preflight(CUDA_VISIBLE_DEVICES="1", **environ).returncode == 1
+    assert preflight(HIP_VISIBLE_DEVICES="1", **environ).returncode == 1
+    assert preflight(CUDA_VISIBLE_DEVICES="0", HIP_VISIBLE_DEVICES="1", **environ).returncode == 0
     assert preflight("--gpus=0", CUDA_VISIBLE_DEVICES="1", **environ).returncode == 0
 
 
@@ -194,13 +196,13 @@ def test_bad_options_end_with_status_2_and_one_line(words: tuple[str, ...], line
     assert process.stderr == f"vllm-headroom preflight: {line}\n"
 
 
-def test_a_variable_that_names_no_gpu_is_bad_input() -> None:
-    process = preflight(CUDA_VISIBLE_DEVICES="NoDevFiles")
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
+def test_a_variable_that_names_no_gpu_is_bad_input(variable: str) -> None:
+    process = preflight(**{variable: "NoDevFiles"})
 
     assert process.returncode == 2
     assert process.stderr == (
-        "vllm-headroom preflight: CUDA_VISIBLE_DEVICES: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes"
-        " its place\n"
+        f"vllm-headroom preflight: {variable}: got 'NoDevFiles', accepts GPU indices or UUIDs; --gpus takes its place\n"
     )
 
 

@@ -71,7 +71,7 @@ def test_one_that_never_gets_healthy_ends_with_status_1_and_says_what_was_waited
 
     assert process.returncode == 1
     assert re.match(r"waiting, [01] s left: http://127.0.0.1:", process.stderr)
-    assert process.stdout.startswith("failed   health       not healthy within 1 s: ")
+    assert process.stdout.startswith("FAILED   health       not healthy within 1 s: ")
 
 
 def test_bad_settings_end_with_status_2_and_a_line_for_each() -> None:

@@ -18,8 +18,10 @@ def nobody() -> Iterator[None]:
     before = os.geteuid()
     if before == 0:
         os.seteuid(NOBODY)
-    yield
-    os.seteuid(before)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 @contextlib.contextmanager

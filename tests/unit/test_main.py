@@ -152,7 +152,7 @@ def test_help_imports_nothing_of_the_daemon(name: str) -> None:
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
 
-    heavy = {"uvloop", "uvicorn", "rich", "plotext", "prometheus_client.asgi"}
+    heavy = {"uvloop", "uvicorn", "rich", "prometheus_client.asgi"}
     assert not heavy & set(process.stderr.split())
 
 

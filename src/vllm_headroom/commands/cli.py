@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from vllm_headroom.commands.terminal import draws, terminal
 from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import CONTROLS
@@ -100,7 +101,9 @@ def execute(
     if command.document is not None and given.json:
         say(json.dumps(command.document(answer), indent=2, allow_nan=False))
     elif command.text is not None:
-        say("\n".join(line.translate(CONTROLS) for line in command.text(answer)))
+        shown = terminal(sys.stdout)
+        for line in command.text(answer):  # one by one: what comes last, as a picture, may take long
+            say("\n".join(shown.lines(line.translate(CONTROLS))))
     return command.status(answer)
 
 
@@ -144,6 +147,8 @@ def say(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Write to standard error a line that is no result."""
-    sys.stderr.write(f"{line.translate(CONTROLS)}\n")
+    """Write to standard error a line that is no result, in the place of a bar that stands there."""
+    over = "\r\x1b[K" if draws(sys.stderr) else ""
+    shown = "\n".join(terminal(sys.stderr).lines(line.translate(CONTROLS)))
+    sys.stderr.write(f"{over}{shown}\n")
     sys.stderr.flush()

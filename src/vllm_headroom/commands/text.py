@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from vllm_headroom.commands.terminal import terminal
+
 WIDTH: Final = 110
+"""Where no terminal is narrower."""
 
 
 def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
     return textwrap.wrap(
         body,
-        WIDTH,
+        min(WIDTH, terminal(sys.stdout).columns or WIDTH),
         initial_indent=head,
         subsequent_indent=" " * (len(head) if indent is None else indent),
         break_long_words=False,

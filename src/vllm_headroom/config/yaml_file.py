@@ -44,8 +44,9 @@ def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return f"{path}{line}: not YAML ({error.problem})"
-    except (UnicodeDecodeError, yaml.YAMLError):
-        return f"{path}: not YAML (it is no text in UTF-8)"
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        what = "nested too deep" if isinstance(error, RecursionError) else "it is no text in UTF-8"
+        return f"{path}: not YAML ({what})"
     if root is None or isinstance(root, yaml.MappingNode):
         return root
     return f"{path}: not a mapping, accepts settings such as 'sample_interval_seconds: 5'"

@@ -26,7 +26,7 @@ from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
-from vllm_headroom.expose.web.config import WebConfigError
+from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.recorder import Recorder

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.settings import Settings
@@ -28,9 +28,6 @@ from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import GateName
-
-RECORD_SECONDS: Final = 1.0
-"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
@@ -95,4 +92,4 @@ def flight_of(folder: Path) -> Flight:
 
 def recorder_of(file: Path, max_bytes: int) -> Recorder:
     """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
-    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call, timeout_seconds=RECORD_SECONDS)
+    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
 
@@ -16,14 +16,12 @@ from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import INCIDENTS, name_of, newest_in
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
+from vllm_headroom.trace.writing import Call, Writing
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 log = structlog.get_logger()
-
-WRITE_SECONDS: Final = 1.0
-"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 LEAST_SECONDS: Final = 0.9
 """A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""
@@ -36,14 +34,6 @@ MOST_EVENTS: Final = 32
 XID_SECONDS: Final = 900.0
 ENDED: Final = "ended"
 STALLED: Final = "stalled"
-HANGS: Final = "the file system does not answer"
-
-
-class Call(Protocol):
-    """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
-
-    def __call__(self, function: Callable[[], None], timeout_seconds: float) -> Coroutine[Any, Any, None]:
-        """Return when the function has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +57,7 @@ class Flight:
     def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
         self.last: Last | None = None
         self._folder = folder
-        self._call = call
+        self._writing = Writing("flight record", folder / FLIGHT, call)
         self._lines = lines
         self._version = version
         self._exits: dict[ExitReason, int] | None = None
@@ -78,7 +68,6 @@ class Flight:
         self._served = False
         self._incident: Incident | None = None
         self._ooms: list[dict[str, Any]] = []
-        self._problem: str | None = None
 
     def take_up(self, states: Mapping[str, Any]) -> None:
         """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
@@ -93,7 +82,7 @@ class Flight:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
         if self._written is None:
-            await self._try(self._look_back)
+            await self._writing.do(self._look_back)
         self._recent.note(snapshot)
         self._ooms = ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
@@ -104,7 +93,7 @@ class Flight:
             self._before = known(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
-            await self._try(partial(keep, self._folder, line(record_of(snapshot))))
+            await self._writing.do(lambda: keep(self._folder, line(record_of(snapshot))))
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
@@ -136,7 +125,7 @@ class Flight:
 
     async def _set_aside(self, incident: Incident, now: float) -> Incident | None:
         """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
-        done = await self._try(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
+        done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
         if done:
             file = self._folder / INCIDENTS / name_of(incident.seconds)
             self.last = _last(file, self._header(incident))
@@ -162,28 +151,6 @@ class Flight:
         """Find the last incident of an earlier process."""
         found = newest_in(self._folder)
         self.last = None if found is None else _last(*found)
-
-    async def _try(self, function: Callable[[], None]) -> bool:
-        """Return whether a file operation worked."""
-        try:
-            await self._call(function, WRITE_SECONDS)
-        except TimeoutError:
-            self._report(HANGS)
-        except OSError as error:
-            self._report(error.strerror or str(error))
-        except ValueError as error:
-            self._report(str(error))
-        else:
-            self._report(None)
-            return True
-        return False
-
-    def _report(self, problem: str | None) -> None:
-        before, self._problem = self._problem, problem
-        if problem is not None and before is None:
-            log.warning("flight record not written", folder=str(self._folder), problem=problem)
-        elif problem is None and before is not None:
-            log.info("flight record written again", folder=str(self._folder))
 
 
 def _last(file: Path, known: Mapping[str, Any]) -> Last:

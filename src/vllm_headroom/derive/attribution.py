@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.derive.leftovers import alive, leftovers
-from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings
-from vllm_headroom.vocabulary import Attribution, Vendor
+from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings, Vendor
+from vllm_headroom.vocabulary import Attribution
 
 _DRIVER_TRANSLATES_PIDS: Final = (535, 113, 1)
 _DRIVER_TRANSLATES_MEMORY: Final = (565, 57, 1)

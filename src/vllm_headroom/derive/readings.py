@@ -58,6 +58,9 @@ def _of_gpu(gpu: Gpu) -> Iterator[Sample]:
     if reading.memory is not None:
         yield from _facts(_MEMORY_FACTS, labels, reading.memory)
         yield from _held(gpu, labels, reading.memory.used_bytes)
+    left = [leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None]
+    if left:
+        yield Sample(catalog.GPU_MEMORY_LEFT_BEHIND, labels, float(sum(left)))
     yield from _facts(_GPU_FACTS, labels, reading)
     for xid, count in reading.xid_errors:
         yield Sample(catalog.GPU_XID_ERRORS, (*labels, str(xid)), float(count))

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
-from vllm_headroom.vocabulary import EngineState, LeakState, Level
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
 """With less than this left, HeadroomOutOfMemorySoon pages."""
@@ -54,7 +55,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
                 subject=f"GPU {gpu.reading.index}",
                 level=Level.WARNING,
                 sentence=f"GPU {gpu.reading.index}: {described(leftover)}.",
-                alert="HeadroomMemoryNotReleased",
+                alert="HeadroomMemoryLeftBehind",
             )
 
 
@@ -99,13 +100,15 @@ def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
     left = values.value(catalog.TIME_TO_OOM, gpu, uuid)
     least = values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
     rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
+    where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
+    place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
     verb = "leaks" if sure else "may leak"
     soon = left is not None and left < HOUR_SECONDS
     alert = ("HeadroomOutOfMemorySoon" if soon else "HeadroomGpuMemoryLeak") if sure else "HeadroomGpuMemoryGrowing"
     return Verdict(
         subject=f"GPU {gpu}",
         level=Level.ALARM if sure or soon else Level.WARNING,
-        sentence=f"GPU {gpu} {verb}{rate}{_left(left, least)}.",
+        sentence=f"GPU {gpu} {verb}{rate}{place}{_left(left, least)}.",
         alert=alert,
     )
 

@@ -61,17 +61,17 @@ class Forecast:
 def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
-    The points are in the order of their times. Columns in which nothing could be read divide the stretches: a gap is
-    drawn as a gap.
+    Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
     """
     if not points:
         return []
+    points = sorted(points, key=_SECONDS)  # in a trace the clock may have been set back
     begin, width = points[0][0], (points[-1][0] - points[0][0]) / columns or 1.0
     stretches: list[Stretch] = [[]]
     first = 0
     for column in range(columns + 1):
         after = bisect_left(points, begin + (column + 1) * width, lo=first, key=_SECONDS)
-        known = [point for point in points[first:after] if point[1] is not None]
+        known = [(seconds, value) for seconds, value in points[first:after] if value is not None]
         if known:
             stretches[-1] += sorted({min(known, key=_VALUE), max(known, key=_VALUE)})
         elif after > first and stretches[-1]:
@@ -90,13 +90,14 @@ def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
-def area(frame: Frame, stretches: Iterable[Stretch]) -> str:
-    """Return what lies between the curve and zero."""
-    ground = frame.height
-    path = "".join(
-        f"{_path(frame, stretch)}V{ground:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in stretches if stretch
-    )
-    return f'<path class="area" d="{path}"/>' if path else ""
+def curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
+    """Return the curve, and shaded what lies between it and zero."""
+    drawn = [(_path(frame, stretch), stretch) for stretch in stretches]
+    if not drawn:
+        return ""
+    areas = "".join(f"{path}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for path, stretch in drawn)
+    lines = "".join(path + ("h.1" if len(stretch) == 1 else "") for path, stretch in drawn)
+    return f'<path class="area" d="{areas}"/><path class="line" d="{lines}"/>'
 
 
 def zero(frame: Frame) -> str:

@@ -24,11 +24,18 @@ PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 1
 """How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
 at the least often."""
 
+SOCKET_BUFFER_BYTES: Final = 64 * 2**10
+"""What the kernel keeps for a connection each way, twice over: left to itself it takes 2.5 MB of answers that a client
+does not read, and lets him wait as one who is idle; all of it counts against the container's limit."""
+
 MOST_GUESTS: Final = 256
 """Handshakes and checks of passwords under way at once; the oldest gives way."""
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
 SWEEP_SECONDS: Final = 1.0
+SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
+"""What a kubelet asks, with a second's patience and a restart behind it: it does not wait for a crowd of scrapers."""
+
 SHUTDOWN_SECONDS: Final = 0.5
 """How long scrapes in progress may take after the stop, so that the whole exit stays within a second."""
 
@@ -36,13 +43,15 @@ SHUTDOWN_SECONDS: Final = 0.5
 class Server:
     """Answers requests with `handler`, which is quick, to whom `door` lets in, to all without one.
 
-    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most.
+    Between two answers the loop turns once: whatever scrapers do, sampling waits for one answer at most. Of requests
+    that are short and others one each is answered in turn: neither crowd keeps the other waiting.
     """
 
     def __init__(self, handler: Handler, door: Door | None = None) -> None:
         self._handler = handler
         self._door = door
         self._connections: set[Connection] = set()
+        self._short: deque[tuple[Connection, Request]] = deque()
         self._waiting: deque[tuple[Connection, Request]] = deque()
         self._has_work = asyncio.Event()
         self._guests: dict[asyncio.Task[None], None] = {}
@@ -134,7 +143,8 @@ class Server:
             connection.answer(door.dressed(refusal))
 
     def _queue(self, connection: Connection, request: Request) -> None:
-        self._waiting.append((connection, request))
+        queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting
+        queue.append((connection, request))
         self._has_work.set()
 
     def closed(self, connection: Connection) -> None:
@@ -144,12 +154,14 @@ class Server:
     async def _answer(self) -> None:
         while True:
             await self._has_work.wait()
-            connection, request = self._waiting.popleft()
-            if not self._waiting:
-                self._has_work.clear()
-            answer = self._handled(request)
-            connection.answer(self._door.dressed(answer) if self._door else answer)
-            await asyncio.sleep(0)
+            self._has_work.clear()
+            while self._short or self._waiting:
+                for queue in (self._short, self._waiting):
+                    if queue:
+                        connection, request = queue.popleft()
+                        answer = self._handled(request)
+                        connection.answer(self._door.dressed(answer) if self._door else answer)
+                        await asyncio.sleep(0)
 
     def _handled(self, request: Request) -> Answer:
         try:
@@ -173,10 +185,13 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises OSError when the address cannot be bound.
     """
-    if host:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    if socket.has_dualstack_ipv6():
+    listener = None
+    if not host and socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # compiled in but switched off: IPv4 is what there is
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
+            listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    if listener is None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # connections take them over
+        listener.setsockopt(socket.SOL_SOCKET, buffer, SOCKET_BUFFER_BYTES)
+    return listener

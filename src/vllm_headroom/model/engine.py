@@ -75,8 +75,8 @@ class ProcessReadings:
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
     ended; `strays` are those of cores and workers that init has taken over from a server which nobody saw alive, and of
-    what hangs from them. `zombies` have ended and still have a pid: nothing runs in them but what a driver may hold.
-    `host` is the memory of the machine and of the engine's container.
+    what hangs from them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
+    may hold. `host` is the memory of the machine and of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution, Fate, Vendor
+from vllm_headroom.vocabulary import Attribution, Fate
+
+
+class Vendor(Enum):
+    """Whose driver shows a GPU."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,11 +56,12 @@ def _process(document: Mapping[str, Any]) -> ProbedProcess:
     devices = each(document, "devices", _device) or ()
     if len(devices) > MOST_DEVICES:
         raise WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    interval_seconds = number(document, "interval_seconds")
+    pid, written_at_seconds = int(_needed(document, "pid")), _needed(document, "t")
+    interval_seconds, oom = number(document, "interval_seconds"), within(document, "oom", _oom)
     return ProbedProcess(
-        pid=int(_needed(document, "pid")),
+        pid=pid,
         started_at_seconds=_needed(document, "started_at"),
-        written_at_seconds=_needed(document, "t"),
+        written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
         role=_role(document),
         stopped=_text(document, "stopped"),
@@ -70,7 +71,7 @@ def _process(document: Mapping[str, Any]) -> ProbedProcess:
         parts=within(document, "parts", _parts),
         scheduler=within(document, "scheduler", _scheduler),
         host=within(document, "host", _host),
-        oom=within(document, "oom", _oom),
+        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every life to come
     )
 
 

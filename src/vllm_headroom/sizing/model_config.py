@@ -31,12 +31,12 @@ NOT_SCALED: Final = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yar
 """Kinds of rotary embedding whose `factor` is in the length already (vLLM 0.32, `_get_and_verify_max_len`)."""
 
 
-def parse_model_config(text: str, overrides: Config | None = None) -> ModelShape | str:
+def parse_model_config(text: str, overrides: Config | None = None, beside: Config | None = None) -> ModelShape | str:
     """Return the shape that a config.json describes, or what is wrong with it, in a sentence.
 
     Reads the field names of Hugging Face transformers, of the language part where there are several; `overrides` are
-    fields that count in place of the file's. Multi-query and grouped-query attention are their number of key-value
-    heads; without one every head has its own.
+    fields that count in place of the file's, and those `beside` it where it has none. Multi-query and grouped-query
+    attention are their number of key-value heads; without one every head has its own.
     """
     try:
         root = json.loads(text)
@@ -45,7 +45,7 @@ def parse_model_config(text: str, overrides: Config | None = None) -> ModelShape
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
     language = _language_part(root)
-    config = {**root, **defaults(language), **_set(language), **(overrides or {})}
+    config = {**(beside or {}), **_set(root), **defaults(language), **_set(language), **(overrides or {})}
     unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
     if unknown is not None:
         return f"what its attention keeps in the cache is not known here: it has {unknown}"

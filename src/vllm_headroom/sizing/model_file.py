@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from vllm_headroom.sizing.fields import Config
 from vllm_headroom.sizing.model_config import parse_model_config
 from vllm_headroom.sizing.shape import ModelShape
 
 NAME: Final = "config.json"
+QUANTISATION: Final = "hf_quant_config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
 
@@ -32,7 +34,16 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         return f"it cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    return parse_model_config(text, overrides)
+    return parse_model_config(text, overrides, _quantisation(file.parent))
+
+
+def _quantisation(folder: Path) -> Config:
+    """Return what ModelOpt 0.29 and older said of the quantisation beside the configuration, under its later name."""
+    try:
+        found = json.loads((folder / QUANTISATION).read_text(encoding="utf-8"))
+        return {"quantization_config": {"quant_method": "modelopt", **found["quantization"]}}
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return {}
 
 
 def checkpoint_bytes(folder: Path) -> int | None:

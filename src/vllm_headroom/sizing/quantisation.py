@@ -45,12 +45,22 @@ QUANTISED_BYTES: Final = {
     "gptq_marlin": FOUR_BITS,
     "mxfp4": MXFP4,
     "modelopt_fp4": NVFP4,
+    "modelopt_mxfp8": 1.0 + 1 / 32,
     "bitsandbytes": BITSANDBYTES,
 }
 """Bytes of a parameter of the linear layers, by vLLM's name of the method."""
 
-BYTE: Final = 8
+MODELOPT: Final = {
+    "FP8": "modelopt",
+    "FP8_PER_CHANNEL_PER_TOKEN": "modelopt",
+    "FP8_PB_WO": "modelopt",
+    "NVFP4": "modelopt_fp4",
+    "W4A16_NVFP4": "modelopt_fp4",
+    "MXFP8": "modelopt_mxfp8",
+}
+"""The method of each of ModelOpt's algorithms that vLLM 0.32 serves (layers/quantization/modelopt.py)."""
 
+BYTE: Final = 8
 
 LEFT_OUT: Final = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """What fp8, AWQ and MXFP4, other ways of fp8, compressed-tensors, and ModelOpt call the modules they leave alone."""
@@ -82,8 +92,8 @@ def weight_bytes_per_parameter(config: Config, dtype_bytes: float) -> tuple[floa
     method = str(found.get("quant_method") or "unknown").replace("-", "_")
     if algorithm == MIXED:
         return None, "mixed precision"
-    if method == "modelopt" and algorithm == "NVFP4":
-        method = "modelopt_fp4"
+    if method == "modelopt" and algorithm:
+        method = MODELOPT.get(algorithm, f"modelopt {algorithm}")
     if method == "bitsandbytes" and found.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
     weights = _weights(found)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from vllm_headroom.derive.page_facts import running_requests
-from vllm_headroom.expose.drawing import Point, Stretch
+from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Failure, Snapshot
 
 MARGIN: Final = 0.05
@@ -33,11 +32,3 @@ class Curves:
             self.free.setdefault(uuid, []).append((now, None if memory is None else memory.free_bytes))
             self.held.setdefault(uuid, []).append((now, None if gpu is None else gpu.held_bytes))
         self.running.append((now, None if isinstance(page, Failure) else running_requests(page)))
-
-
-def limits(stretches: Sequence[Stretch]) -> tuple[float, float]:
-    """Return the ends of an axis that shows all values with a margin."""
-    values = [value for stretch in stretches for _, value in stretch]
-    low, high = min(values), max(values)
-    margin = MARGIN * (high - low) or 0.01 * high or 1.0
-    return max(0.0, low - margin), high + margin

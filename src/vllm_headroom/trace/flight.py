@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
-from vllm_headroom.trace.recorder import append
+from vllm_headroom.trace.recorder import FOREIGN, append
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.units import MIB
 
@@ -39,7 +39,10 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 def keep(folder: Path, written: bytes) -> None:
     """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
     folder.mkdir(parents=True, exist_ok=True)
-    append(folder / FLIGHT, written, int(share_of(folder) * FLIGHT_BYTES))
+    file = folder / FLIGHT
+    if file.is_symlink():  # nobody who means well puts one into a folder that is the daemon's alone
+        raise ValueError(FOREIGN)
+    append(file, written, int(share_of(folder) * FLIGHT_BYTES))
 
 
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:

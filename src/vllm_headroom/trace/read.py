@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from os import fstat
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -16,14 +17,18 @@ LONGEST_LINE: Final = 2**20
 """Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
 
 
-def recorded(trace: str) -> Iterator[Snapshot]:
+Watched = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
+"""Sees the lines of a trace go by, told how many bytes there are; None of what has no size."""
+
+
+def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[Snapshot]:
     """Yield the snapshots of a file, or of standard input for "-", as `usable` does."""
     if trace == "-":
-        yield from usable(snapshots(_lines(sys.stdin.buffer)), "standard input")
+        yield from usable(snapshots(watched(_lines(sys.stdin.buffer), None)), "standard input")
         return
     try:
         with Path(trace).open("rb") as stream:
-            yield from usable(snapshots(_lines(stream)), trace)
+            yield from usable(snapshots(watched(_lines(stream), fstat(stream.fileno()).st_size)), trace)
     except OSError as error:
         raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
 

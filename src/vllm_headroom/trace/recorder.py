@@ -4,63 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Final
 
-import structlog
-
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.write import HEADER, line, record_of
-
-log = structlog.get_logger()
+from vllm_headroom.trace.writing import WRITE_SECONDS, Call, Writing
 
 LONGEST_LINE: Final = 2**20
 FOREIGN: Final = "the file is there and is no trace: move it away, or name another"
-HANGS: Final = "the file system does not answer"
 
 
 class Recorder:
-    """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, over an older one, and a new one begins.
+    """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, over an older one, and a new one begins."""
 
-    `call` runs a function where it may hang, for so many seconds at most, and raises TimeoutError beyond them.
-    """
-
-    def __init__(
-        self,
-        *,
-        file: Path,
-        max_bytes: int,
-        call: Callable[[Callable[[], None], float], Awaitable[None]],
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, *, file: Path, max_bytes: int, call: Call, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
         self._max_bytes = max_bytes
-        self._call = call
-        self._timeout_seconds = timeout_seconds
-        self._problem: str | None = None
+        self._writing = Writing("trace", file, call, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:
-        """Write one line; what goes wrong is logged when it begins and when it ends, and costs the line only."""
-        try:
-            written = line(record_of(snapshot))
-            await self._call(partial(append, self._file, written, self._max_bytes), self._timeout_seconds)
-        except TimeoutError:
-            self._report(HANGS)
-        except OSError as error:
-            self._report(error.strerror or str(error))
-        except ValueError as error:
-            self._report(str(error))
-        else:
-            self._report(None)
-
-    def _report(self, problem: str | None) -> None:
-        before, self._problem = self._problem, problem
-        if problem is not None and before is None:
-            log.error("trace not written", file=str(self._file), problem=problem)
-        elif problem is None and before is not None:
-            log.info("trace written again", file=str(self._file))
+        """Write one line."""
+        await self._writing.do(lambda: append(self._file, line(record_of(snapshot)), self._max_bytes))
 
 
 def append(file: Path, written: bytes, max_bytes: int) -> None:

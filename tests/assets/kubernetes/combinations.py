@@ -20,7 +20,7 @@ from tests.assets.kubernetes.rendering import (
 SIDECARS: Final = {"sidecar": "initContainers", "sidecar-plain": "containers"}
 """The components, and the list of the pod's in which each puts its container."""
 
-GPUS: Final = ("gpu-runtime-class", "gpu-dra", "gpu-nri")
+GPUS: Final = ("gpu-runtime-class", "gpu-dra", "gpu-nri", "gpu-amd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

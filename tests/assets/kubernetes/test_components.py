@@ -51,6 +51,8 @@ def pod_changes(combination: Combination) -> Changes:
 
 def gpu_changes(combination: Combination) -> Changes:
     before = combination.before["spec"]["template"]["spec"]
+    if combination.gpu == "gpu-amd":
+        return {}
     if combination.gpu == "gpu-nri":
         annotation = "nvidia.cdi.k8s.io/container.headroom"
         return {(*TEMPLATE, "metadata", "annotations", annotation): (None, "nvidia.com/gpu=all")}
@@ -96,6 +98,7 @@ def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(combination: Co
         "gpu-runtime-class": {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "utility"},
         "gpu-dra": {"HEADROOM_GPUS": "all"},
         "gpu-nri": {},
+        "gpu-amd": {},
     }
 
     assert env == {"HEADROOM_STATE_DIR": "/var/lib/vllm-headroom"} | expected[combination.gpu]
@@ -105,8 +108,8 @@ def test_the_sidecar_sees_gpus_in_the_way_of_its_component_alone(combination: Co
     )
 
 
-def test_the_sidecar_is_what_the_restricted_pod_security_standard_asks_for(combination: Combination) -> None:
-    assert combination.headroom["securityContext"] == {
+def test_the_sidecar_is_restricted_as_the_pod_security_standard_has_it_or_may_trace(combination: Combination) -> None:
+    restricted = {
         "runAsNonRoot": True,
         "runAsUser": 65532,
         "runAsGroup": 65532,
@@ -115,6 +118,16 @@ def test_the_sidecar_is_what_the_restricted_pod_security_standard_asks_for(combi
         "capabilities": {"drop": ["ALL"]},
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+    tracing = {
+        "runAsNonRoot": False,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_PTRACE"]},
+    }
+
+    assert combination.headroom["securityContext"] == (
+        restricted | tracing if combination.gpu == "gpu-amd" else restricted
+    )
     assert not {"hostPID", "hostNetwork", "hostIPC"} & combination.pod.keys()
     assert not any("hostPath" in volume for volume in combination.pod["volumes"])
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
+from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import LOOPBACK, EngineServer, page
-from tests.process import Daemon, daemon, eventually
+from tests.process import Daemon, daemon, eventually, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 DESCRIPTORS = 300
+MIB = 2**20
 
 
 def connected(running: Daemon, sends: bytes) -> socket.socket:
@@ -28,15 +31,17 @@ def healthy(running: Daemon) -> bool:
     return False
 
 
-def test_half_requests_do_not_use_up_the_descriptors() -> None:
+@pytest.mark.parametrize("sends", [b"GET /met", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"], ids=["half", "idle"])
+def test_clients_that_only_stay_do_not_use_up_the_descriptors(sends: bytes) -> None:
+    """One that has asked may stay for 90 s: longer than is waited for here."""
     settings = {"SAMPLE_INTERVAL_SECONDS": "1", "ENGINE_TIMEOUT_SECONDS": "1"}
     with EngineServer(page(RECORDED, headers=("Connection: close",))) as engine, contextlib.ExitStack() as stack:
         running = stack.enter_context(daemon(ENGINE_URL=engine.url, **settings))
         resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
         for _ in range(DESCRIPTORS + 100):
-            stack.enter_context(contextlib.closing(connected(running, b"GET /met")))
+            stack.enter_context(contextlib.closing(connected(running, sends)))
 
-        eventually(lambda: healthy(running), "/healthz answers", deadline_seconds=4)
+        eventually(lambda: healthy(running), "/healthz answers")
         before = len(engine.requests)
         eventually(lambda: len(engine.requests) >= before + 2, "the engine is read over new connections")
 
@@ -54,3 +59,27 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
             said += more
 
     assert said.startswith(b"HTTP/1.1 405 ")
+
+
+def deaf(running: Daemon) -> socket.socket:
+    """Ask for page after page in one go, with room for less than one of them."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect((LOOPBACK, int(running.url.rpartition(":")[2])))
+    client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+    return client
+
+
+def test_clients_that_ask_and_never_read_hold_up_nobody_and_are_let_go() -> None:
+    with EngineServer(page(RECORDED)) as engine, contextlib.ExitStack() as stack:
+        running = stack.enter_context(daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1"))
+        descriptors = Path(f"/proc/{running.process.pid}/fd")
+        for _ in range(DESCRIPTORS):
+            stack.enter_context(contextlib.closing(deaf(running)))
+
+        eventually(lambda: healthy(running), "/healthz answers")
+        before = len(engine.requests)
+        eventually(lambda: len(engine.requests) >= before + 3, "samples go on")
+        eventually(lambda: len(list(descriptors.iterdir())) < 50, "those who take nothing are let go")
+
+        assert peak_bytes(running.process.pid) < 128 * MIB

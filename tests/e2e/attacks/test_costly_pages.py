@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import socket
+import threading
 
 import pytest
 
 from tests.contract.recorded import FOLDER
-from tests.fakes.engine_server import EngineServer, page
-from tests.process import daemon
+from tests.fakes.engine_server import EngineServer, Hangup, page
+from tests.process import daemon, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 RUNNING = "vllm:num_requests_running"
@@ -57,9 +59,33 @@ def test_a_costly_page_is_a_failure_of_its_own_kind(text: str) -> None:
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
 
 
-def peak_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+FLOODS = {
+    "hints-without-an-answer": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "incomplete"),
+    "a-page-in-crumbs": (HEAD, b"1\r\n#\r\n", "out_of_bounds"),
+}
+
+
+@pytest.mark.parametrize(("head", "piece", "reason"), FLOODS.values(), ids=FLOODS)
+def test_an_answer_in_endless_little_pieces_is_given_up_long_before_its_time(
+    head: bytes, piece: bytes, reason: str
+) -> None:
+    """Each piece takes a step of the event loop's, and what is here already is read without a pause."""
+
+    def flood(connection: socket.socket, closing: threading.Event) -> None:
+        connection.sendall(head)
+        with contextlib.suppress(OSError):  # it is given up
+            while not closing.is_set():
+                connection.sendall(piece * 20_000)
+        raise Hangup
+
+    with (
+        EngineServer(flood) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="60", ENGINE_TIMEOUT_SECONDS="60") as running,
+    ):
+        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+
+        assert seen.value("source_failures_total", source="engine", reason=reason) == 1
 
 
 WIDE = "\N{GRINNING FACE}"

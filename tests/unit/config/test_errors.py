@@ -119,6 +119,7 @@ FILES = {
     "syntax": ["{file}, line 3: not YAML (expected ',' or ']', but got ':')"],
     "two-documents": ["{file}, line 2: not YAML (but found another document)"],
     "encoding": ["{file}: not YAML (it is no text in UTF-8)"],
+    "nested": ["{file}: not YAML (nested too deep)"],
     "control-character": ["{file}: not YAML (it is no text in UTF-8)"],
     "key": ["sample-interval-seconds in {file}: not a setting, did you mean sample_interval_seconds?"],
     "secret-key": ["engine_token in {file}: not a setting, did you mean engine_bearer_token_file?"],

@@ -293,6 +293,20 @@ def test_a_folder_that_vanishes_costs_its_lines_and_is_made_again(tmp_path: Path
     assert times(folder / "flight.jsonl") == [15.0]
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_the_record_is_never_written_through_a_link(tmp_path: Path, *, there: bool) -> None:
+    other = tmp_path / "other"
+    if there:
+        other.touch()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "flight.jsonl").symlink_to(other)
+
+    (told,) = step(flight(tmp_path / "state"), snapshot(at=0), snapshot(at=5))
+
+    assert told["event"] == "flight record not written"
+    assert not other.exists() or other.read_bytes() == b""
+
+
 FILLED = """
 import resource, sys
 from pathlib import Path

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, only, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import readings
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.model import Leftover
+from vllm_headroom.vocabulary import Fate, Source
 
 
 def held(**known: int | None) -> dict[tuple[str, ...], float]:
@@ -40,6 +43,15 @@ def test_a_lost_gpu_keeps_its_name_and_nothing_else() -> None:
         "headroom_gpu_info",
         "headroom_gpu_up",
     }
+
+
+def test_what_no_engine_holds_any_more_is_summed_as_far_as_it_is_told() -> None:
+    left = tuple(Leftover(pid=pid, fate=Fate.ZOMBIE, used_bytes=used) for pid, used in ((7, 40), (8, 2), (9, None)))
+
+    def told(*leftovers: Leftover) -> dict[tuple[str, ...], float]:
+        return values(readings(snapshot(gpus=(replace(gpu(), leftovers=leftovers),))), catalog.GPU_MEMORY_LEFT_BEHIND)
+
+    assert (told(*left), told(left[2]), told()) == ({A_GPU: 42.0}, {}, {})
 
 
 def test_xid_errors_are_counted_by_code() -> None:

@@ -10,8 +10,8 @@ from tests.samples import gpu, probed
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger
 from vllm_headroom.derive.inside.ledger import with_inside
 from vllm_headroom.derive.leak.facts import room
-from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings
-from vllm_headroom.vocabulary import Attribution, Vendor
+from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings, Vendor
+from vllm_headroom.vocabulary import Attribution
 
 SERVER, NEIGHBOUR = 100, 99
 CARD, SLICE = 80 * GIB, 20 * GIB
@@ -60,6 +60,7 @@ def sliced(engine_bytes: int | None, granted: int | None) -> Gpu:
     ("seen", "left"),
     [
         (sliced(15 * GIB, SLICE), 5 * GIB),
+        (sliced(21 * GIB, SLICE), 0),
         (sliced(15 * GIB, CARD), 30 * GIB),
         (sliced(15 * GIB, None), 30 * GIB),
         (sliced(None, SLICE), 30 * GIB),

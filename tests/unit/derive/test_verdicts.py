@@ -12,7 +12,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, Fate, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, Fate, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -51,6 +51,20 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
 def test_what_is_not_known_of_a_leak_is_not_said() -> None:
     assert of("GPU 0", state(LeakState.LEAKING)).sentence == "GPU 0 leaks."
     assert of("GPU 0", state(LeakState.LEAKING), LEAK[0]).sentence == "GPU 0 leaks 343 MiB an hour."
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (LeakLocation.TENSORS, "tensors"),
+        (LeakLocation.FRAGMENTATION, "what torch has reserved and cannot use"),
+        (LeakLocation.OUTSIDE_TORCH, "what torch knows nothing of"),
+    ],
+)
+def test_where_it_leaks_is_said_where_the_probe_knows_it(where: LeakLocation, said: str) -> None:
+    verdict = of("GPU 0", state(LeakState.LEAKING), LEAK[1], state(where, catalog.LEAK_LOCATION))
+
+    assert verdict.sentence == f"GPU 0 leaks 12.6 MiB per 1,000 requests, in {said}."
 
 
 def test_with_less_than_an_hour_left_the_runbook_is_the_pages() -> None:
@@ -174,7 +188,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     first, *_ = [each for each in verdicts(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
-    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryNotReleased")
+    assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
 
 
 @pytest.mark.parametrize(

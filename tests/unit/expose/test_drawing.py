@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from vllm_headroom.expose.drawing import Forecast, Frame, ahead, area, line, picture, thinned, upright, zero
+from vllm_headroom.expose.drawing import Forecast, Frame, ahead, curve, line, picture, thinned, upright, zero
 
 FRAME = Frame(begin=0.0, end=100.0, top=10.0, width=100.0, height=10.0)
 
@@ -16,7 +16,9 @@ def test_a_curve_goes_from_time_and_value_to_right_and_up() -> None:
 
 
 def test_an_area_reaches_down_to_zero() -> None:
-    assert area(FRAME, [[(0.0, 5.0), (50.0, 5.0)]]) == '<path class="area" d="M0.0 5.0L50.0 5.0V10H0.0Z"/>'
+    assert curve(FRAME, [[(0.0, 5.0), (50.0, 5.0)]]) == (
+        '<path class="area" d="M0.0 5.0L50.0 5.0V10H0.0Z"/><path class="line" d="M0.0 5.0L50.0 5.0"/>'
+    )
 
 
 def test_gaps_are_gaps() -> None:
@@ -26,7 +28,7 @@ def test_gaps_are_gaps() -> None:
 
 
 def test_nothing_to_draw_is_nothing() -> None:
-    assert (line(FRAME, [], kind="line"), area(FRAME, [])) == ("", "")
+    assert (line(FRAME, [], kind="line"), curve(FRAME, [])) == ("", "")
 
 
 def test_values_beyond_the_frame_stay_at_its_edge() -> None:

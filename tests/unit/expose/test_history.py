@@ -99,3 +99,11 @@ def test_a_later_process_goes_on_from_what_was_kept() -> None:
     after.step(at(120), (), None)
 
     assert after.free("GPU-a") == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+
+
+def test_a_number_beyond_any_is_no_point() -> None:
+    made = History()
+    for seconds, running in ((0, 4.0), (60, 1e300), (120, 5.0)):
+        made.step(at(seconds), (), running)
+
+    assert made.running() == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]

@@ -155,39 +155,6 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
     run(crowd())
 
 
-def test_between_two_answers_the_loop_turns() -> None:
-    turns, answered_at = 0, []
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    def handler(_request: Request) -> Answer:
-        answered_at.append(turns)
-        return text(200, "ok")
-
-    async def crowd() -> None:
-        listener = listen("127.0.0.1", 0)
-        serving = asyncio.create_task(Server(handler).serve(listener))
-        clients = [await asyncio.open_connection(*listener.getsockname()) for _ in range(50)]
-        for _, writer in clients:
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 4)
-        counting = asyncio.create_task(count())
-        for reader, writer in clients:
-            for _ in range(4):
-                await reader.readuntil(b"\nok\n")
-            writer.close()
-        counting.cancel()
-        serving.cancel()
-
-    run(crowd())
-
-    assert len(answered_at) == 200
-    assert len(set(answered_at)) == 200, "what a tick has to do waits for one answer at most"
-
-
 def test_a_handler_that_fails_costs_its_answer_only() -> None:
     def handler(request: Request) -> Answer:
         if request.path == "/broken":

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, read_web_config
+from vllm_headroom.expose.web.document import WebConfigError
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 
@@ -55,6 +56,25 @@ def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
     [
         ("- a", "the file: not a mapping"),
         ("{", "it is not YAML"),
+        ("[" * 5000, "it is not YAML"),
+        ("a: 2026-99-99", "it is not YAML"),
+        (f"basic_auth_users: {{alice: {HASH}}}\nbasic_auth_users: {{}}", "basic_auth_users: given twice"),
+        ("http_server_config: {headers: {X-Frame-Options: a, X-Frame-Options: b}}", "X-Frame-Options: given twice"),
+        ("basic_auth_users: []", "basic_auth_users: not a mapping of names to bcrypt hashes"),
+        ("basic_auth_users: false", "basic_auth_users: not a mapping of names to bcrypt hashes"),
+        ("http_server_config: 0", "http_server_config: not a mapping"),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, min_version: [TLS12]}",
+            "tls_server_config.min_version: got ['TLS12'], accepts TLS12, TLS13",
+        ),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, min_version: TLS13, max_version: TLS12}",
+            "tls_server_config.max_version: below min_version, which lets nobody in",
+        ),
+        (
+            "tls_server_config: {cert_file: a, key_file: b, client_allowed_sans: prometheus}",
+            "tls_server_config.client_allowed_sans: not a list of names",
+        ),
         ("tls_config: {}", "tls_config: not a key, accepts tls_server_config, http_server_config, basic_auth_users"),
         ("rate_limit: {}", "rate_limit: not kept here: the number of connections is bounded in any case"),
         (

@@ -186,6 +186,14 @@ def test_content_that_is_no_probes_is_told_from_it(content: bytes, says: str) ->
     assert found.startswith(says)
 
 
+def test_an_error_that_is_later_than_its_file_is_not_believed() -> None:
+    before, later = parsed(oom={"t": WHOLE["t"]}), parsed(oom={"t": WHOLE["t"] + 0.1})
+
+    assert not isinstance(before, str)
+    assert not isinstance(later, str)
+    assert (before[0].oom, later[0].oom) == (OomRecord(at_seconds=WHOLE["t"]), None)
+
+
 def test_long_text_is_cut() -> None:
     found = parsed(stopped="x" * 10_000)
 

@@ -15,9 +15,9 @@ from tests.fakes.amd_tree import GIB, AmdTree
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import in_process, reasons
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.model import Failure, GpuReading, GpuReadings
+from vllm_headroom.model import Failure, GpuReading, GpuReadings, Vendor
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.vocabulary import Reason, Vendor
+from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 CARDS = ("0000:c1:00.0", "0000:e5:00.0")

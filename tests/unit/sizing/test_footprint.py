@@ -198,6 +198,17 @@ def test_adapters_take_the_inputs_and_outputs_of_every_matrix_times_their_rank()
     assert adapters_bytes(replace(shape, layer_parameters=None), adapters=1, rank=1) is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_every_expert_has_room_for_an_adapter_of_its_own(ranks: int) -> None:
+    """As vLLM 0.32 makes it (lora/layers/fused_moe.py): two matrices into an expert and one out of it."""
+    hidden, keys, inside, layers, experts = 4096, 1024, 14_336, 32, 8
+    left_whole = 3 * hidden + hidden + experts * (2 * hidden + hidden)
+    divided = (hidden + 2 * keys) + hidden + experts * (2 * inside + inside)
+
+    expected = 4 * 64 * 2 * layers * (left_whole + divided // ranks)
+    assert adapters_bytes(model("mixtral-8x7b"), adapters=4, rank=64, tensor_parallel=ranks) == expected
+
+
 def test_an_encoder_keeps_nothing_and_has_no_output() -> None:
     shape = model("multilingual-e5-large")
 

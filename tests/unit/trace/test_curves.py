@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.expose.drawing import Point, thinned
-from vllm_headroom.trace.curves import Curves, limits
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.vocabulary import Source
 
 
@@ -34,14 +34,6 @@ def test_a_single_reading_is_a_point() -> None:
     assert thinned([(5.0, 7.0)], 10) == [[(5.0, 7.0)]]
 
 
-def test_limits_leave_room_and_do_not_go_below_nothing() -> None:
-    low, high = limits([[(0.0, 100.0), (1.0, 200.0)]])
-
-    assert 0 < low < 100
-    assert high > 200
-    assert limits([[(0.0, 0.0)]]) == (0.0, 1.0)
-
-
 def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:
     curves = Curves()
     curves.step(snapshot(at=1, gpus=(gpu(uuid="GPU-a", used=5),), engines=page(engine("0"), engine("1"))))
@@ -54,3 +46,9 @@ def test_a_gpu_that_comes_later_or_goes_is_unknown_meanwhile() -> None:
     assert [value for _, value in curves.held["GPU-a"]] == [5, None, None, None]
     assert [value for _, value in curves.held["GPU-b"]] == [6, None, None]
     assert [value for _, value in curves.running] == [None, 3, None, None]
+
+
+def test_a_clock_that_was_set_back_loses_no_point() -> None:
+    (stretch,) = thinned([(50.0, 1.0), (60.0, 9.0), (0.0, 2.0), (10.0, 3.0)], 10)
+
+    assert stretch == [(0.0, 2.0), (10.0, 3.0), (50.0, 1.0), (60.0, 9.0)]

@@ -29,7 +29,7 @@ async def at_once(function: Callable[[], None], timeout_seconds: float) -> None:
 
 
 def recorder(file: Path, max_bytes: int = MANY) -> Recorder:
-    return Recorder(file=file, max_bytes=max_bytes, call=at_once, timeout_seconds=1.0)
+    return Recorder(file=file, max_bytes=max_bytes, call=at_once)
 
 
 def record(subject: Recorder, *seen: Snapshot) -> list[dict[str, str]]:
@@ -210,9 +210,10 @@ def test_a_file_system_that_hangs_is_waited_for_once_and_used_again_when_it_answ
             answers.wait()
             function()
 
-        await worker.call(late, timeout_seconds)
+        assert timeout_seconds == 1.0
+        await worker.call(late, 0.05)
 
-    subject = Recorder(file=file, max_bytes=MANY, call=call, timeout_seconds=0.05)
+    subject = Recorder(file=file, max_bytes=MANY, call=call)
     (line,) = record(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 

@@ -30,6 +30,10 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   {{- else if eq .gpu "dra" }}
   - {name: HEADROOM_GPUS, value: all}
   {{- end }}
+  {{- with .memoryLimitOf }}
+  - name: HEADROOM_HOST_MEMORY_LIMIT_BYTES
+    valueFrom: {resourceFieldRef: {containerName: {{ . }}, resource: limits.memory, divisor: "1"}}
+  {{- end }}
   {{- with include "vllm-headroom.runbooks" $ }}
   - {name: HEADROOM_RUNBOOKS_URL, value: {{ . | quote }}}
   {{- end }}

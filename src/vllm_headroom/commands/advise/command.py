@@ -14,6 +14,7 @@ from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.read import recorded
@@ -99,7 +100,7 @@ async def _asked(given: Namespace) -> Answer:
 
 def _recorded(given: Namespace, settings: Settings) -> Facts:
     history = History()
-    for snapshot in recorded(given.trace or given.trace_option):
+    for snapshot in recorded(given.trace or given.trace_option, reading):
         history.step(snapshot)
     return history.facts(settings)
 

@@ -16,6 +16,7 @@ from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.reports import broken, commands, report
 from vllm_headroom.commands.check.text import document, table
 from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.progress import reading
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.read import recorded
 
@@ -51,7 +52,7 @@ def _read(option: str, name: str, given: Namespace, limits: Limits) -> Record:
     expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = Record(expected, keeps_gpus=limits.leak_bytes is not None, keeps_host=limits.host_leak_bytes is not None)
     try:
-        for snapshot in recorded(name):
+        for snapshot in recorded(name, reading):
             record.step(snapshot)
     except BadInput as error:
         raise BadInput(f"{option}: {error}") from error

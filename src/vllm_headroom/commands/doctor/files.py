@@ -13,8 +13,9 @@ from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import POD, setting
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.recorder import FOREIGN, HANGS, LONGEST_LINE
+from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.trace.writing import HANGS
 
 FILE_SECONDS: Final = 2.0
 """As the daemon waits for its state: beyond this the volume counts as hung."""

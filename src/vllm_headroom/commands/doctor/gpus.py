@@ -8,9 +8,8 @@ from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import ASK_KFD, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.units import gib
-from vllm_headroom.vocabulary import Vendor
 
 OF_OWNED_GPUS: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
 """What there is of the engine's GPUs only."""

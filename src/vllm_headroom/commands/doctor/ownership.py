@@ -19,9 +19,9 @@ from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import Selection, pids_are_true
-from vllm_headroom.model import Failure
+from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
-from vllm_headroom.vocabulary import Attribution, Vendor
+from vllm_headroom.vocabulary import Attribution
 
 HOW: Final = {
     Attribution.PROCESS: "the engine's (process: one of its processes is on it)",

@@ -15,7 +15,8 @@ from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
 from vllm_headroom.commands.doctor.fixes import setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
-from vllm_headroom.expose.web.config import WebConfigError, read_web_config
+from vllm_headroom.expose.web.config import read_web_config
+from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import wanted_samples
 from vllm_headroom.scrape.http.reader import PageReader

@@ -20,10 +20,10 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.derive.container import ContainerState, container
-from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, GpuReadings, ProcessReadings, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import gib
-from vllm_headroom.vocabulary import HostBasis, Reason, Vendor
+from vllm_headroom.vocabulary import HostBasis, Reason
 
 WITHOUT_HOLDERS: Final = ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 WITHOUT_PROCESSES: Final = ("headroom_host_*", *WITHOUT_HOLDERS)

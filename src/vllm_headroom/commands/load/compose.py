@@ -68,14 +68,14 @@ async def load(order: Order) -> Report:
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
     try:
-        with signals(partial(_stop, clients)), screen() as shown:
+        with signals(partial(_stop, clients)):
             run = Run(
                 concurrency=order.concurrency,
                 seconds=order.seconds,
                 clients=clients,
                 pace=pace,
                 sampling=sampling,
-                screen=shown,
+                screen=screen(),
                 now=clock.monotonic,
             )
             steps = await run.steps()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.daemon.life import every
@@ -80,7 +80,7 @@ class Sampling:
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
         self._recorder = Recorder(
-            file=trace, max_bytes=UNLIMITED, call=Worker[Any]("trace").call, timeout_seconds=RECORD_SECONDS
+            file=trace, max_bytes=UNLIMITED, call=Worker[None]("trace").call, seconds=RECORD_SECONDS
         )
 
     async def run(self) -> None:

@@ -13,6 +13,7 @@ from vllm_headroom.commands.postmortem.judge import judge
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
 from vllm_headroom.commands.postmortem.report import Report, document, text
 from vllm_headroom.commands.postmortem.timeline import Timeline
+from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
@@ -53,7 +54,7 @@ def report_of(file: Path) -> Report:
     """Return the post-mortem of a trace; raises BadInput."""
     known = header_of(file)
     follower, timeline, curves = Follower(known), Timeline(), Curves()
-    for snapshot in recorded(str(file)):
+    for snapshot in recorded(str(file), reading):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
     return Report(

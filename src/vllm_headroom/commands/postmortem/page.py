@@ -72,8 +72,7 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
     frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
     stretches = drawing.thinned(points, COLUMNS)
     shapes = (
-        drawing.area(frame, stretches),
-        drawing.line(frame, stretches, kind="line"),
+        drawing.curve(frame, stretches),
         "" if at is None else drawing.upright(frame, at),
         drawing.zero(frame) if sized else "",
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.progress import reading
 from vllm_headroom.commands.replay.picture import picture
 from vllm_headroom.commands.replay.report import document, verdict
+from vllm_headroom.commands.replay.terminal import drawing
 from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
@@ -61,8 +63,7 @@ def options(parser: Parser) -> None:
 
 
 LEAK_FOUND: Final = 1
-NARROWEST, WIDEST = 60, 160
-NO_TERMINAL: Final = "No picture: pip install 'vllm-headroom[replay]' draws memory and load here."
+NARROWEST, WIDEST = 20, 160
 ONE_SOURCE: Final = "needs a TRACE or --from-prometheus, and not both"
 
 
@@ -100,19 +101,13 @@ def _past(given: Namespace) -> Iterator[Snapshot]:
 
         yield from usable(map(snapshot_of, records_from(given)))
     else:
-        yield from recorded(given.trace)
+        yield from recorded(given.trace, reading)
 
 
 def _text(replayed: Replayed) -> Iterator[str]:
     yield from verdict(replayed.watch)
-    try:
-        from vllm_headroom.commands.replay.terminal import drawing  # noqa: PLC0415 - an optional extra
-    except ModuleNotFoundError:
-        yield from ("", NO_TERMINAL)
-        return
     columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
-    for chart in drawing(replayed.watch, replayed.curves, columns=columns):
-        yield from ("", *chart)
+    yield from drawing(replayed.watch, replayed.curves, columns=columns)
 
 
 COMMAND: Final[Command[Replayed]] = Command(

@@ -75,8 +75,7 @@ def _box(
     frame = Frame(begin=begin, end=end + ahead, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thinned(points, COLUMNS)
     shapes = [
-        drawing.area(frame, stretches),
-        drawing.line(frame, stretches, kind="line"),
+        drawing.curve(frame, stretches),
         *(drawing.upright(frame, seconds) for seconds in marks),
         "" if forecast is None else drawing.ahead(frame, forecast),
         drawing.zero(frame) if to_zero else "",

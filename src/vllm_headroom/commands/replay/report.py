@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Final
 
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Course, Interval, Moment
 from vllm_headroom.trace.entries import host_entry, unnamed
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
+
+WORTH_A_WORD: Final = 0.01
+"""A block or two may be late; from here on HeadroomKvBlocksLeak looks whether it grows."""
 
 MOST_INTERVALS: Final = 5
 """What a person reads; --json has them all."""
@@ -31,6 +35,7 @@ def verdict(watch: Watch) -> Iterator[str]:
         yield from _series(f"Host memory of {role}", course, begin, end)
     if watch.memory is not None:
         yield from _host(watch.memory)
+    yield from _rest(watch)
     if not watch.gpus:
         yield "No GPU of the engine's was seen."
 
@@ -42,6 +47,17 @@ def _host(memory: HostMemory) -> Iterator[str]:
         yield f"Host memory: at most {size(memory.used_bytes)}{of} in use."
     if memory.oom_kills:
         yield f"The kernel killed for want of host memory, processes in all: {memory.oom_kills}."
+
+
+def _rest(watch: Watch) -> Iterator[str]:
+    """Yield what each sleep kept, and what no request held of a KV cache."""
+    for gpu, sleeps in watch.residues.items():
+        kept = tuple(sleeps.values())
+        grown = "" if len(kept) == 1 else f" in the first sleep, {size(kept[-1])} in the last of {len(kept)}"
+        yield f"GPU {gpu}, asleep: kept {size(kept[0])}{grown}."
+    for (model, engine), ratio in watch.stranded.items():
+        if ratio >= WORTH_A_WORD:
+            yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
 
 
 def _series(name: str, course: Course, begin: float, end: float) -> Iterator[str]:
@@ -83,6 +99,8 @@ def _moment(moment: Moment) -> Iterator[str]:
         yield f"    how fast     {_rate(moment)}"
     if moment.by_requests is not None:
         yield f"    driven by    {'requests' if moment.by_requests else 'time'}"
+    if moment.location is not None:
+        yield f"    in           {PLACES[moment.location]}"
     if moment.leaked_bytes is not None:
         yield f"    how much     {size(moment.leaked_bytes)} since it began"
     if moment.time_to_oom_seconds is not None:
@@ -117,6 +135,11 @@ def document(watch: Watch) -> dict[str, Any]:
             for role, course in watch.host
         ],
         "host_memory": None if watch.memory is None else host_entry(watch.memory),
+        "sleeps": [{"gpu": int(gpu), "residue_bytes": list(sleeps.values())} for gpu, sleeps in watch.residues.items()],
+        "stranded": [
+            {"model_name": model, "engine": engine, "most_ratio": ratio}
+            for (model, engine), ratio in watch.stranded.items()
+        ],
     }
 
 

@@ -2,78 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Final
 
-import plotext
-
-from vllm_headroom.expose.drawing import Point, thinned
-from vllm_headroom.trace.curves import Curves, limits
+from vllm_headroom.commands.bars import Pick, bars
+from vllm_headroom.expose.drawing import Point
+from vllm_headroom.trace.course import Course
+from vllm_headroom.trace.curves import MARGIN, Curves
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB
 
-DOTS: Final = 2
-"""Of a braille character, side by side."""
-
-MEMORY_LINES: Final = 13
-LOAD_LINES: Final = 8
-TICKS: Final = 5
+MEMORY_LINES: Final = 10
+LOAD_LINES: Final = 5
 DAY_SECONDS: Final = 86400.0
-FRAME: Final = 12
-"""Columns beside the drawing: the labels of its axis and the frame."""
+AXIS: Final = 11
+"""Columns before the drawing: the labels of its axis."""
 
 
-def drawing(watch: Watch, curves: Curves, *, columns: int) -> list[list[str]]:
-    """Return the lines of a chart for each GPU and one of the load, where anything could be read."""
-    charts: list[str] = []
+def drawing(watch: Watch, curves: Curves, *, columns: int) -> Iterator[str]:
+    """Yield the lines of a chart for each GPU and of one of the load, where anything could be read."""
+    width = columns - AXIS
     for index, uuid, course in watch.gpus:
-        alarms = () if course.first is None else (course.first.seconds,)
-        mark = "; the upright line is the first alarm" if alarms else ""
-        free = [point for point in curves.free[uuid] if point[1] is not None]
-        what = "free memory, down to zero" if free else "memory held by the engine"
-        points = curves.free[uuid] if free else curves.held[uuid]
-        title = f"GPU {index}: {what}, GiB{mark}"
-        charts += _chart(title, points, alarms, unit=GIB, columns=columns, lines=MEMORY_LINES, to_zero=bool(free))
-    charts += _chart("running requests", curves.running, (), unit=1.0, columns=columns, lines=LOAD_LINES)
-    return [[line.rstrip() for line in str(plotext.uncolorize(chart)).splitlines()] for chart in charts]
+        yield from _gpu(index, course, curves.free[uuid], curves.held[uuid], width)
+    yield from _chart("running requests", curves.running, width, LOAD_LINES, pick=max)
+
+
+def _gpu(index: int, course: Course, free: list[Point], held: list[Point], width: int) -> Iterator[str]:
+    alarm = None if course.first is None else course.first.seconds
+    mark = "" if alarm is None else "; ▲ is the first alarm"
+    title = f"GPU {index}: {{}}, GiB{mark}"
+    if any(value is not None for _, value in free):
+        yield from _chart(title.format("free memory, down to zero"), _in_gib(free), width, MEMORY_LINES, alarm=alarm)
+    else:
+        held, what = _in_gib(held), title.format("memory held by the engine")
+        yield from _chart(what, held, width, MEMORY_LINES, alarm=alarm, pick=max, floor=_floor(held))
+
+
+def _in_gib(points: list[Point]) -> list[Point]:
+    return [(seconds, None if value is None else value / GIB) for seconds, value in points]
+
+
+def _floor(points: list[Point]) -> float:
+    """Return where the axis of what is held begins: of a whole card, growth would be a line on the top."""
+    values = [value for _, value in points if value is not None] or [0.0]
+    return max(0.0, min(values) - (MARGIN * (max(values) - min(values)) or 0.01 * max(values)))
 
 
 def _chart(
     title: str,
     points: list[Point],
-    marks: tuple[float, ...],
-    *,
-    unit: float,
-    columns: int,
+    width: int,
     lines: int,
-    to_zero: bool = False,
-) -> list[str]:
-    """Return one chart; none where nothing could be read."""
-    stretches = thinned(points, DOTS * (columns - FRAME))
-    if not stretches:
-        return []
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plotsize(columns, lines)
-    for stretch in stretches:
-        times, values = zip(*stretch, strict=True)
-        plotext.plot(times, [value / unit for value in values], marker="braille")
-    for seconds in marks:
-        plotext.vline(seconds)
-    low, high = limits(stretches)
-    _axes(points, (0.0 if to_zero else low / unit, high / unit), lines)
-    return [f"{title}\n{plotext.build()}"]
+    *,
+    alarm: float | None = None,
+    pick: Pick = min,
+    floor: float = 0.0,
+) -> Iterator[str]:
+    """Yield one chart; nothing where nothing could be read."""
+    values = [value for _, value in points if value is not None]
+    if not values:
+        return
+    top = max(values)
+    levels = [f"{level:9.{_decimals(top - floor)}f}" for level in (top, floor)]
+    times = [seconds for seconds, _ in points]
+    yield from ("", title)
+    for place, line in enumerate(bars(points, width, lines, ends=(floor, top), pick=pick)):
+        yield f"{'' if place else levels[0]:>9} │{line}"
+    yield f"{levels[1]} └{_axis(times, alarm, width)}"
+    yield f"{'':{AXIS}}{_clock(min(times), times):<{width // 2}}{_clock(max(times), times):>{width - width // 2}}"
 
 
-def _axes(points: list[Point], ends: tuple[float, float], lines: int) -> None:
-    low, high = ends
-    plotext.ylim(low, high)
-    levels = [low + (high - low) * step / (lines // 3) for step in range(lines // 3 + 1)]
-    plotext.yticks(levels, [f"{level:9.{_decimals(high - low)}f}" for level in levels])
-    begin, end = min(seconds for seconds, _ in points), max(seconds for seconds, _ in points)
-    times = [begin + (end - begin) * step / (TICKS - 1) for step in range(TICKS)]
-    form = "%H:%M" if end - begin <= DAY_SECONDS else "%m-%d %H:%M"
-    plotext.xticks(times, [datetime.fromtimestamp(time, UTC).strftime(form) for time in times])
+def _axis(times: list[float], alarm: float | None, width: int) -> str:
+    line = "─" * width
+    if alarm is None:
+        return line
+    place = min(width - 1, int(width * (alarm - min(times)) / (max(times) - min(times) or 1.0)))
+    return f"{line[:place]}▲{line[place + 1 :]}"
+
+
+def _clock(seconds: float, times: list[float]) -> str:
+    form = "%H:%M" if max(times) - min(times) <= DAY_SECONDS else "%m-%d %H:%M"
+    return datetime.fromtimestamp(seconds, UTC).strftime(form)
 
 
 def _decimals(span: float) -> int:

@@ -35,6 +35,9 @@ Example:
 """
 
 
+MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """How each step went with the engine whose page is at `engine_url`."""
@@ -75,7 +78,7 @@ def serves(steps: tuple[Step, ...]) -> bool:
 
 
 def _text(report: Report) -> Iterator[str]:
-    yield from (f"{step.state:<8} {step.name:<12} {step.text}" for step in report.steps)
+    yield from (f"{MARKS[step.state]:<8} {step.name:<12} {step.text}" for step in report.steps)
 
 
 def _document(report: Report) -> dict[str, Any]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import ssl
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from importlib.util import find_spec
+from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 import httpx
 
 from vllm_headroom.commands.cli import Command, say
+from vllm_headroom.commands.terminal import ALARM, Terminal, draws, terminal
+from vllm_headroom.commands.watch.frame import frame
 from vllm_headroom.commands.watch.sidecar import TIMEOUT_SECONDS, Document, ask
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
@@ -27,9 +31,9 @@ host, free memory of the last day, and the time that is left.
 """
 
 EPILOG: Final = """\
-On a terminal it draws until Ctrl-C, where rich is installed (pip install
-'vllm-headroom[terminal]'), else it writes a line when something changes. It
-ends with status 0; with --json, which asks once, with 2 without an answer.
+On a terminal it draws until Ctrl-C, elsewhere it writes a line when something
+changes. It ends with status 0; with --json, which asks once, with 2 without
+an answer.
 
 Example:
   vllm-headroom watch http://gpu-7:9839
@@ -39,6 +43,12 @@ Example:
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
 NARROWEST: Final = 20
+OTHER_SCREEN, SCREEN_BEFORE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""A screen of its own without a cursor, and back, as xterm and all that follow it have it."""
+
+HOME, REST_OF_LINE, REST = "\x1b[H", "\x1b[K", "\x1b[J"
+"""The cursor to the top; what stood there before is deleted."""
+
 PATH: Final = "/snapshot.json"
 
 Ask = Callable[[], Awaitable[Document | str]]
@@ -61,25 +71,30 @@ async def _run(given: Namespace) -> Document | None:
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        follow = _live if sys.stdout.isatty() and find_spec("rich") else _lines
+        follow = _live if draws(sys.stdout) else _lines
         await follow(lambda: ask(client, where), where.host, stopped)
     return None
 
 
 async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
     """Draw on the whole terminal until it is stopped, and leave it as it was."""
-    from rich.live import Live  # noqa: PLC0415 - --json and lines need no drawing
-    from rich.text import Text  # noqa: PLC0415 - the same
-
-    from vllm_headroom.commands.watch.frame import frame  # noqa: PLC0415 - the same
-
-    with Live(screen=True, auto_refresh=False) as live:
+    sys.stdout.write(OTHER_SCREEN)
+    try:
         while not stopped.is_set():
             found = await asked()
-            width = max(NARROWEST, live.console.width - 1)
-            shown = Text(found, style="bold red") if isinstance(found, str) else frame(found, host, width)
-            live.update(shown, refresh=True)
+            columns, rows = shutil.get_terminal_size()
+            there = replace(terminal(sys.stdout), columns=max(NARROWEST, columns - 1))
+            lines = _refused(found, there) if isinstance(found, str) else frame(found, host, there)
+            sys.stdout.write(HOME + "\n".join(f"{line}{REST_OF_LINE}" for line in islice(lines, rows - 1)) + REST)
+            sys.stdout.flush()
             await _pause(stopped)
+    finally:
+        sys.stdout.write(SCREEN_BEFORE)
+        sys.stdout.flush()
+
+
+def _refused(why: str, there: Terminal) -> Iterable[str]:
+    return (there.painted(line, ALARM) for line in there.lines(why.translate(CONTROLS)))
 
 
 async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from vllm_headroom.derive.life.lives import SAME_START_SECONDS
@@ -13,7 +14,7 @@ MOST_SECONDS: Final = 300.0
 """A file is fresh for three of its own intervals, which it may state as it likes."""
 
 AHEAD_SECONDS: Final = 60.0
-"""The clock is the same machine's: what is dated further ahead is not believed."""
+"""The clock is the same machine's: what is dated further ahead is not believed, and stands for nothing."""
 
 
 def told(
@@ -28,7 +29,7 @@ def told(
         return files
     starts = () if isinstance(processes, Failure) else tuple(process.started_at_seconds for process in processes)
     present, silent, others = [], [], []
-    for each in _newest_of_each(files):
+    for each in _newest_of_each(each for each in files if each.written_at_seconds <= now + AHEAD_SECONDS):
         alive = any(abs(each.started_at_seconds - start) <= SAME_START_SECONDS for start in starts)
         if each.stopped is None and (alive or not starts) and _is_fresh(each, now):
             present.append(each)
@@ -41,10 +42,10 @@ def told(
 
 def _is_fresh(process: ProbedProcess, now: float) -> bool:
     lasts = min(max(LEAST_SECONDS, INTERVALS * process.interval_seconds), MOST_SECONDS)
-    return -AHEAD_SECONDS <= now - process.written_at_seconds <= lasts
+    return now - process.written_at_seconds <= lasts
 
 
-def _newest_of_each(files: tuple[ProbedProcess, ...]) -> tuple[ProbedProcess, ...]:
+def _newest_of_each(files: Iterable[ProbedProcess]) -> tuple[ProbedProcess, ...]:
     """Return one file of each process: a name does not have to be true."""
     newest: dict[tuple[int, float], ProbedProcess] = {}
     for each in sorted(files, key=lambda each: each.written_at_seconds):

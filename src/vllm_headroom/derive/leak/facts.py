@@ -45,7 +45,7 @@ def room(gpu: Gpu) -> int | None:
     granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
     if granted_bytes is None or gpu.engine_bytes is None:
         return left_bytes
-    return min(left_bytes, granted_bytes - gpu.engine_bytes)
+    return min(left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
 @dataclass(frozen=True, slots=True)

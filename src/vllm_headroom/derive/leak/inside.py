@@ -27,6 +27,13 @@ STEADY_SHARE: Final = 0.01
 MOST_MARKS: Final = 256
 FORGET_SECONDS: Final = 86400.0
 
+PLACES: Final = {
+    LeakLocation.TENSORS: "tensors",
+    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
+    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
+}
+"""The places as sentences have them, after "in"."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mark:

@@ -18,7 +18,8 @@ PROJECTED_LEVEL: Final = 3
 
 NEAR_SECONDS: Final = 3600.0
 NEAR_SHARE: Final = 0.25
-"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for an hour."""
+HELD_SECONDS: Final = 2700.0
+"""With less than an hour left, or room for a quarter of what leaked, an alarm is held for so long after its growth."""
 
 STEP_LEVEL: Final = 1
 STEP_SECONDS: Final = 3240.0
@@ -53,11 +54,14 @@ def judged(track: Track, room_bytes: int | None) -> Track:
 
 
 def _foretold(track: Track) -> Verdict:
+    """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
+    if track.projected is not Verdict.LEAKING:
+        return track.projected
     level = track.levels[STEP_LEVEL]
     risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
     left = None if track.estimate is None else track.estimate.oom_seconds_lower
     paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
-    return min(track.projected, Verdict.GROWING) if paused else track.projected
+    return Verdict.GROWING if paused else Verdict.LEAKING
 
 
 def _floor(track: Track) -> float:
@@ -120,7 +124,7 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= NEAR_SECONDS
+    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= HELD_SECONDS
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:

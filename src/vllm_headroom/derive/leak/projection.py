@@ -33,7 +33,6 @@ half is at least so much of the pace."""
 FASTER_THAN_RECORDS: Final = 4.0
 """Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
 
-LEAST_FOLDS: Final = 0.01
 WARM_SECONDS: Final = 1800.0
 """The window begins this long after the life, at least."""
 
@@ -89,9 +88,10 @@ def _said(grown: Growth, life: Life) -> Verdict:
     room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
-    share = HELD_SHARE if life.before is Verdict.LEAKING else LEAKING_SHARE
+    on = life.before is Verdict.LEAKING
+    share = HELD_SHARE if on else LEAKING_SHARE
     old = grown.points[-1].seconds - life.began[0] >= YOUNG_SECONDS
-    if old and lasted >= share * left and _keeps_pace(grown, lasted):
+    if old and lasted >= share * left and (on or _keeps_pace(grown, lasted)):
         said = Verdict.LEAKING
     else:
         said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
@@ -150,11 +150,8 @@ def _reached(places: list[float], floors: tuple[float, ...], share: float) -> fl
 
 
 def _outpaces(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
-    inside = (floors[-1] - floors[0]) / _folds(points[0], points[-1], life.began)
-    before = (floors[0] - life.first_bytes) / _folds(Point(*life.began, 0.0, 0.0), points[0], life.began)
+    seconds, requests = life.began
+    opened, ended = ((point.seconds - seconds, point.requests - requests) for point in (points[0], points[-1]))
+    inside = (floors[-1] - floors[0]) / folds(opened, ended)
+    before = (floors[0] - life.first_bytes) / folds((0.0, 0.0), opened)
     return inside >= FASTER_THAN_RECORDS * before
-
-
-def _folds(sooner: Point, later: Point, began: tuple[float, float]) -> float:
-    since = [(point.seconds - began[0], point.requests - began[1]) for point in (sooner, later)]
-    return max(folds(*since), LEAST_FOLDS)

@@ -55,8 +55,7 @@ def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> 
     past, peaks = (drawing.thinned(_since(begin, points), columns) for points in (free, at_peak))
     frame = Frame(begin=begin, end=end, top=_top(past))
     shapes = [
-        drawing.area(frame, past),
-        drawing.line(frame, past, kind="line"),
+        drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
         *(drawing.upright(frame, event.seconds) for event in view.history.events if event.level is Level.ALARM),
         "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
@@ -115,7 +114,7 @@ def _load(running: list[Point], columns: int) -> str:
     top = max((value for _, value in running if value is not None), default=1.0)
     frame = Frame(begin=running[0][0], end=running[-1][0], top=MARGIN * top or 1.0, height=40.0)
     stretches = drawing.thinned(running, columns)
-    shapes = (drawing.area(frame, stretches), drawing.line(frame, stretches, kind="line"))
+    shapes = (drawing.curve(frame, stretches),)
     title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"

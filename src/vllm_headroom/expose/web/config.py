@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from vllm_headroom.expose.web.document import WebConfigError, read_document
+
 HEADERS: Final = (
     "Content-Security-Policy",
     "X-Frame-Options",
@@ -52,14 +54,6 @@ _REFUSED: Final = {
 """Keys of the toolkit whose meaning cannot be kept here: refused, since a door is not to be less than was asked for."""
 
 
-class WebConfigError(Exception):
-    """A file that cannot be used; `lines` has one line per mistake."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines: Final = tuple(lines)
-        super().__init__("\n".join(lines))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
     """How to speak TLS, and to whom."""
@@ -84,14 +78,7 @@ class WebConfig:
 
 def read_web_config(path: Path) -> WebConfig:
     """Return what the file says; paths in it are relative to it. Raises WebConfigError."""
-    import yaml  # noqa: PLC0415 - for those who set a file: it takes 15 ms of the start, and 1 MiB
-
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except (UnicodeDecodeError, yaml.YAMLError):
-        raise WebConfigError(["it is not YAML"]) from None
+    document = read_document(path)
     mistakes = _Mistakes()
     config = mistakes.config(document if document is not None else {}, path.parent)
     if mistakes.lines:
@@ -107,14 +94,14 @@ class _Mistakes:
 
     def config(self, document: object, folder: Path) -> WebConfig:
         top = self._mapping("", document)
-        http = self._mapping("http_server_config", top.get("http_server_config") or {})
+        http = self._mapping("http_server_config", _given(top, "http_server_config"))
         if http.get("http2") is True:
             self.lines.append("http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false")
         tls = top.get("tls_server_config")
         return WebConfig(
             tls=None if tls is None else self._tls(self._mapping("tls_server_config", tls), folder),
-            headers=self._headers(http.get("headers") or {}),
-            users=self._users(top.get("basic_auth_users") or {}),
+            headers=self._headers(_given(http, "headers")),
+            users=self._users(_given(top, "basic_auth_users")),
         )
 
     def _mapping(self, name: str, value: object) -> dict[str, Any]:
@@ -132,11 +119,20 @@ class _Mistakes:
     def _tls(self, tls: dict[str, Any], folder: Path) -> Tls | None:
         files = {name: self._file(tls, name, folder) for name in ("cert_file", "key_file", "client_ca_file")}
         auth = self._one_of(tls, "client_auth_type", CLIENT_AUTH, "")
-        sans = tls.get("client_allowed_sans") or []
+        sans = [] if tls.get("client_allowed_sans") is None else tls["client_allowed_sans"]
+        if not isinstance(sans, list):
+            self.lines.append("tls_server_config.client_allowed_sans: not a list of names")
+            sans = []
         if auth is not ssl.CERT_NONE and files["client_ca_file"] is None:
             self.lines.append("tls_server_config.client_ca_file: missing, and client_auth_type needs it")
         if auth is ssl.CERT_NONE and files["client_ca_file"] is not None:
             self.lines.append("tls_server_config.client_auth_type: missing, and without it no certificate is asked for")
+        lowest, highest = (
+            self._one_of(tls, name, VERSIONS, default)
+            for name, default in (("min_version", "TLS12"), ("max_version", "TLS13"))
+        )
+        if lowest > highest:
+            self.lines.append("tls_server_config.max_version: below min_version, which lets nobody in")
         cert, key = files["cert_file"], files["key_file"]
         if cert is None or key is None:
             self.lines.append("tls_server_config: cert_file and key_file are both needed")
@@ -147,8 +143,8 @@ class _Mistakes:
             client_auth=auth,
             client_ca_file=files["client_ca_file"],
             client_allowed_sans=tuple(map(str, sans)),
-            min_version=self._one_of(tls, "min_version", VERSIONS, "TLS12"),
-            max_version=self._one_of(tls, "max_version", VERSIONS, "TLS13"),
+            min_version=lowest,
+            max_version=highest,
         )
 
     def _file(self, tls: dict[str, Any], name: str, folder: Path) -> Path | None:
@@ -159,10 +155,11 @@ class _Mistakes:
 
     def _one_of(self, tls: dict[str, Any], name: str, meanings: Mapping[str, Any], default: str) -> Any:  # noqa: ANN401 - what the table holds
         value = tls.get(name, default)
-        if value not in meanings:
+        if not isinstance(value, str) or value not in meanings:
             known = ", ".join(each for each in meanings if each)
             self.lines.append(f"tls_server_config.{name}: got {value!r}, accepts {known}")
-        return meanings.get(value, meanings[default])
+            return meanings[default]
+        return meanings[value]
 
     def _headers(self, headers: object) -> dict[str, str]:
         if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
@@ -183,3 +180,9 @@ class _Mistakes:
             if not _BCRYPT.fullmatch(str(secret)):
                 self.lines.append(f"basic_auth_users.{name}: not a bcrypt hash, make one with htpasswd -nBC 10 ''")
         return {str(name): str(secret) for name, secret in users.items()}
+
+
+def _given(mapping: dict[str, Any], name: str) -> object:
+    """Return what a key holds; none is an empty mapping, and anything else that is empty is no mapping."""
+    value = mapping.get(name)
+    return {} if value is None else value

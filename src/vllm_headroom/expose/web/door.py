@@ -11,7 +11,8 @@ from typing import Final
 import structlog
 
 from vllm_headroom.expose.answers import Answer, Request, text
-from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
+from vllm_headroom.expose.web.config import Tls, WebConfig, read_web_config
+from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.users import Call, Users
 
 log = structlog.get_logger()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -57,16 +57,18 @@ class Card:
 
 
 def cards(sys: str) -> dict[str, Card]:
-    """Return the cards of the driver by PCI address, in its order, which is not that of their numbers in DRM."""
+    """Return the driver's cards by UUID, in the order of PCI addresses, which is not that of their numbers in DRM."""
     devices = {
         os.path.realpath(f"{sys}/{DRM}/{name}/device") for name in names(f"{sys}/{DRM}") if _CARD.fullmatch(name)
     }
     found = {os.path.basename(folder): folder for folder in devices if is_driven(folder)}  # noqa: PTH119 - as there
     nodes, hidden = _nodes(sys, found.keys())
-    return {
-        address: _card(address, found[address], None if hidden and address not in nodes else tuple(nodes[address]))
+    ids = Counter(line(f"{folder}/unique_id") for folder in found.values())
+    made = (
+        _card(address, found[address], ids, None if hidden and address not in nodes else tuple(nodes[address]))
         for address in sorted(found)
-    }
+    )
+    return {card.uuid: card for card in made}
 
 
 def is_driven(folder: str) -> bool:
@@ -80,7 +82,8 @@ def signature(sys: str) -> tuple[list[str], int | None]:
     return names(f"{sys}/{DRM}"), told(f"{sys}/{TOPOLOGY}/generation_id")
 
 
-def _card(address: str, folder: str, nodes: tuple[Node, ...] | None) -> Card:
+def _card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] | None) -> Card:
+    """Return one card; its id names it where it has one, and shares it with no other, as virtual functions might."""
     unique, product = line(f"{folder}/unique_id"), line(f"{folder}/product_name")
     monitor = f"{folder}/hwmon/{next(iter(names(f'{folder}/hwmon')), '')}"
     sensors = names(monitor)
@@ -90,7 +93,7 @@ def _card(address: str, folder: str, nodes: tuple[Node, ...] | None) -> Card:
         temperature=next((f"{monitor}/{name}" for name in TEMPERATURES if name in sensors), None),
         power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), None),
         is_apu="in1_label" in sensors,
-        uuid=f"GPU-{unique}" if unique else f"PCI-{address}",
+        uuid=f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}",
         name=product or f"AMD GPU {line(f'{folder}/device')}".rstrip(),
         nodes=nodes,
     )

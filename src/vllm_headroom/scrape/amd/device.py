@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading
+from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, Node, is_driven
 from vllm_headroom.scrape.amd.files import line, number, told
 from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
-from vllm_headroom.vocabulary import Vendor
 
 WHOLE: Final = "SPX"
 """The compute partition of a card that is not cut."""

@@ -24,8 +24,8 @@ class Processes:
     """What is listed at one moment, by KFD or by the processes' own files; a process is listed where it holds memory.
 
     KFD has a folder for each process that computes, with its bytes on each node, readable for all. It names them by the
-    machine's pids, so that it is of use in the machine's first PID namespace only. Elsewhere /proc tells what each
-    process has open, to who may trace it; it knows cards, not their partitions.
+    machine's pids, so that it is of use in the machine's first PID namespace only. Elsewhere, and where the nodes are
+    hidden, /proc tells what each process has open, to who may trace it; it knows cards, not their partitions.
     """
 
     def __init__(self, sys: str, proc: Path) -> None:
@@ -45,27 +45,36 @@ class Processes:
         return None if listed is None else listed.get(card.address, ())
 
     @cached_property
-    def _by_kfd(self) -> Listed | None:
-        if not sees_host_pids(self._proc):
-            return None
-        folder = f"{self._sys}/{KFD}"
+    def _computing(self) -> list[str] | None:
+        """The pids that KFD lists, None where it does not or they mean others here."""
         try:
-            pids = os.listdir(folder)  # noqa: PTH208 - as in all of /sys here
+            found = os.listdir(f"{self._sys}/{KFD}") if sees_host_pids(self._proc) else None  # noqa: PTH208 - as in all
         except OSError:
             return None
+        return None if found is None else sorted(filter(str.isdecimal, found), key=int)
+
+    @cached_property
+    def _by_kfd(self) -> Listed | None:
+        if self._computing is None:
+            return None
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
-        for pid in sorted(filter(str.isdecimal, pids), key=int):
-            for name in names(f"{folder}/{pid}"):
+        for pid in self._computing:
+            folder = f"{self._sys}/{KFD}/{pid}"
+            for name in names(folder):
                 if name.startswith("vram_"):
-                    listed[name.removeprefix("vram_")] += _on_node(int(pid), f"{folder}/{pid}/{name}")
+                    listed[name.removeprefix("vram_")] += _on_node(int(pid), f"{folder}/{name}")
         return listed
 
     @cached_property
     def _by_files(self) -> Listed | None:
-        """Return the processes by the address of their card; None where some hide theirs and none tells."""
+        """Return the processes by the address of their card; None where some hide theirs and none tells.
+
+        A machine has thousands of processes, and each some hundred files: only those that compute are asked, if known.
+        """
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
-        for pid in filter(str.isdecimal, names(str(self._proc))):
+        pids = filter(str.isdecimal, names(str(self._proc))) if self._computing is None else self._computing
+        for pid in pids:
             try:
                 held = _held(f"{self._proc}/{pid}")
             except PermissionError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_headroom.model import Failure, GpuReading
+from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
 from vllm_headroom.scrape.amd.device import Look, memory_of, readings
 from vllm_headroom.scrape.amd.errors import failure, failure_of
@@ -16,14 +16,15 @@ from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.scrape.worker import Worker
-from vllm_headroom.vocabulary import Reason, Vendor
+from vllm_headroom.vocabulary import Reason
 
 
 class Amd:
     """Reads all cards that amdgpu drives, on a thread of its own: a sensor may block while the driver is ill.
 
     `integrated` are the UUIDs of the processors' own that work on the machine's memory, or do not tell.
-    A card keeps the index at which it was first seen, in the order of PCI addresses, and stays listed when it is gone.
+    A card keeps the index at which it was first seen, in the order of PCI addresses, wherever it comes back, and stays
+    listed when it is gone.
     """
 
     def __init__(self, *, monotonic: Callable[[], float], sys: Path, proc: Path) -> None:
@@ -78,15 +79,14 @@ class Amd:
 
     def _card(self, card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
         try:
-            self._parts[card.address] = readings(card, index, look)
+            self._parts[card.uuid] = readings(card, index, look)
         except OSError as error:
-            self._seen = None  # it may come back as another device
             return self._failed(card, index, failure_of(error))
-        return self._parts[card.address]
+        return self._parts[card.uuid]
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
         """Return that each part the card was read as last has failed."""
-        known = self._parts.get(card.address) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
+        known = self._parts.get(card.uuid) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
         return tuple(
             GpuReading(vendor=Vendor.AMD, index=index, uuid=part.uuid, name=part.name, failure=why) for part in known
         )

@@ -52,6 +52,7 @@ def broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
             f"the page at {url} is larger than {max_bytes} bytes:"
             " check that it is vLLM's, or raise HEADROOM_ENGINE_MAX_PAGE_BYTES"
         ),
+        Reason.OUT_OF_BOUNDS: f"{url} sends its page in crumbs: check that it is vLLM's, and what stands before it",
         Reason.INCOMPLETE: f"{url} broke off its page: if it stays so, look for a proxy that cuts it",
     }
     return failure(reason, messages[reason])

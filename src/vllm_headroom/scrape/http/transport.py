@@ -24,6 +24,10 @@ _HEAD_BYTES: Final = 64 * 2**10
 """The largest head of an answer: vLLM's has 200 bytes, a proxy's cookies may add kilobytes."""
 
 
+_MOST_HINTS: Final = 8
+"""Informational answers (1xx) before the real one; HTTP sets no end to them."""
+
+
 class OneConnection(httpx.AsyncBaseTransport):
     """Sends requests to one server, one after another; `tls` is how to speak to an https one."""
 
@@ -91,10 +95,13 @@ class _Connection:
             self._http.send(h11.EndOfMessage())
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError(str(error)) from error
-        while not isinstance(event := await self._event(), h11.Response):
+        for _ in range(_MOST_HINTS):
+            event = await self._event()
+            if isinstance(event, h11.Response):
+                return event
             if isinstance(event, h11.ConnectionClosed):
                 raise httpx.RemoteProtocolError("hung up before it answered")
-        return event
+        raise httpx.RemoteProtocolError("hints at an answer over and over")
 
     async def body(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes; the connection is then ready for the next request, if the server keeps it."""

@@ -135,7 +135,7 @@ class Processes:
         own_pid = proc_files.own_pid(self._proc)
         self._orphaned = self._orphans.among(entries)
         self._strays = strays(entries)
-        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned}
+        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned | self._strays}
         before = [pid for pid in self._choice.roots if pid in rest]
         self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port, before=before)
         roles = engine_roles(rest, own_pid, self._choice.roots)

@@ -237,7 +237,7 @@ def test_beside_a_leak_another_tenant_is_told_without_an_option() -> None:
 def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
     advice = only(traces.crash_with_an_orphan)
 
-    assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500 + 20) * traces.MIB
+    assert evidence(advice)["orphan_bytes"] == (traces.HEALTHY_MIB - 500) * traces.MIB
     assert flags(advice) == []
 
 

@@ -177,12 +177,14 @@ def left_behind() -> Iterator[Record]:
 
 
 def crash_with_an_orphan() -> Iterator[Record]:
-    """The engine's core is killed, and its worker, which nobody finds any more, holds the memory for two minutes."""
+    """The engine's core is killed, and its worker, which init took over, holds the memory for two minutes."""
     life = BEGAN + 4 * 3600
     for step in steps(8):
         t = BEGAN + step * STEP
         if life - 180 <= t < life - 60:
-            yield down(step, other_mib=HEALTHY_MIB - 500)
+            record = down(step, engine_mib=HEALTHY_MIB - 500)
+            record["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": (HEALTHY_MIB - 500) * MIB}]
+            yield record
         elif life - 60 <= t < life:
             yield down(step)
         else:

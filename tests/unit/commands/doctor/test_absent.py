@@ -44,9 +44,10 @@ CONFIGURED = {
     "headroom_allocator_retries_total",
     "headroom_engine_memory_bytes",
     "headroom_gate_open",
+    "headroom_last_incident_timestamp_seconds",
     "headroom_leak_location",
 }
-"""What is there only with a probe inside the engine, or with gates."""
+"""What is there only with a probe inside the engine, with gates, or with a folder for incidents."""
 
 READING_TIMES = tuple(ReadingTime(source=source, seconds=0.1, ended_monotonic_seconds=1.0) for source in Source)
 

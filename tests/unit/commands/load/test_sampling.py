@@ -155,21 +155,20 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
         made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
-        with screen() as shown:
-            steps = Run(
-                concurrency=10,
-                seconds=0.2 if stop_after is None else 3600,
-                clients=clients,
-                pace=pace,
-                sampling=made,
-                screen=shown,
-                now=time.monotonic,
-            )
-            running = asyncio.create_task(steps.steps())
-            if stop_after is not None:
-                await until(lambda: server.open == stop_after)
-                clients.stop()
-            done = await running
+        steps = Run(
+            concurrency=10,
+            seconds=0.2 if stop_after is None else 3600,
+            clients=clients,
+            pace=pace,
+            sampling=made,
+            screen=screen(),
+            now=time.monotonic,
+        )
+        running = asyncio.create_task(steps.steps())
+        if stop_after is not None:
+            await until(lambda: server.open == stop_after)
+            clients.stop()
+        done = await running
         await asking.close()
         await made.close()
         return done

@@ -65,6 +65,8 @@ def test_a_flat_trace_has_no_intervals() -> None:
         ],
         "host": [],
         "host_memory": None,
+        "sleeps": [],
+        "stranded": [],
     }
 
 
@@ -185,6 +187,8 @@ def test_a_trace_without_samples_is_an_answer() -> None:
         "gpus": [],
         "host": [],
         "host_memory": None,
+        "sleeps": [],
+        "stranded": [],
     }
     assert replay("-", trace=f"{HEADER}\n").stdout == "The trace has no samples.\n"
 
@@ -217,39 +221,10 @@ def test_the_words_say_when_how_fast_how_much_and_how_long(tmp_path: Path, leak:
     assert "GPU 0 (GPU-a): LEAKING; leaking at the end." in lines
     for told in ("early warning", "alarm", "how fast", "driven by    requests", "how much", "time to OOM"):
         assert any(line.strip().startswith(told) for line in lines), told
-    assert "GPU 0: free memory, down to zero, GiB; the upright line is the first alarm" in lines
+    assert "GPU 0: free memory, down to zero, GiB; ▲ is the first alarm" in lines
     assert "running requests" in lines
     assert max(map(len, lines)) <= 90
     assert "\x1b" not in process.stdout
-
-
-WITHOUT = """
-import sys
-sys.modules["plotext"] = None
-from vllm_headroom.commands.cli import execute
-from vllm_headroom.commands.replay.command import COMMAND
-sys.exit(execute(COMMAND, "replay", sys.argv[1:], {}))
-"""
-
-
-def without_extras(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words],
-        input=text(islice(flat(1), 3)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-
-
-def test_what_is_not_installed_is_said_in_a_line() -> None:
-    process = without_extras("-")
-
-    assert process.returncode == 0
-    assert process.stdout.splitlines()[-1] == (
-        "No picture: pip install 'vllm-headroom[replay]' draws memory and load here."
-    )
 
 
 @pytest.mark.parametrize("words", [("-", "--json"), ("-",), ("-", "--fail-on-leak")])

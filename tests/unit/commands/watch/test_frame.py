@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 
-from rich.console import Console
-
 from tests.unit.expose.views import day
-from vllm_headroom.commands.watch.frame import bars, frame
+from vllm_headroom.commands.terminal import Terminal
+from vllm_headroom.commands.watch.frame import frame
 from vllm_headroom.expose.snapshot import document
 from vllm_headroom.expose.view import View
 
 
 def drawn(view: View, width: int = 60) -> str:
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(frame(json.loads(json.dumps(document(view))), "gpu-7", width))
-    file = console.file
-    assert isinstance(file, io.StringIO)
-    return file.getvalue()
+    shown = Terminal(columns=width, coloured=False)
+    return "\n".join(frame(json.loads(json.dumps(document(view))), "gpu-7", shown))
 
 
 def test_the_verdict_and_the_time_left_are_written() -> None:
@@ -31,17 +26,3 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
 def test_no_line_is_wider_than_the_terminal() -> None:
     for width in (20, 40, 80, 200):
         assert max(len(line) for line in drawn(day(gpus=2, leaking=frozenset({1})), width).splitlines()) <= width
-
-
-def test_bars_fall_as_the_memory_does() -> None:
-    assert bars([(0.0, 4.0), (1.0, 3.0), (2.0, 2.0), (3.0, 1.0)], 4, 1) == ["█▆▄▂"]
-    assert bars([(0.0, 8.0), (1.0, 4.0)], 2, 2) == ["█", "██"]
-
-
-def test_gaps_are_blank_and_what_is_left_is_never_nothing() -> None:
-    assert bars([(0.0, 8.0), (1.0, None), (2.0, 0.001)], 3, 1) == ["█ ▁"]
-    assert bars([], 3, 1) == [""]
-
-
-def test_fewer_points_than_columns_fill_the_width() -> None:
-    assert bars([(0.0, 1.0), (1.0, 1.0)], 6, 1) == ["██████"]

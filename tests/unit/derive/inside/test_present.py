@@ -8,7 +8,7 @@ import pytest
 
 from tests.samples import failure, probed
 from vllm_headroom.derive.inside.present import told
-from vllm_headroom.model import EngineProcess, Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.model import EngineProcess, Failure, OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.vocabulary import Role, Source
 
 NOW = 1_760_001_000.0
@@ -23,7 +23,10 @@ def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failu
     """Return how each file stands, in a letter."""
     found = told(files, processes, now)
     assert isinstance(found, ProbeReadings)
-    return "".join("p" if each in found.present else "s" if each in found.silent else "o" for each in files)
+    return "".join(
+        "p" if each in found.present else "s" if each in found.silent else "o" if each in found.others else "-"
+        for each in files
+    )
 
 
 def aged(seconds: float, **known: Any) -> ProbedProcess:
@@ -42,7 +45,7 @@ def aged(seconds: float, **known: Any) -> ProbedProcess:
         (1e9, 300.1, "o"),
         (0.0, 10.1, "o"),
         (5.0, -60.0, "p"),
-        (5.0, -60.1, "o"),
+        (5.0, -60.1, "-"),
     ],
 )
 def test_where_no_process_shows_a_file_counts_while_it_is_fresh(interval: float, age: float, expected: str) -> None:
@@ -67,7 +70,9 @@ def test_a_process_that_lives_and_does_not_write_is_silent() -> None:
 
 
 def test_a_probe_that_gave_up_is_not_taken_for_a_process_that_hangs() -> None:
-    assert standing(aged(1, stopped="it was slow"), aged(900, stopped="it was slow"), processes=(process(),)) == "oo"
+    files = aged(1, stopped="it was slow"), aged(900, pid=8, stopped="it was slow")
+
+    assert standing(*files, processes=(process(),)) == "oo"
 
 
 def test_of_two_files_of_one_process_the_newest_counts() -> None:
@@ -76,6 +81,15 @@ def test_of_two_files_of_one_process_the_newest_counts() -> None:
     assert isinstance(found, ProbeReadings)
     assert found.present == (aged(1),)
     assert found.others == ()
+
+
+def test_a_file_dated_ahead_says_nothing_and_hides_nothing() -> None:
+    """One such file, left by whoever ran in the engine's container once, would else stand for ever."""
+    ahead = aged(-1e9, oom=OomRecord(at_seconds=NOW + 1e9))
+
+    assert standing(aged(1), ahead) == "p-"
+    assert standing(aged(1), ahead, processes=(process(),)) == "p-"
+    assert standing(ahead, processes=(process(),)) == "-"
 
 
 def test_what_was_not_read_stays_so() -> None:

@@ -9,9 +9,9 @@ from tests.fakes.amd_tree import GIB
 from tests.fakes.nobody import nobody
 from tests.fakes.nvml.reader import reasons
 from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
-from vllm_headroom.model import GpuReading
+from vllm_headroom.model import GpuReading, Vendor
 from vllm_headroom.scrape.amd.reader import Amd
-from vllm_headroom.vocabulary import Reason, Source, Vendor
+from vllm_headroom.vocabulary import Reason, Source
 
 CARD, OTHER = "0000:c1:00.0", "0000:e5:00.0"
 USED = "mem_info_vram_used"

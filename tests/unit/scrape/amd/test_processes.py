@@ -70,6 +70,25 @@ def test_a_machine_without_kfds_list_is_told_by_files(machine: Machine) -> None:
     assert listed(machine) == (GpuProcess(pid=77, used_bytes=2**20),)
 
 
+def test_where_kfd_hides_its_nodes_the_files_of_those_that_compute_tell(machine: Machine) -> None:
+    """On the host's PID namespace, without the card's device: a process that does not compute is not even asked."""
+    card(machine)
+    (machine.sys.kfd / "topology" / "nodes" / "1" / "gpu_id").chmod(0)
+    machine.sys.hold(77, {NODE: GIB})
+    for pid in (77, 78):
+        machine.proc.add(pid, 1, "python3", "serve.py")
+        open_card(machine.proc, pid, 11, CARD, client=pid, vram_kib=1024)
+
+    with nobody():
+        assert listed(machine) == (GpuProcess(pid=77, used_bytes=2**20),)
+
+
+def test_a_card_that_kfd_does_not_know_has_no_process_that_computes(machine: Machine) -> None:
+    machine.sys.add(CARD, card=1)
+
+    assert listed(machine) == ()
+
+
 def test_a_process_that_ends_meanwhile_is_not_listed(machine: Machine) -> None:
     card(machine)
     machine.sys.hold(4242, {NODE: GIB})
@@ -81,6 +100,7 @@ def test_a_process_that_ends_meanwhile_is_not_listed(machine: Machine) -> None:
 
 def test_a_file_that_is_closed_meanwhile_is_passed_over(machine: Machine) -> None:
     machine.sys.add(CARD, card=1)
+    in_a_container(machine)
     machine.proc.add(77, 1, "python3", "serve.py")
     for descriptor in (11, 12):
         open_card(machine.proc, 77, descriptor, CARD, client=descriptor, vram_kib=1024)
@@ -91,10 +111,13 @@ def test_a_file_that_is_closed_meanwhile_is_passed_over(machine: Machine) -> Non
 
 def test_a_client_of_another_driver_and_one_of_another_unit_are_not_counted(machine: Machine) -> None:
     machine.sys.add(CARD, card=1)
+    in_a_container(machine)
     machine.proc.add(77, 1, "python3", "serve.py")
     open_card(machine.proc, 77, 11, CARD, client=1, vram_kib=1024)
     file = machine.proc.path / "77" / "fdinfo" / "11"
     text = file.read_text()
+
+    assert listed(machine) == (GpuProcess(pid=77, used_bytes=2**20),)
 
     for other in (text.replace("amdgpu", "nouveau"), text.replace("1024 KiB", "1024 MiB"), text.replace("1024 ", "?")):
         file.write_text(other)

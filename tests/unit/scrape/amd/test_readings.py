@@ -1,8 +1,9 @@
+import shutil
+
 from tests.fakes.amd_tree import DRIVER_BYTES, GIB, MI300X_BYTES, open_card
 from tests.unit.scrape.amd.conftest import PATIENCE_SECONDS, Machine
-from vllm_headroom.model import GpuMemory, GpuProcess
+from vllm_headroom.model import GpuMemory, GpuProcess, Vendor
 from vllm_headroom.scrape.amd.reader import Amd
-from vllm_headroom.vocabulary import Vendor
 
 CARD = "0000:c1:00.0"
 
@@ -78,6 +79,27 @@ def test_an_older_card_senses_at_its_edge_and_tells_its_average_power(machine: M
     assert (gpu.temperature_celsius, gpu.power_watts) == (52.0, 87.25)
 
 
+def test_a_card_that_comes_back_at_another_address_is_the_same(machine: Machine) -> None:
+    for address, unique_id in ((CARD, "a" * 16), ("0000:e5:00.0", "b" * 16)):
+        machine.sys.add(address, card=len(list(machine.sys.drm.iterdir())), unique_id=unique_id)
+
+    async def steps(amd: Amd) -> None:
+        before = await amd.read(PATIENCE_SECONDS)
+        machine.sys.remove(CARD)
+        machine.sys.add("0000:f1:00.0", card=9, unique_id="a" * 16)
+
+        assert await amd.read(PATIENCE_SECONDS) == before
+
+    machine.run(steps)
+
+
+def test_cards_that_share_an_id_are_told_apart_by_their_addresses(machine: Machine) -> None:
+    for number, address in enumerate((CARD, "0000:e5:00.0")):
+        machine.sys.add(address, card=number + 1)
+
+    assert [gpu.uuid for gpu in machine.read()] == [f"PCI-{CARD}", "PCI-0000:e5:00.0"]
+
+
 def test_a_card_without_an_id_or_a_name_is_called_by_its_address_and_its_kind(machine: Machine) -> None:
     machine.sys.add(CARD, card=1, unique_id=None, product=None)
 
@@ -119,8 +141,9 @@ def test_a_process_is_listed_where_it_holds_memory_and_nowhere_else(machine: Mac
 
 
 def test_where_kfd_is_silent_the_processes_own_files_tell(machine: Machine) -> None:
-    """A card with a render node and without KFD: the module is not there, or ROCm cannot use the card."""
+    """A card with a render node, on a machine without KFD."""
     machine.sys.add(CARD, card=1)
+    shutil.rmtree(machine.sys.path / "class" / "kfd")
     machine.proc.add(4242, 1, "python3", "serve.py")
     open_card(machine.proc, 4242, 11, CARD, client=7, vram_kib=1024)
     open_card(machine.proc, 4242, 12, CARD, client=7, vram_kib=1024)

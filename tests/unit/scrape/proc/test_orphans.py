@@ -133,6 +133,16 @@ def test_a_core_that_init_took_over_before_anybody_looked_is_a_stray_with_its_wo
     assert readings.strays == {18, 19}
 
 
+def test_a_stray_alone_is_no_engine_that_starts(tmp_path: Path) -> None:
+    tree = ProcTree(tmp_path)
+    tree.add(18, 1, CORE)
+
+    readings = read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock()))
+
+    assert not readings.engine
+    assert readings.strays == {18}
+
+
 def test_cores_of_a_program_that_is_pid_1_are_its_own(tree: ProcTree) -> None:
     tree.add(1, 0, "my-app")
     tree.add(18, 1, CORE)

@@ -118,7 +118,7 @@ def test_a_process_may_have_any_name(tree: ProcTree, processes: Processes, name:
 
 
 def test_a_title_without_a_command_line_is_found_by_the_name(tree: ProcTree, processes: Processes) -> None:
-    tree.add(7, 1, name="VLLM::EngineCore")
+    tree.add(7, 30, name="VLLM::EngineCore")
 
     assert roles(processes) == {7: Role.ENGINE_CORE}
 
@@ -144,7 +144,7 @@ def test_files_that_vanish_or_are_cut_short_are_skipped(tree: ProcTree, processe
     for pid, file in ((17, "stat"), (18, "statm")):
         tree.add(pid, 1, "VLLM::Worker")
         (tree.path / str(pid) / file).write_text("18 ")
-    tree.add(20, 1, "VLLM::Worker")
+    tree.add(20, 30, "VLLM::Worker")
 
     assert roles(processes) == {20: Role.WORKER}
 

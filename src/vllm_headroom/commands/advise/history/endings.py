@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from vllm_headroom.commands.advise.history.starts import room_bytes
-from vllm_headroom.commands.advise.limits import GONE_SHARE, SOMEBODY_BYTES
+from vllm_headroom.commands.advise.limits import GONE_SHARE
 from vllm_headroom.commands.advise.lives import Ending
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
-
-ORPHAN_SHARE: Final = 0.5
-"""Ours: where others have at once half of what the engine let go, it is its own: what it left behind."""
-
-
-class Orphans:
-    """What processes of an engine that ended still hold of one GPU: nobody finds them to be the engine's any more."""
-
-    def __init__(self) -> None:
-        self.n_bytes = 0.0
-        self._engine_bytes, self._others_bytes = 0.0, 0.0
-
-    def step(self, engine_bytes: float, others_bytes: float) -> float:
-        """Take what the engine and others hold now; return what others hold without the orphans."""
-        fell, rose = self._engine_bytes - engine_bytes, others_bytes - self._others_bytes
-        if fell > GONE_SHARE * self._engine_bytes and rose >= ORPHAN_SHARE * fell:
-            self.n_bytes = min(fell, rose)
-        self.n_bytes = min(self.n_bytes, others_bytes)
-        self._engine_bytes, self._others_bytes = engine_bytes, others_bytes
-        rest = others_bytes - self.n_bytes
-        return rest if rest > SOMEBODY_BYTES else 0.0
 
 
 class Endings:
@@ -39,13 +16,14 @@ class Endings:
         self.found: list[Ending] = []
         self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
 
-    def step(self, snapshot: Snapshot, orphan_bytes: float) -> None:
-        """Go on to the next sample; `orphan_bytes` is what its processes left behind."""
+    def step(self, snapshot: Snapshot) -> None:
+        """Go on to the next sample."""
         gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
         page = snapshot.engines if isinstance(snapshot.engines, EnginePage) and named(snapshot.engines) else None
         if self._served is not None and _ended(*self._served, page, gpus):
             running, room = running_requests(self._served[0]), room_bytes(self._served[1])
-            ending = Ending(seconds=snapshot.time_seconds, running=running, room_bytes=room, orphan_bytes=orphan_bytes)
+            left = float(sum(_left(gpu) for gpu in gpus))
+            ending = Ending(seconds=snapshot.time_seconds, running=running, room_bytes=room, orphan_bytes=left)
             self.found.append(ending)
             self._served = None
         if page is not None:
@@ -60,5 +38,10 @@ def _ended(before: EnginePage, had: tuple[Gpu, ...], page: EnginePage | None, gp
 
 
 def _held(gpus: tuple[Gpu, ...]) -> float | None:
-    known = [gpu.held_bytes for gpu in gpus if gpu.held_bytes is not None]
+    known = [gpu.held_bytes - _left(gpu) for gpu in gpus if gpu.held_bytes is not None]
     return float(sum(known)) if known else None
+
+
+def _left(gpu: Gpu) -> int:
+    """Return what no living engine holds of a GPU; in the ledger it stays the engine's."""
+    return sum(leftover.used_bytes or 0 for leftover in gpu.leftovers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_headroom.commands.advise.facts import GpuFacts, Leak, Shortage, Spell
-from vllm_headroom.commands.advise.history.endings import Orphans
 from vllm_headroom.commands.advise.history.starts import others_bytes
 from vllm_headroom.commands.advise.limits import APART_SECONDS, GONE_SHARE, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
 from vllm_headroom.model import Gpu
@@ -33,7 +32,6 @@ class GpuHistory:
     """Follows one GPU; what others take is not counted as the engine's shortage."""
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
-        self.orphans = Orphans()
         self._facts = GpuFacts(index=index, uuid=uuid, leak=_UNKNOWN)
         self._held_since = began_seconds
         self._top_bytes = 0.0
@@ -50,8 +48,7 @@ class GpuHistory:
             return
         usable = float(memory.total_bytes - (memory.reserved_bytes or 0))
         room, others = usable - memory.used_bytes, others_bytes(gpu)
-        known = None if others is None else self.orphans.step(float(gpu.engine_bytes or 0), others)
-        self._facts = replace(_widened(self._facts, usable, room, known), leftovers=gpu.leftovers)
+        self._facts = replace(_widened(self._facts, usable, room, others), leftovers=gpu.leftovers)
         if gpu.held_bytes is not None:
             self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
         if serving is not None:

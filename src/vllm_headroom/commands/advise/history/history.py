@@ -65,7 +65,7 @@ class History:
         serving = Serving(running=running, asleep=asleep) if self._starts.serving else None
         for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
             self._gpu(gpu).step(gpu, self._now, seconds, serving)
-        self._endings.step(snapshot, sum(gpu.orphans.n_bytes for gpu in self._gpus.values()))
+        self._endings.step(snapshot)
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:

@@ -9,6 +9,7 @@ from typing import Final
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
 from vllm_headroom.commands.advise.flags import Version
+from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.units import duration, instant, size
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
@@ -27,13 +28,6 @@ EXPANDABLE: Final = (
     " refuses it: what leaks is memory that torch has and cannot use, in fragments"
 )
 FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
-
-
-PLACES: Final = {
-    LeakLocation.TENSORS: "tensors",
-    LeakLocation.FRAGMENTATION: "what torch has reserved and cannot use",
-    LeakLocation.OUTSIDE_TORCH: "what torch knows nothing of",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

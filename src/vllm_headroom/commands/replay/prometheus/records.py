@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from vllm_headroom.commands.progress import followed
 from vllm_headroom.commands.replay.prometheus.api import Api, Series
 from vllm_headroom.commands.replay.prometheus.find import MOST_STEPS, find_sources
 from vllm_headroom.commands.replay.prometheus.join import Source, read
@@ -42,9 +41,9 @@ def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if sources[0].interval_ms > span.step_ms * _NEARLY:
             span = replace(span, step_ms=sources[0].interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
-        with contextlib.closing(_shown(pages)) as shown:
-            for page in shown:
-                yield from _records(page, [(source, read(api, source, page)) for source in sources])
+        shown = followed(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
+        for page in shown:
+            yield from _records(page, [(source, read(api, source, page)) for source in sources])
 
 
 def _records(page: Span, sides: Iterable[tuple[Source, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
@@ -55,15 +54,3 @@ def _records(page: Span, sides: Iterable[tuple[Source, Sequence[Series]]]) -> It
             values = [(series, series.values[time_ms]) for series in found if time_ms in series.values]
             record[source.kind.side] = source.kind.sample(values) or None
         yield record
-
-
-def _shown(pages: Sequence[Span]) -> Generator[Span]:
-    """Yield the pages, with a bar on a terminal where rich is installed."""
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from rich.console import Console  # noqa: PLC0415 - an optional extra
-            from rich.progress import track  # noqa: PLC0415 - the same
-
-            yield from track(pages, "Reading history", console=Console(stderr=True), transient=True)
-            return
-    yield from pages

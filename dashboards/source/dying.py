@@ -1,0 +1,188 @@
+"""The row of the engine's dashboard that is read first: how long is left."""
+
+from __future__ import annotations
+
+from dashboards.source.colours import BAD, GOOD, RUNNING_COLOUR, WARNING
+from dashboards.source.dashboard import Row
+from dashboards.source.gpus import each_gpu
+from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps, values
+from dashboards.source.panels import stat, timeseries
+from dashboards.source.series import (
+    BY_TARGET,
+    ENGINE,
+    FREE,
+    FREE_FLOOR,
+    GPU,
+    MIB,
+    RUNNING,
+    STATE_VALUES,
+    TARGET,
+    TIME_TO_OOM_STEPS,
+    TIME_TO_OOM_VALUES,
+    ahead,
+    free_at_the_peak,
+    leak_state,
+    lowest_free,
+    still,
+    time_to_oom,
+)
+
+
+def about_to_die() -> Row:
+    """Return the row that is read first."""
+    return Row(
+        title="Is it about to die?",
+        panels=[_alerts(), _engine(), _left(), _least(), _state(), *_free(), _others(), _room(), each_gpu()],
+    )
+
+
+def _alerts() -> Json:
+    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",severity=~"page|critical|warning",{TARGET}}}'
+    return stat(
+        "Alerts",
+        "How many of the alerts on this engine are firing, by severity; the incident dashboard names them. None also "
+        "where Prometheus does not evaluate the rules.",
+        [query(f"count by (severity) ({firing})", "{{severity}}")],
+        unit="none",
+        width=2,
+        named=True,
+        noValue="none",
+        thresholds=steps((None, BAD)),
+        overrides=[override("warning", thresholds=steps((None, WARNING)))],
+        links=[{"title": "Incident", "url": "/d/headroom-incident?${__url_time_range}&${__all_variables}"}],
+    )
+
+
+def _engine() -> Json:
+    answers = f'min(headroom_source_up{{{TARGET},source="engine"}})'
+    return stat(
+        "Engine",
+        "Whether vLLM answers the sidecar, and is awake; of several the worst. Unknown: Prometheus hears no sidecar.",
+        [query(f"{answers} == 0 or 2 + min(headroom_engine_awake{{{ENGINE}}}) or {answers}")],
+        unit="none",
+        width=3,
+        noValue="unknown",
+        mappings=[
+            values((0, "no answer", BAD), (1, "answers", GOOD), (2, "asleep", "dark-purple"), (3, "awake", GOOD))
+        ],
+    )
+
+
+def _left() -> Json:
+    return stat(
+        "Time to out of memory",
+        "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
+        "unknown: the engine does not answer, or what it holds cannot be told.",
+        [query(time_to_oom(GPU), "GPU {{gpu}}")],
+        unit="dtdurations",
+        width=4,
+        named=True,
+        noValue="unknown",
+        mappings=[TIME_TO_OOM_VALUES],
+        thresholds=TIME_TO_OOM_STEPS,
+    )
+
+
+def _least() -> Json:
+    return stat(
+        "At the least",
+        "The lower bound of the time to out of memory, and the GPU it is of.",
+        [query(time_to_oom(GPU, metric="headroom_time_to_oom_seconds_lower"), "GPU {{gpu}}")],
+        unit="dtdurations",
+        width=3,
+        named=True,
+        noValue="unknown",
+        mappings=[TIME_TO_OOM_VALUES],
+        thresholds=TIME_TO_OOM_STEPS,
+    )
+
+
+def _state() -> Json:
+    return stat(
+        "Leak state",
+        "What the detector says, of the GPU that is worst: growing is the early warning, leaking the alarm. "
+        "Unsettled: load has just changed, and it waits before it judges.",
+        [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu')})")],
+        unit="none",
+        width=3,
+        noValue="unknown",
+        mappings=[STATE_VALUES],
+    )
+
+
+def _free() -> list[Json]:
+    return [
+        stat(
+            "Free now",
+            "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
+            [query(still(f"{FREE}{{{GPU}}}", "bottomk"), "GPU {{gpu}}")],
+            unit="bytes",
+            width=3,
+            named=True,
+            drawn=True,
+            noValue="unknown",
+            thresholds=FREE_FLOOR,
+        ),
+        stat(
+            "Lowest free",
+            "The least that was free at any moment of the time shown: from the peaks that the sidecar keeps between "
+            "scrapes, of the GPU that had least.",
+            [query(f"min({lowest_free(GPU)})")],
+            unit="bytes",
+            width=3,
+            noValue="unknown",
+            thresholds=FREE_FLOOR,
+        ),
+    ]
+
+
+def _others() -> Json:
+    return stat(
+        "Held by others",
+        "What processes that are not the engine's hold, of the GPU where they hold most.",
+        [query(still(f'headroom_gpu_memory_held_bytes{{{GPU},holder="other"}}', "topk"), "GPU {{gpu}}")],
+        unit="bytes",
+        width=3,
+        named=True,
+        drawn=True,
+        noValue="unknown",
+        thresholds=steps((None, GOOD), (2**30, WARNING)),
+    )
+
+
+def _room() -> Json:
+    """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
+    empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
+    there = f"unless on ({BY_TARGET}) {empty}"
+    return timeseries(
+        "Headroom: free memory of each GPU, down to zero",
+        "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
+        "the next long prompt may be the last. A leak is a line that falls while running requests do not rise. "
+        "Nothing is drawn while the engine is down, loads or sleeps: the card is empty then. "
+        "Where the time shown ends in the future (Look ahead, above), what a leak will leave is dashed, and dotted if "
+        "it is as fast as it may be.",
+        [
+            query(f"{FREE}{{{GPU}}} {there}", "GPU {{gpu}}"),
+            query(f"{free_at_the_peak(GPU)} {there}", "GPU {{gpu}} at its peaks"),
+            query(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
+            query(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
+            RUNNING,
+        ],
+        unit="bytes",
+        width=14,
+        height=10,
+        min=0,
+        thresholds=steps((None, BAD), (512 * MIB, "transparent")),
+        custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
+        overrides=[
+            override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND),
+            override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
+            override(
+                "/ at the least$/",
+                custom__lineWidth=2,
+                custom__lineStyle={"fill": "dash", "dash": [2, 6]},
+                custom__hideFrom=LEGEND,
+            ),
+            on_the_right("running requests", RUNNING_COLOUR),
+        ],
+    )

@@ -1,0 +1,52 @@
+"""Writing where a volume may hang or be full: that costs what is to be written, and is told when it begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger()
+
+WRITE_SECONDS: Final = 1.0
+"""A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
+
+HANGS: Final = "the file system does not answer"
+
+Call = Callable[[Callable[[], None], float], Awaitable[None]]
+"""Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
+
+
+class Writing:
+    """Makes file operations by way of `call`, `seconds` long at most; in the log `what` is written, to `file`."""
+
+    def __init__(self, what: str, file: Path, call: Call, seconds: float = WRITE_SECONDS) -> None:
+        self._begins = f"{what} not written"
+        self._ends = f"{what} written again"
+        self._file = file
+        self._call = call
+        self._seconds = seconds
+        self._problem: str | None = None
+
+    async def do(self, operation: Callable[[], None]) -> bool:
+        """Return whether the operation worked, which may raise OSError, or ValueError with a text for the operator."""
+        problem: str | None = None
+        try:
+            await self._call(operation, self._seconds)
+        except TimeoutError:
+            problem = HANGS
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except ValueError as error:
+            problem = str(error)
+        self._tell(problem)
+        return problem is None
+
+    def _tell(self, problem: str | None) -> None:
+        before, self._problem = self._problem, problem
+        if problem is not None and before is None:
+            log.warning(self._begins, file=str(self._file), problem=problem)
+        elif problem is None and before is not None:
+            log.info(self._ends, file=str(self._file))

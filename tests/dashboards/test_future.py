@@ -1,0 +1,130 @@
+"""The engine's dashboard tells what will be, what each life of an engine is like, and where nobody looks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+
+from tests.dashboards.asking import values
+from tests.dashboards.cards import LEAKING
+from tests.dashboards.grafana import filled, load, panels, queries
+from tests.dashboards.store import BEGIN, NOW, TARGETS, Prometheus
+from tests.dashboards.test_story import ENGINE, HERO, asked, query, shown
+
+GIB: Final = 2**30
+AHEAD_SECONDS: Final = 12 * 3600
+GROWS: Final = "growing|leaking"
+
+
+def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -> list[tuple[float, float]]:
+    """Return what the largest panel draws under a name, where the time shown ends in the future.
+
+    With other `states` it is as if those were meant by a leak.
+    """
+    put_in = values(prometheus, ENGINE, TARGETS[target].labels) | {"__range": f"{NOW - BEGIN + AHEAD_SECONDS}s"}
+    form = {"start": str(BEGIN), "end": str(NOW + AHEAD_SECONDS), "step": "60"}
+    expr = filled(query(HERO, name).expr, put_in).replace(GROWS, states)
+    found = prometheus.ask("query_range", query=expr, **form)["result"]
+    return [(float(at), float(value)) for each in found for at, value in each["values"]]
+
+
+def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:
+    expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the least"))
+    left, earliest = (float(shown(prometheus, "leak", name)) for name in ("Time to out of memory", "At the least"))
+    (free,) = asked(prometheus, "leak", "Free now")
+
+    assert NOW < expected[0][0] < NOW + 240
+    assert expected[0][1] == pytest.approx(float(free["values"][-1][1]), rel=0.02)
+    for line, seconds in ((expected, left), (least, earliest)):
+        assert line == sorted(line, key=lambda point: -point[1])
+        assert next(at for at, value in line if value == 0) == pytest.approx(NOW + seconds, abs=90)
+
+
+@pytest.mark.parametrize("target", ["healthy", "restart", "asleep", "engine down"])
+def test_without_a_leak_no_future_is_drawn(prometheus: Prometheus, target: str) -> None:
+    assert ahead(prometheus, target, "GPU {{gpu}} expected") == []
+
+
+def test_a_leak_that_was_seen_before_and_is_none_now_has_no_future(prometheus: Prometheus) -> None:
+    assert ahead(prometheus, "leak", "GPU {{gpu}} expected", states="stable|asleep") == []
+
+
+def test_what_is_of_now_stays_of_now_where_the_time_shown_ends_in_the_future() -> None:
+    of_now = [each for each in panels(ENGINE) if each["type"] in {"stat", "table"}]
+
+    assert {each["timeFrom"] for each in of_now} == {ENGINE["time"]["from"].removeprefix("now-")}
+    assert [link["url"] for link in ENGINE["links"] if link["type"] == "link"] == [
+        "/d/headroom?from=now-6h&to=now%2B6h"
+    ]
+
+
+@pytest.mark.parametrize("target", ["restart", "crash"])
+def test_growth_begins_anew_with_each_life(prometheus: Prometheus, target: str) -> None:
+    (grown,) = asked(prometheus, target, "Growth of the engine's memory, with load")
+
+    assert max(float(value) for _, value in grown["values"]) < GIB
+
+
+@pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
+def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: Prometheus, target: str) -> None:
+    (free,) = asked(prometheus, target, HERO)
+
+    assert max(float(value) for _, value in free["values"]) < 10 * GIB
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["Engine", "Time to out of memory", "At the least", "Leak state", "Free now", "Held by others", "Unreported"],
+)
+def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
+    (panel,) = (each for each in panels(ENGINE) if each["title"] == title)
+
+    assert [asked(prometheus, "sidecar down", title, each.name) for each in queries(panel)] == [[]] * len(
+        queries(panel)
+    )
+    assert panel["fieldConfig"]["defaults"]["noValue"] == "unknown"
+
+
+def test_a_sleeping_engine_is_called_so(prometheus: Prometheus) -> None:
+    assert {shown(prometheus, "asleep", title) for title in ("Engine", "Time to out of memory")} == {"asleep"}
+
+
+def test_what_a_neighbour_holds_is_a_warning(prometheus: Prometheus) -> None:
+    steps = next(each for each in panels(ENGINE) if each["title"] == "Held by others")["fieldConfig"]["defaults"]
+    colours = [step["color"] for step in steps["thresholds"]["steps"] if (step["value"] or 0) <= 2 * GIB]
+
+    assert float(shown(prometheus, "neighbour", "Held by others")) > 2 * GIB
+    assert colours[-1] == "orange"
+
+
+def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> None:
+    lines = asked(prometheus, "eight GPUs", HERO)
+    first = {
+        title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
+        for title in ("Time to out of memory", "At the least", "Free now")
+    }
+    rows = asked(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
+
+    assert {each["metric"]["gpu"] for each in lines} == {str(gpu) for gpu in range(8)}
+    assert set(first.values()) == {str(LEAKING)}
+    assert [each["metric"]["gpu"] for each in rows] == [str(LEAKING)]
+
+
+def series(prometheus: Prometheus, target: str, title: str) -> dict[str, Any]:
+    (found,) = asked(prometheus, target, title)
+    return found
+
+
+@pytest.mark.parametrize("address", ["https://wiki/{alert}", "https://git/{alert}.md", ""])
+def test_an_alert_leads_to_its_runbook_where_the_address_is_known(prometheus: Prometheus, address: str) -> None:
+    fleet = load("headroom-fleet")
+    (table,) = (each for each in panels(fleet) if each["title"] == "Firing alerts")
+    given = f'label_replace(vector(1), "address", "{address}", "", "")' if address else "vector(1) > 1"
+    expr = filled(queries(table)[0].expr, values(prometheus, fleet, {}))
+    rows = [each["metric"] for each in prometheus.instant(expr.replace("headroom:runbooks:info", f"({given})"))]
+
+    assert {row["alertname"]: row.get("runbook", "") for row in rows} == {
+        row["alertname"]: address.replace("{alert}", row["alertname"]) for row in rows
+    }
+    assert rows

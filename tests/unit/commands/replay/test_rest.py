@@ -1,0 +1,67 @@
+"""What an engine keeps at rest: of a GPU while it sleeps, of its KV cache while it is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tests.unit.commands.replay.traces import BEGAN, MIB, STEP, sample, text
+from vllm_headroom.commands.replay.report import document, verdict
+from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.replay import Watch
+
+
+def watched(records: Iterable[dict[str, Any]]) -> Watch:
+    watch = Watch()
+    for snapshot in snapshots(text(records).encode().splitlines()):
+        assert isinstance(snapshot, Snapshot), snapshot
+        watch.step(snapshot)
+    return watch
+
+
+def at(step: int, held_mib: int, **known: Any) -> dict[str, Any]:
+    """Return a sample of an engine that is awake and busy, but for what is known to be otherwise."""
+    record = sample(BEGAN + step * STEP, held_mib * MIB, finished=float(step), running=known.pop("running", 4.0))
+    record["engines"][0] |= {"awake": True, "kv_used_ratio": 0.5, **known}
+    return record
+
+
+def nights(*kept_mib: int) -> Iterable[dict[str, Any]]:
+    """Yield a day of a minute and a sleep of a minute for each."""
+    for night, kept in enumerate(kept_mib):
+        for step in range(12):
+            yield at(24 * night + step, 70_000)
+        for step in range(12, 24):
+            yield at(24 * night + step, kept, running=0.0, awake=False, kv_used_ratio=0.0)
+
+
+def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
+    watch = watched(nights(2_048, 2_560, 4_096))
+
+    assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(verdict(watch))
+    assert document(watch)["sleeps"] == [{"gpu": 0, "residue_bytes": [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]}]
+
+
+def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:
+    assert "GPU 0, asleep: kept 2 GiB." in list(verdict(watched(nights(2_048))))
+    assert not [line for line in verdict(watched([at(0, 70_000)])) if "asleep" in line]
+
+
+def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
+    nap = [at(step, 2_048, running=0.0, awake=False, kv_used_ratio=0.0) for step in (25, 26)]
+
+    watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
+
+    assert [len(each["residue_bytes"]) for each in document(watch)["sleeps"]] == [1]
+
+
+def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
+    def idle(ratio: float) -> Watch:
+        return watched([at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))])
+
+    lost, late = idle(0.07), idle(0.004)
+
+    assert "m, engine 0: idle, at most 7% of its KV cache was held by no request." in list(verdict(lost))
+    assert document(lost)["stranded"] == [{"model_name": "m", "engine": "0", "most_ratio": 0.07}]
+    assert not [line for line in verdict(late) if "idle" in line]
