@@ -124,7 +124,9 @@ class Daemon:
         return self.process.poll() is not None
 
 
-IN_FULL = frozenset({"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK"})
+IN_FULL = frozenset(
+    {"BEGAN", "LD_LIBRARY_PATH", "LD_PRELOAD", "NVML_FAKE_FILE", "PYTHONPATH", "SPEED", "STEPPED", "STUCK"}
+)
 
 
 @contextmanager
