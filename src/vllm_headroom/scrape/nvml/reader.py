@@ -91,21 +91,18 @@ class Nvml:
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and look at XID events; do nothing while a reading is under way."""
         used: dict[str, int] = {}
-        if self._turn.locked():
-            return used
-        async with self._turn:
-            deadline = _now() + timeout_seconds
-            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                await self._sample(deadline, used)
+        if not self._turn.locked():
+            async with self._turn:
+                with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+                    await self._sample(_now() + timeout_seconds, used)
         return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
         async with self._turn:
-            deadline = _now() + timeout_seconds
             answers: list[GpuFaults | Failure] = []
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for device, limit_seconds in self._shares(deadline):
+                for device, limit_seconds in self._shares(_now() + timeout_seconds):
                     answers.append(await self._ask(device, device.faults, limit_seconds))
             return tuple(answer for answer in answers if isinstance(answer, GpuFaults))
 
