@@ -161,6 +161,15 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
     assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
 
 
+def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
+    def said(ends: int) -> list[tuple[Level, str | None]]:
+        at = replace(seen(), life=Life(state=EngineState.SERVING, recent_ends=ends))
+        return [(each.level, each.alert) for each in verdicts(at, Values(())) if each.subject == "engine"]
+
+    assert said(2) == [(Level.GOOD, None)]
+    assert said(3) == [(Level.ALARM, "HeadroomEngineCrashLoop"), (Level.GOOD, None)]
+
+
 def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     leaking = state(LeakState.LEAKING, catalog.HOST_LEAK_STATE, ("worker",))
     stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
