@@ -21,7 +21,7 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
-from vllm_headroom.expose.answers import application
+from vllm_headroom.expose.answers import Handler, application
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.server import Server, listen
@@ -121,12 +121,17 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             ending.ask(BEYOND_REPAIR)
         await _record(sampler, views, recorder, flight)
 
-    async def look() -> None:
-        used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, fast))
-        if flight is not None:
-            flight.look(clock.time(), used_bytes)
+    served = _answers(sampler, views, heartbeat, flight, clock)
+    looking = () if fast >= interval else (every(fast, partial(_look, parts, flight, fast), clock),)
+    saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
+    asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
+    return await live(
+        (every(interval, tick, clock), *looking, *saving, *asking), Server(served, door), listener, ending
+    )
 
-    served = application(
+
+def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, flight: Flight | None, clock: Clock) -> Handler:
+    return application(
         metrics=MetricsPage(
             lambda: sampler.published,
             clock.monotonic,
@@ -139,12 +144,13 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
         ready=lambda: sampler.published is not None,
         gate=gate_of(sampler, heartbeat),
     )
-    looking = () if fast >= interval else (every(fast, look, clock),)
-    saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
-    asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
-    return await live(
-        (every(interval, tick, clock), *looking, *saving, *asking), Server(served, door), listener, ending
-    )
+
+
+async def _look(parts: Parts, flight: Flight | None, interval: float) -> None:
+    """Look at the memory of the GPUs between two ticks."""
+    used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, interval))
+    if flight is not None:
+        flight.look(parts.clock.time(), used_bytes)
 
 
 async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:

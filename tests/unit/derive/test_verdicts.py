@@ -10,9 +10,9 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.model import Fate, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, Fate, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 

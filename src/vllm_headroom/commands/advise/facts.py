@@ -64,9 +64,8 @@ class Spell:
 class GpuFacts:
     """One GPU of the engine's, in bytes.
 
-    `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, and 0
-    up to SOMEBODY_BYTES. `leftovers` are what is held lastly for no engine any more. `roomy_running` is the most
-    requests that ran while LOW_BYTES and more were left.
+    `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, 0 up to
+    SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
     """
 
     index: int
@@ -197,6 +196,5 @@ class Facts:
     @property
     def least_room_bytes(self) -> float | None:
         """The least that was left on any of the engine's GPUs; None where it is not known of one."""
-        rooms = [gpu.least_room_bytes for gpu in self.gpus]
-        known = [room for room in rooms if room is not None]
-        return min(known) if known and len(known) == len(rooms) else None
+        known = [gpu.least_room_bytes for gpu in self.gpus if gpu.least_room_bytes is not None]
+        return min(known) if known and len(known) == len(self.gpus) else None

@@ -94,9 +94,8 @@ class Nvml:
         if self._turn.locked():
             return used
         async with self._turn:
-            deadline = _now() + timeout_seconds
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for device, limit_seconds in self._shares(deadline):
+                for device, limit_seconds in self._shares(_now() + timeout_seconds):
                     seen = await self._ask(device, device.sample_used, limit_seconds)
                     used.update({} if isinstance(seen, Failure) else seen)
         return used
@@ -104,10 +103,9 @@ class Nvml:
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
         async with self._turn:
-            deadline = _now() + timeout_seconds
             answers: list[GpuFaults | Failure] = []
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for device, limit_seconds in self._shares(deadline):
+                for device, limit_seconds in self._shares(_now() + timeout_seconds):
                     answers.append(await self._ask(device, device.faults, limit_seconds))
             return tuple(answer for answer in answers if isinstance(answer, GpuFaults))
 
