@@ -9,15 +9,13 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Failure, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
-"""With less than this left of a leak, HeadroomOutOfMemorySoon pages."""
-
 DAY_SECONDS: Final = 24 * HOUR_SECONDS
-"""With less than this left of a leak, HeadroomGpuMemoryLeak is critical."""
+"""With less left of a leak HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical."""
 
 GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
 HOST_ALERTS: Final = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
@@ -69,7 +67,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in sorted(owned, key=lambda each: each.reading.index):
         to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
-        yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid, to_wake.get(gpu.reading.uuid))
+        yield _gpu(values, gpu.reading, to_wake.get(gpu.reading.uuid))
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=f"GPU {gpu.reading.index}",
@@ -79,11 +77,12 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             )
 
 
-def _gpu(values: Values, gpu: str, uuid: str, to_wake: int | None) -> Verdict:
+def _gpu(values: Values, reading: GpuReading, to_wake: int | None) -> Verdict:
+    gpu, uuid = str(reading.index), reading.uuid
     name = f"GPU {gpu}"
     said = partial(Verdict, subject=name)
-    if values.value(catalog.GPU_UP, gpu, uuid) == 0:
-        text = f"{name} cannot be read: it is lost, or its driver does not answer."
+    if reading.failure is not None:
+        text = _ended(f"{name} cannot be read: {reading.failure.message}")
         return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):

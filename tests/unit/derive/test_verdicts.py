@@ -112,7 +112,13 @@ def test_a_neighbour_is_never_all_green() -> None:
 
 
 def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
-    assert of("GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_UP, A_GPU, 0.0)).alert == "HeadroomGpuLost"
+    lost = replace(gpu(), reading=replace(gpu().reading, failure=failure(Source.NVML)))
+    at = replace(seen(), gpus=(lost,))
+
+    verdict = of("GPU 0", state(LeakState.STABLE), at=at)
+
+    assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuLost")
+    assert verdict.sentence == "GPU 0 cannot be read: it failed."
 
 
 def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
