@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -29,7 +30,9 @@ end_on_signals(None)
 progress.BETWEEN_SECONDS = 0.0
 whole, patience = (None if "pipe" in sys.argv else 10), (60.0 if "soon" in sys.argv else 0.0)
 try:
-    print(sum(map(len, progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience))))
+    for line in progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
+        print(end=f"{line}" if "each" in sys.argv else "")
+    print("done")
 except ValueError as error:
     tell(str(error))
 """
@@ -48,7 +51,7 @@ def test_a_bar_grows_within_the_width_and_is_gone_at_the_end(columns: int) -> No
         f"Reading [red]:smile: {share}" for share in ("  0", " 50", "100")
     ]
     assert {min(columns - 27, 40)} == {part.count("━") + part.count("╸") + part.count("╺") for part in drawn}
-    assert shown.endswith("\x1b[2K10\r\n")  # in the place of the bar
+    assert shown.endswith("\x1b[2Kdone\r\n")  # in the place of the bar
 
 
 def test_what_has_no_size_has_no_share() -> None:
@@ -59,17 +62,27 @@ def test_what_has_no_size_has_no_share() -> None:
 
 
 def test_what_is_soon_over_needs_no_bar() -> None:
-    assert read("soon") == "10\r\n"
+    assert read("soon") == "done\r\n"
 
 
 def test_a_terminal_that_knows_only_lines_has_none() -> None:
-    assert read(TERM="dumb") == "10\r\n"
+    assert read(TERM="dumb") == "done\r\n"
 
 
 def test_a_file_gets_nothing() -> None:
     done = subprocess.run([sys.executable, "-c", READ], capture_output=True, check=True)
 
-    assert (done.stdout, done.stderr) == (b"10\n", b"")
+    assert (done.stdout, done.stderr) == (b"done\n", b"")
+
+
+def test_what_goes_into_a_file_meanwhile_is_not_the_terminals(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    into = ["bash", "-c", '"$0" -c "$1" each > "$2"', sys.executable, READ, str(file)]
+    shown, status = on_a_terminal(into)
+
+    assert status == 0
+    assert "100%" in shown
+    assert file.read_text() == "b'12345'b'67890'done\n"
 
 
 def test_who_wants_no_colour_gets_a_bar_without() -> None:

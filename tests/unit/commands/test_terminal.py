@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import HEADROOM, on_a_terminal, plain
-from vllm_headroom.commands.terminal import hanging, shown
+from vllm_headroom.commands.terminal import console, hanging, shown
 
 
 class Screen(io.StringIO):
@@ -48,8 +48,11 @@ def test_a_long_line_goes_on_below_its_last_column() -> None:
     ]
 
 
-def test_what_has_no_blank_is_left_to_be_copied() -> None:
-    assert hanging(f"see {'x' * 90} there", 40).plain.splitlines() == ["see", f"  {'x' * 90}", "  there"]
+def test_what_has_no_blank_is_left_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert shown(f"see {'x' * 90} there", Screen()).splitlines() == ["see", f"  {'x' * 90}", "  there"]
 
 
 @pytest.mark.parametrize("columns", [30, 40, 80])
@@ -70,6 +73,14 @@ def test_brackets_numbers_and_names_of_pictures_are_text(monkeypatch: pytest.Mon
     line = "--gpus [0] [red]1[/red] :smile: 'x' None http://gpu-7:9839 \\[bold]"
 
     assert shown(line, Screen()) == line
+
+
+def test_what_others_write_above_a_bar_is_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    console(screen).print("[red]1[/red] :smile: None", end="")
+
+    assert screen.getvalue() == "[red]1[/red] :smile: None"
 
 
 @pytest.fixture
