@@ -11,30 +11,34 @@ from typing import Final
 
 import pytest
 
+from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import on_a_terminal, plain
 
 READ: Final = """
 import signal, sys
 from vllm_headroom.commands import progress
-from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.signals import end_on_signals
 
 def lines():
     yield from (b"12345", b"67890")
     if "hang" in sys.argv:
         signal.pause()
-    if "fail" in sys.argv:
-        raise ValueError("line 3 is no sample")
 
 end_on_signals(None)
 progress.BETWEEN_SECONDS = 0.0
 whole, patience = (None if "pipe" in sys.argv else 10), (60.0 if "soon" in sys.argv else 0.0)
-try:
-    for line in progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
-        print(end=f"{line}" if "each" in sys.argv else "")
-    print("done")
-except ValueError as error:
-    tell(str(error))
+for line in progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
+    print(end=f"{line}" if "each" in sys.argv else "")
+print("done")
+"""
+
+REPLAY: Final = """
+import sys
+from vllm_headroom.commands import progress
+progress.followed.__kwdefaults__["patience_seconds"] = 0.0
+sys.argv = ["vllm-headroom", "replay", sys.argv[1]]
+from vllm_headroom.__main__ import main
+main()
 """
 
 
@@ -90,12 +94,14 @@ def test_who_wants_no_colour_gets_a_bar_without() -> None:
     assert not re.search(r"\x1b\[[\d;]+m", read(NO_COLOR="1"))
 
 
-def test_an_error_is_told_and_the_bar_is_gone() -> None:
-    shown = read("fail")
+def test_an_error_is_told_above_the_bar_which_is_gone_then(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text(leaking(0.1)) + "{bad\n{bad\n")
+    shown, status = on_a_terminal([sys.executable, "-c", REPLAY, str(file)])
 
-    assert "line 3 is no sample\r\n" in shown
-    assert shown.endswith(("\x1b[2K", "line 3 is no sample\r\n"))
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert status == 2
+    assert shown.index("Reading the trace") < shown.index("not JSON")
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
