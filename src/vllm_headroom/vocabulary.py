@@ -163,14 +163,6 @@ class LeakState(StrEnum):
     ASLEEP = "asleep"
 
 
-class Fate(StrEnum):
-    """What became of a process that holds GPU memory for no engine any more."""
-
-    ORPHANED = "orphaned"
-    ZOMBIE = "zombie"
-    VANISHED = "vanished"
-
-
 class GateName(StrEnum):
     """What a kubelet asks; the values of the label `gate`."""
 

@@ -145,17 +145,21 @@ EMPTY: Final = (
         },
     ),
     Empty(
-        why="no scenario has a container with a limit, or a probe, and none here sleeps or idles",
+        why="no scenario has a container with a limit, or a probe, and none here idles",
         over=EVERYWHERE,
         queries={
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
-                "Kept by an engine that sleeps": (),
                 "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
             }
         },
+    ),
+    Empty(
+        why="it has not slept",
+        over=EVERYWHERE - {"asleep"},
+        queries={"headroom": {"Kept by an engine that sleeps": ()}},
     ),
     Empty(why="no scenario leaks host memory", over=EVERYWHERE, queries={"headroom": {"Host leak rate": ()}}),
     Empty(

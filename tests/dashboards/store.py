@@ -78,7 +78,8 @@ TARGETS: Final[Mapping[str, Target]] = {
 class Prometheus:
     """Asks a Prometheus; what it refuses is an error."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, pid: int) -> None:
+        self.pid = pid
         self._client = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
     def ask(self, path: str, **form: str) -> Any:
@@ -160,7 +161,7 @@ def running(folder: Path, config: Mapping[str, Any] = {}, lookback: str = LOOKBA
         f"--query.lookback-delta={lookback}",
     ]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        prometheus = Prometheus(f"http://{address}")
+        prometheus = Prometheus(f"http://{address}", process.pid)
         try:
             deadline = time.monotonic() + STARTS_SECONDS
             while not prometheus.ready():

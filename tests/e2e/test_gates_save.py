@@ -38,4 +38,4 @@ def test_the_ready_gate_alone_mends_no_leak(worlds: dict[str, Service]) -> None:
 def test_with_both_none_dies_and_next_to_no_request_is_lost(worlds: dict[str, Service]) -> None:
     assert worlds["both"].deaths == 0
     assert worlds["both"].restarts >= REPLICAS
-    assert worlds["both"].lost <= 0.2 * worlds["no gate"].lost
+    assert 3 * worlds["both"].lost <= worlds["no gate"].lost

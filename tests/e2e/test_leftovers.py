@@ -17,10 +17,9 @@ from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import in_process
 from tests.process import eventually
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
-from vllm_headroom.model import Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.model import Fate, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.vocabulary import Fate
 
 PORT: Final = 10_000 + os.getpid() % 50_000
 SERVER: Final = """

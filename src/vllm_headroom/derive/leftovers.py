@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.model import GpuProcess, Leftover, ProcessReadings
+from vllm_headroom.model import Fate, GpuProcess, Leftover, ProcessReadings
 from vllm_headroom.units import size
-from vllm_headroom.vocabulary import Fate
 
 _FIRST: Final = 1
 

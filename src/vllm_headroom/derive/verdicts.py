@@ -22,6 +22,9 @@ NEIGHBOUR_BYTES: Final = 2**30
 STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
 
+LOOP: Final = 3
+"""Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
+
 ENGINE_SAYS: Final = {
     EngineState.DOWN: (Level.ALARM, "is down: there is no page and no process of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
@@ -134,6 +137,10 @@ def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     else:
         cause = _load(values) if state is EngineState.SERVING else ""
     yield Verdict(subject="engine", level=level, sentence=_ended(f"The engine {text}{cause}"), alert=alert)
+    ends = 0 if snapshot.life is None else snapshot.life.recent_ends
+    if ends >= LOOP:
+        text = f"The engine ended {ends} times in the last 90 minutes."
+        yield Verdict(subject="engine", level=Level.ALARM, sentence=text, alert="HeadroomEngineCrashLoop")
     stranded = max(values.of(catalog.ENGINE_KV_STRANDED).values(), default=0.0)
     if stranded > STRANDED:
         text = f"{100 * stranded:.0f} % of the KV cache is held by no request."

@@ -32,7 +32,7 @@ MOST_GUESTS: Final = 256
 """Handshakes and checks of passwords under way at once; the oldest gives way."""
 
 ACCEPT_AGAIN_SECONDS: Final = 0.1
-SWEEP_SECONDS: Final = 1.0
+SWEEP_SECONDS: Final = 2.0
 SHORT_PREFIXES: Final = ("/healthz", "/readyz", "/gate/")
 """What a kubelet asks, with a second's patience and a restart behind it: it does not wait for a crowd of scrapers."""
 
@@ -87,6 +87,9 @@ class Server:
                 client, _ = await loop.sock_accept(listener)
             except OSError:  # no descriptor is left, or the client has gone again
                 await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
+                continue
+            if self._door is None:
+                await self._welcome(client)
                 continue
             if len(self._guests) >= MOST_GUESTS:
                 next(iter(self._guests)).cancel()

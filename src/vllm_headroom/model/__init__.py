@@ -1,7 +1,7 @@
 """The facts that flow through the daemon: frozen values whose names end in their unit."""
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
-from vllm_headroom.model.gpu import Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
+from vllm_headroom.model.gpu import Fate, Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
 from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
 from vllm_headroom.model.inside import (
     AllocatorReading,
@@ -27,6 +27,7 @@ __all__ = [
     "EngineProcess",
     "EngineReading",
     "Failure",
+    "Fate",
     "Gpu",
     "GpuMemory",
     "GpuProcess",

@@ -94,9 +94,10 @@ class Life:
     """What is known of the engine's life at one tick.
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
-    nothing of leaks. `began_seconds` is seconds since the epoch. `progress_age_seconds` is None while there is nothing
-    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
-    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes.
+    nothing of leaks. `began_seconds` is seconds since the epoch. `recent_ends` is how many lives ended in the last 90
+    minutes. `progress_age_seconds` is None while there is nothing to do. `stranded` pairs the labels of an engine that
+    has been idle for a minute with what its KV cache still holds, `to_wake` the UUID of a GPU with what a sleeping
+    engine takes of it when it wakes.
     """
 
     state: EngineState
@@ -104,6 +105,7 @@ class Life:
     began_seconds: float | None = None
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
+    recent_ends: int = 0
     progress_age_seconds: float | None = None
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()
     to_wake: tuple[tuple[str, int], ...] = ()

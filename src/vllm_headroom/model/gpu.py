@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
-from vllm_headroom.vocabulary import Attribution, Fate
+from vllm_headroom.vocabulary import Attribution
 
 
 class Vendor(Enum):
@@ -43,6 +43,14 @@ class GpuProcess:
 
     pid: int
     used_bytes: int | None
+
+
+class Fate(StrEnum):
+    """What became of a process that holds GPU memory for no engine any more."""
+
+    ORPHANED = "orphaned"
+    ZOMBIE = "zombie"
+    VANISHED = "vanished"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
-from vllm_headroom.model import EngineProcess, EngineReading, Gpu, GpuMemory, GpuReading, HostMemory, Inside, Leftover
+from vllm_headroom.model import (
+    EngineProcess,
+    EngineReading,
+    Fate,
+    Gpu,
+    GpuMemory,
+    GpuReading,
+    HostMemory,
+    Inside,
+    Leftover,
+)
 from vllm_headroom.parse.fields import WrongFieldError, each, number, size, text, truth, within
 from vllm_headroom.trace.fields import known
-from vllm_headroom.vocabulary import Attribution, Fate, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 NO_PID: Final = 0
 """A trace tells processes apart by their start alone."""

@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.derive.attribution_ticks import GIB, MIDDLE_DRIVER, OLD_DRIVER, device, engine, gpus, last
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Gpu, Leftover, ProcessReadings
-from vllm_headroom.vocabulary import Fate
+from vllm_headroom.model import Fate, Gpu, Leftover, ProcessReadings
 
 BEFORE: Final = (gpus(device(0, (7, 5 * GIB), (99, GIB), used=6 * GIB)), engine(7, visible=(1, 99)))
 ALL_SEEN: Final = engine(visible=(1, 99), host=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, only, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import readings
-from vllm_headroom.model import Leftover
-from vllm_headroom.vocabulary import Fate, Source
+from vllm_headroom.model import Fate, Leftover
+from vllm_headroom.vocabulary import Source
 
 
 def held(**known: int | None) -> dict[tuple[str, ...], float]:

@@ -10,9 +10,9 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.model import Fate, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, Fate, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -159,6 +159,15 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
     leaking = of("host memory", core, worker, Sample(catalog.HOST_LEAK_RATE, ("engine_core",), 1000.0))
     assert leaking.sentence == "Host memory of engine_core leaks 3.43 MiB an hour."
     assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
+
+
+def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
+    def said(ends: int) -> list[tuple[Level, str | None]]:
+        at = replace(seen(), life=Life(state=EngineState.SERVING, recent_ends=ends))
+        return [(each.level, each.alert) for each in verdicts(at, Values(())) if each.subject == "engine"]
+
+    assert said(2) == [(Level.GOOD, None)]
+    assert said(3) == [(Level.ALARM, "HeadroomEngineCrashLoop"), (Level.GOOD, None)]
 
 
 def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:

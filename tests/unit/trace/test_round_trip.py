@@ -16,6 +16,7 @@ from vllm_headroom.model import (
     EngineProcess,
     EngineReading,
     Failure,
+    Fate,
     Gpu,
     GpuMemory,
     GpuReading,
@@ -27,7 +28,7 @@ from vllm_headroom.model import (
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.write import HEADER, line, record_of
-from vllm_headroom.vocabulary import Attribution, Fate, MemoryPart, Role
+from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
 NUMBERS: Final = st.floats(min_value=0, max_value=LARGEST)

@@ -23,6 +23,11 @@ STALLED_SECONDS: Final = 60.0
 A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
 its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
+LOOP_SECONDS: Final = 90 * 60.0
+"""How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
+
+MOST_ENDS: Final = 64
+
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
 
@@ -76,6 +81,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
+    lives = _ends(lives, snapshot.time_seconds, ended=lives.exits != state.lives.exits)
     goes_on = lives.restarts == state.lives.restarts
     movements = state.movements if goes_on else {}
     movements = movements if seen.page is None else moved(movements, seen.page, now)
@@ -91,6 +97,12 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in held.items()}
         state = replace(state, served_bytes=before | most)
     return state, replace(snapshot, life=_life(state, seen, held, now))
+
+
+def _ends(lives: Lives, seconds: float, *, ended: bool) -> Lives:
+    """Return the lives with the ends that are not long ago; one dated ahead was, before the clock was set."""
+    recent = tuple(each for each in lives.ends_seconds if 0 <= seconds - each < LOOP_SECONDS)
+    return replace(lives, ends_seconds=(*recent, seconds)[-MOST_ENDS:] if ended else recent)
 
 
 def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
@@ -135,6 +147,7 @@ def _life(state: LifeState, seen: Signs, held: dict[str, int], now: float) -> Li
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in ExitReason),
+        recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None
         if state.state is EngineState.ASLEEP
         else progress_age(movements, now, seen.owed_since),

@@ -44,11 +44,12 @@ class OneLife:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lives:
-    """What outlives a life, and the daemon: the newest life and how many came and went."""
+    """What outlives a life, and the daemon: the newest life, how many came and went, and when the last ones ended."""
 
     newest: OneLife | None = None
     restarts: int = 0
     exits: dict[ExitReason, int] = field(default_factory=dict)
+    ends_seconds: tuple[float, ...] = ()
     sighted: bool | None = None
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
@@ -17,6 +17,9 @@ from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason
+
+LOOK_AGAIN_SECONDS: Final = 15.0
+"""While there is no card: another thread is not woken at every sample of a machine that has NVIDIA's."""
 
 
 class Amd:
@@ -35,12 +38,16 @@ class Amd:
         self._cards: dict[str, Card] = {}
         self._parts: dict[str, tuple[GpuReading, ...]] = {}
         self._seen: object = None
+        self._look_again_at = float("-inf")
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
         self._transitions = Transitions()
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
         """Return a reading of every card or partition, none where there is no card; does not raise."""
+        if not self._cards and self._monotonic() < self._look_again_at:
+            return ()
+        self._look_again_at = self._monotonic() + LOOK_AGAIN_SECONDS
         try:
             found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:

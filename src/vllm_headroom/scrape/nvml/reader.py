@@ -89,12 +89,15 @@ class Nvml:
             self._turn.release()
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
-        """Return the memory in use by UUID, and look at XID events; do nothing while a reading is under way."""
+        """Return the memory in use by UUID; do nothing while a reading is under way."""
         used: dict[str, int] = {}
-        if not self._turn.locked():
-            async with self._turn:
-                with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                    await self._sample(_now() + timeout_seconds, used)
+        if self._turn.locked():
+            return used
+        async with self._turn:
+            with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
+                for device, limit_seconds in self._shares(_now() + timeout_seconds):
+                    seen = await self._ask(device, device.sample_used, limit_seconds)
+                    used.update({} if isinstance(seen, Failure) else seen)
         return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
@@ -137,7 +140,7 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
-        await self._count_xids((deadline - _now()) / 2)
+        await self._count_xids(deadline)
         outcomes: list[tuple[Device, Outcome]] = []
         try:
             for device, limit_seconds in self._shares(deadline):
@@ -155,15 +158,9 @@ class Nvml:
             self._look_again_at = min(self._look_again_at, self._monotonic() + self._retry_seconds)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
-    async def _sample(self, deadline: float, used: dict[str, int]) -> None:
-        for device, limit_seconds in self._shares(deadline):
-            seen = await self._ask(device, device.sample_used, limit_seconds)
-            used.update({} if isinstance(seen, Failure) else seen)
-        await self._count_xids(deadline - _now())
-
-    async def _count_xids(self, left_seconds: float) -> None:
-        """Count the XID events that have arrived; where that hangs it is not tried again before it returns."""
-        limit_seconds = min(self._call_timeout_seconds, left_seconds)
+    async def _count_xids(self, deadline: float) -> None:
+        """Count the XID events that have arrived; where that hangs, half of the time is left for the GPUs."""
+        limit_seconds = min(self._call_timeout_seconds, (deadline - _now()) / 2)
         if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
             return
         with contextlib.suppress(TimeoutError):

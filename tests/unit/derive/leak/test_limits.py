@@ -63,7 +63,7 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     rate = MIB / 4
 
     def fill(seconds: float) -> float:
-        return segments(min(seconds, 5 * HOUR) * rate)
+        return segments(min(seconds, 3 * HOUR) * rate)
 
     def told(shape: Shape) -> Course:
         return follow(on_a_device(shape, 10.0, 200 * HOUR * rate))
@@ -71,4 +71,4 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     assert told(fill).worst is Verdict.GROWING
     at = told(lambda seconds: segments(seconds * rate)).first(Verdict.LEAKING)
     assert at is not None
-    assert at > 8
+    assert at > 4

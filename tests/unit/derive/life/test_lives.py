@@ -61,7 +61,10 @@ def test_a_loop_of_crashes_while_loading_is_counted_though_no_page_was_ever_seen
         watch.look(REFUSED, processes=tuple(replace(each, pid=each.pid + 100 * attempt) for each in WHOLE))
 
     assert watch.look(REFUSED, processes=()).restarts == 2
-    assert exits(watch.look(REFUSED)) == {ExitReason.GONE: 3}
+    life = watch.look(REFUSED)
+    assert (exits(life), life.recent_ends) == ({ExitReason.GONE: 3}, 3)
+    life = watch.look(REFUSED, after=90 * 60.0)
+    assert (exits(life), life.recent_ends) == ({ExitReason.GONE: 3}, 0)
 
 
 def test_a_life_that_came_within_one_gap_replaced_the_last_one() -> None:

@@ -154,3 +154,15 @@ def test_where_kfd_is_silent_the_processes_own_files_tell(machine: Machine) -> N
     (gpu,) = machine.read()
 
     assert gpu.processes == (GpuProcess(pid=4242, used_bytes=1536 * 1024),)
+
+
+def test_a_machine_without_a_card_is_looked_through_every_15_seconds(machine: Machine) -> None:
+    async def steps(amd: Amd) -> list[int]:
+        found = [len(await amd.read(PATIENCE_SECONDS))]
+        machine.sys.add(CARD, card=1)
+        for after in (14.0, 1.0):
+            machine.clock.seconds += after
+            found.append(len(await amd.read(PATIENCE_SECONDS)))
+        return found
+
+    assert machine.run(steps) == [0, 0, 1]

@@ -5,7 +5,6 @@ import pytest
 
 from tests.fakes.nvml.library import FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
-from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.nvml.reader import Nvml
 
 
@@ -15,32 +14,17 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
         yield fake
 
 
-async def after_events(nvml: Nvml) -> tuple[GpuReading, ...]:
-    await nvml.sample_used(10)
-    return await devices(nvml)
-
-
 def test_xids_are_counted_by_gpu_and_code_from_the_first_reading_on(fake: FakeNvml) -> None:
     fake.gpus[0].xids = [(13, None)]
     fake.write()
 
     async def steps(nvml: Nvml) -> None:
-        assert [reading.xid_errors for reading in await after_events(nvml)] == [(), ()]
+        assert [reading.xid_errors for reading in await devices(nvml)] == [(), ()]
 
         fake.gpus[0].xids += [(31, None), (13, None), (31, None)]
         fake.write()
-        assert [reading.xid_errors for reading in await after_events(nvml)] == [((13, 1), (31, 2)), ()]
-        assert [reading.xid_errors for reading in await after_events(nvml)] == [((13, 1), (31, 2)), ()]
-
-    run(steps)
-
-
-def test_a_reading_counts_them_without_a_look_between_two(fake: FakeNvml) -> None:
-    async def steps(nvml: Nvml) -> None:
-        await devices(nvml)
-        fake.gpus[0].xids = [(31, None)]
-        fake.write()
-        assert (await devices(nvml))[0].xid_errors == ((31, 1),)
+        assert [reading.xid_errors for reading in await devices(nvml)] == [((13, 1), (31, 2)), ()]
+        assert [reading.xid_errors for reading in await devices(nvml)] == [((13, 1), (31, 2)), ()]
 
     run(steps)
 
@@ -68,7 +52,7 @@ def test_the_xid_that_tells_why_a_gpu_was_lost_stays_on_its_reading(fake: FakeNv
         fake.gpus[1].errors = {"all": 15}
         fake.write()
         for _ in range(2):
-            lost = (await after_events(nvml))[1]
+            lost = (await devices(nvml))[1]
             assert lost.failure is not None
             assert lost.xid_errors == ((79, 1),)
             clock.seconds += 61
@@ -84,12 +68,12 @@ def test_counts_go_on_after_nvml_was_initialised_anew(fake: FakeNvml) -> None:
         fake.gpus[0].xids = [(31, None)]
         fake.gpus[1].errors = {"all": 15}
         fake.write()
-        await after_events(nvml)
+        await devices(nvml)
         clock.seconds += 61
         await devices(nvml)
         fake.gpus[0].xids += [(31, None)]
         fake.write()
-        assert (await after_events(nvml))[0].xid_errors == ((31, 2),)
+        assert (await devices(nvml))[0].xid_errors == ((31, 2),)
 
     run(steps, monotonic=clock)
 
@@ -105,7 +89,7 @@ def test_in_mig_mode_an_xid_counts_for_its_instance_or_for_all_where_none_is_nam
         await devices(nvml)
         fake.gpus[0].xids = [(43, 2), (79, None)]
         fake.write()
-        one, two, other_gpu = await after_events(nvml)
+        one, two, other_gpu = await devices(nvml)
         assert (one.xid_errors, two.xid_errors, other_gpu.xid_errors) == (((79, 1),), ((43, 1), (79, 1)), ())
 
     run(steps)
@@ -118,7 +102,7 @@ def test_a_driver_without_xid_events_costs_nothing_else(fake: FakeNvml, function
 
     async def steps(nvml: Nvml) -> None:
         for _ in range(2):
-            for reading in await after_events(nvml):
+            for reading in await devices(nvml):
                 assert (reading.failure, reading.xid_errors) == (None, ())
                 assert reading.memory is not None
 
