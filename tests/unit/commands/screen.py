@@ -15,7 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 HEADROOM: Final = (sys.executable, "-m", "vllm_headroom")
-PLAIN: Final = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "TERM", "COLUMNS"}}
+CHANGING: Final = {"NO_COLOR", "TERM", "COLUMNS", "PYTHONUNBUFFERED"}
+"""Say how it is drawn; unbuffered, Python loses what a terminal does not take before a signal comes."""
+
+PLAIN: Final = {name: value for name, value in os.environ.items() if name not in CHANGING}
 
 
 def on_a_terminal(
@@ -25,7 +28,7 @@ def on_a_terminal(
     ended: tuple[str, signal.Signals] | None = None,
     environment: Mapping[str, str] = {},
 ) -> tuple[str, int]:
-    """Return what a command writes to a terminal, and its status; when it wrote `ended` it gets a signal."""
+    """Return what a command writes to a terminal, `ended` by a signal once these words came, and its status."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     process = subprocess.Popen(words, stdout=theirs, stderr=theirs, env={**PLAIN, "TERM": "xterm", **environment})
@@ -36,6 +39,7 @@ def on_a_terminal(
             shown.extend(part)
             if ended and ended[0].encode() in shown:
                 process.send_signal(ended[1])
+                ended = None
     except OSError:  # what Linux says of a terminal whose other side has closed
         os.close(ours)
     return shown.decode(), process.wait(30)

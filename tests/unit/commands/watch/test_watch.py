@@ -97,9 +97,11 @@ def test_on_a_terminal_it_draws_until_it_is_stopped_and_leaves_it_as_it_was(numb
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_it_fills_a_terminal_of_any_width_and_no_more(columns: int) -> None:
     with sidecar() as url:
-        shown, _ = on_a_terminal([*WATCH, url], columns=columns, ended=("running requests", signal.SIGINT))
+        shown, status = on_a_terminal([*WATCH, url], columns=columns, ended=("running requests", signal.SIGINT))
+    _, _, *frames = shown.split("\x1b[H")
 
-    assert {len(line) for line in plain(shown).split("\r\n")} == {columns}
+    assert status == 0
+    assert {len(line) for frame in frames for line in plain(frame).split("\r\n")} == {columns}
 
 
 def test_why_there_is_no_answer_is_drawn_and_asked_again() -> None:
