@@ -1,7 +1,6 @@
 """A vLLM whose every request leaks GPU memory: at the limit it dies, as one that runs out of memory does.
 
-usage: python vllm serve m --port PORT HELD LOADS_SECONDS REQUEST_SECONDS HELD_BYTES LEAK_BYTES LIMIT_BYTES, with this
-file as `vllm`.
+usage: python leaking_server.py serve m --port PORT HELD LOADS_SECONDS REQUEST_SECONDS HELD_BYTES LEAK_BYTES LIMIT_BYTES
 
 What it holds is in the file HELD, for there is no GPU. On SIGTERM it aborts what runs, as vLLM does by default.
 """

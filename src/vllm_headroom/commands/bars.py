@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-ACROSS: Final = " ▏▎▍▌▋▊▉█"
 
 Point = Sequence[Any]
 """Seconds and a value, None for a gap."""
@@ -30,12 +29,6 @@ def bars(
         "".join(BLOCKS[min(8, max(0, height - 8 * row))] for height in heights).rstrip()
         for row in reversed(range(rows))
     ]
-
-
-def bar(share: float, width: int) -> str:
-    """Return a bar from left to right, `width` columns at a share of 1."""
-    full, rest = divmod(round(8 * width * min(1.0, max(0.0, share))), 8)
-    return (ACROSS[8] * full + ACROSS[rest] * (rest > 0)).ljust(width)
 
 
 def _eighths(value: float, span: float, rows: int) -> int:

@@ -1,15 +1,16 @@
-"""How far something long has come: a line on a terminal that is written over, and gone when it is done."""
+"""How far something long has come: a bar on a terminal, gone when it is done."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from vllm_headroom.commands.bars import bar
-from vllm_headroom.commands.terminal import draws, terminal
-from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom.commands.terminal import console, draws
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Item = TypeVar("Item")
 
@@ -17,8 +18,6 @@ PATIENCE_SECONDS: Final = 2.0
 """What takes no longer needs no bar."""
 
 BETWEEN_SECONDS: Final = 0.2
-BAR_COLUMNS: Final = 30
-UNKNOWN_COLUMNS: Final = 80
 
 
 def followed(
@@ -30,18 +29,19 @@ def followed(
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Iterator[Item]:
     """Yield the items, and show on a terminal how much of the `whole` their sizes come to; None is not known."""
-    done, due, is_drawn = 0.0, time.monotonic() + patience_seconds, False
+    done, due, drawn = 0.0, time.monotonic() + patience_seconds, None
     can_draw = draws(sys.stderr)
     try:
         for item in items:
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= due:
-                due, is_drawn = time.monotonic() + BETWEEN_SECONDS, True
-                overwrite(what if whole is None else shown(what, done / whole if whole else 1.0))
+                due = time.monotonic() + BETWEEN_SECONDS
+                drawn = drawn or bar(what, whole)
+                move(drawn, done)
     finally:
-        if is_drawn:
-            overwrite("")
+        if drawn is not None:
+            drawn.stop()
 
 
 def reading(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
@@ -49,18 +49,26 @@ def reading(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
     return followed(lines, "Reading the trace", whole_bytes, len)
 
 
-def shown(what: str, share: float, more: str = "") -> str:
-    """Return how far something is, and a bar behind it where there is room."""
-    head = f"{what}  {min(share, 1.0):4.0%}  {f'{more}  ' if more else ''}"
-    return f"{head}{bar(share, max(0, min(BAR_COLUMNS, _room() - len(head))))}".rstrip()
+def bar(what: str, whole: float | None, *, transient: bool = True) -> Progress:
+    """Return a bar that has begun; what is written to standard error goes above it until it is stopped."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415 - no terminal, no bar
+
+    drawn = Progress(
+        TextColumn("{task.description}", markup=False),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[more]}", markup=False),
+        BarColumn(),  # the first to give way where there is little room
+        console=console(sys.stderr),
+        auto_refresh=False,
+        transient=transient,
+        redirect_stdout=False,
+    )
+    drawn.add_task(what, total=whole, more="")
+    drawn.start()
+    drawn.console.show_cursor()  # a signal may end the process at any time, and would leave none
+    return drawn
 
 
-def overwrite(text: str) -> None:
-    """Put a text into the terminal's last line, in the place of what stood there."""
-    sys.stderr.write(f"\r{text.translate(CONTROLS)[: _room()]}\x1b[K")
-    sys.stderr.flush()
-
-
-def _room() -> int:
-    """Return the columns of a line that the terminal does not go on with in the next."""
-    return (terminal(sys.stderr).columns or UNKNOWN_COLUMNS) - 1
+def move(drawn: Progress, done: float, more: str = "") -> None:
+    """Draw a bar as far as it has come."""
+    drawn.update(drawn.task_ids[0], completed=done, more=more, refresh=True)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.terminal import terminal
+from vllm_headroom.commands.terminal import console, draws
 
 WIDTH: Final = 110
 """Where no terminal is narrower."""
@@ -17,7 +17,7 @@ def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
     return textwrap.wrap(
         body,
-        min(WIDTH, terminal(sys.stdout).columns or WIDTH),
+        min(WIDTH, console(sys.stdout).width) if draws(sys.stdout) else WIDTH,
         initial_indent=head,
         subsequent_indent=" " * (len(head) if indent is None else indent),
         break_long_words=False,

@@ -62,7 +62,7 @@ class Engine:
         self.settings = {"ENGINE_URL": self.url, "GPUS": "0", "GATE_NAME": f"vllm-{number}", "SPEED": f"{SPEED:g}"}
         self.settings["BEGAN"] = str(BEGAN)
         self.settings |= {**SAMPLES, **self._nvml.environment()}
-        program = folder / "vllm"
+        program = folder / "server"  # by the name of vllm it would be an engine to other tests, which look into /proc
         program.write_text(SERVER.read_text())
         times = (LOADS_SECONDS / SPEED, REQUEST_SECONDS / SPEED)
         self._command = (program, "serve", "m", "--port", port, self._held, *times)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.bars import bar, bars
+from vllm_headroom.commands.bars import bars
 
 
 def test_bars_fall_as_the_memory_does() -> None:
@@ -36,7 +36,3 @@ def test_the_lowest_or_the_highest_of_a_stretch_is_shown() -> None:
 
 def test_an_axis_may_begin_above_zero() -> None:
     assert bars([(0.0, 100.0), (1.0, 104.0), (2.0, 108.0)], 3, 1, ends=(100.0, 108.0)) == ["▁▄█"]
-
-
-def test_a_share_is_a_bar() -> None:
-    assert [bar(share, 4) for share in (0.0, 0.5, 0.53, 1.0, 7.0)] == ["    ", "██  ", "██▏ ", "████", "████"]

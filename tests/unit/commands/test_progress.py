@@ -2,84 +2,112 @@
 
 from __future__ import annotations
 
-import io
+import re
+import signal
+import subprocess
 import sys
+from pathlib import Path
+from typing import Final
 
 import pytest
 
-from vllm_headroom.commands.cli import tell
-from vllm_headroom.commands.progress import followed, shown
+from tests.unit.commands.replay.traces import leaking, text
+from tests.unit.commands.screen import on_a_terminal, plain
+
+READ: Final = """
+import signal, sys
+from vllm_headroom.commands import progress
+from vllm_headroom.commands.signals import end_on_signals
+
+def lines():
+    yield from (b"12345", b"67890")
+    if "hang" in sys.argv:
+        signal.pause()
+
+end_on_signals(None)
+progress.BETWEEN_SECONDS = 0.0
+whole, patience = (None if "pipe" in sys.argv else 10), (60.0 if "soon" in sys.argv else 0.0)
+for line in progress.followed(lines(), "Reading [red]:smile:", whole, len, patience_seconds=patience):
+    print(end=f"{line}" if "each" in sys.argv else "")
+print("done")
+"""
+
+REPLAY: Final = """
+import sys
+from vllm_headroom.commands import progress
+progress.followed.__kwdefaults__["patience_seconds"] = 0.0
+sys.argv = ["vllm-headroom", "replay", sys.argv[1]]
+from vllm_headroom.__main__ import main
+main()
+"""
 
 
-class Screen(io.StringIO):
-    """Text that says it goes to a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+def read(*how: str, columns: int = 80, **environment: str) -> str:
+    return on_a_terminal([sys.executable, "-c", READ, *how], columns=columns, environment=environment)[0]
 
 
-def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    """Put a terminal of 60 columns in the place of standard error, on which each step is drawn."""
-    stream = Screen()
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("vllm_headroom.commands.progress.BETWEEN_SECONDS", 0.0)
-    monkeypatch.setattr(sys, "stderr", stream)
-    return stream
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_bar_grows_within_the_width_and_is_gone_at_the_end(columns: int) -> None:
+    shown = read(columns=columns)
+    drawn = [part.rstrip() for part in plain(shown).replace("\n", "\r").split("\r") if "%" in part]
+
+    assert [part.partition("%")[0] for part in dict.fromkeys(drawn)] == [
+        f"Reading [red]:smile: {share}" for share in ("  0", " 50", "100")
+    ]
+    assert {min(columns - 27, 40)} == {part.count("━") + part.count("╸") + part.count("╺") for part in drawn}
+    assert shown.endswith("\x1b[2Kdone\r\n")  # in the place of the bar
 
 
-def drawn(screen: Screen) -> list[str]:
-    """Return what stood in the last line, one after the other."""
-    return [part.removesuffix("\x1b[K").rstrip() for part in screen.getvalue().split("\r")[1:]]
+def test_what_has_no_size_has_no_share() -> None:
+    shown = plain(read("pipe"))
+
+    assert "Reading" in shown
+    assert "%" not in shown
 
 
-def test_a_bar_grows_and_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_on = screen(monkeypatch)
-    items = [b"12345", b"67890"]
-
-    assert list(followed(items, "Reading", 10, len, patience_seconds=0.0)) == items
-    half, whole, nothing = drawn(drawn_on)
-    assert half == "Reading   50%  ███████████████"
-    assert whole == f"Reading  100%  {30 * '█'}"
-    assert nothing == ""
+def test_what_is_soon_over_needs_no_bar() -> None:
+    assert read("soon") == "done\r\n"
 
 
-def test_what_has_no_size_has_its_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_on = screen(monkeypatch)
-    list(followed(["a"], "Reading", None, len, patience_seconds=0.0))
-
-    assert drawn(drawn_on) == ["Reading", ""]
+def test_a_terminal_that_knows_only_lines_has_none() -> None:
+    assert read(TERM="dumb") == "done\r\n"
 
 
-def test_what_is_soon_over_needs_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_on = screen(monkeypatch)
-    list(followed(["a", "b"], "Reading", 2, len, patience_seconds=60.0))
+def test_a_file_gets_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", READ], capture_output=True, check=True)
 
-    assert drawn(drawn_on) == []
-
-
-def test_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    list(followed(["a"], "Reading", 1, len, patience_seconds=0.0))
-
-    assert isinstance(sys.stderr, io.StringIO)
-    assert sys.stderr.getvalue() == ""
+    assert (done.stdout, done.stderr) == (b"done\n", b"")
 
 
-def test_an_error_is_told_in_the_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn_on = screen(monkeypatch)
-    reading = followed(["a", "b"], "Reading", 2, len, patience_seconds=0.0)
-    next(reading)
-    next(reading)
-    tell("line 2 is no sample")
+def test_what_goes_into_a_file_meanwhile_is_not_the_terminals(tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    into = ["bash", "-c", '"$0" -c "$1" each > "$2"', sys.executable, READ, str(file)]
+    shown, status = on_a_terminal(into)
 
-    assert drawn_on.getvalue().endswith("\r\x1b[Kline 2 is no sample\n")
+    assert status == 0
+    assert "100%" in shown
+    assert file.read_text() == "b'12345'b'67890'done\n"
 
 
-def test_a_bar_gives_way_to_what_is_to_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen(monkeypatch)
+def test_who_wants_no_colour_gets_a_bar_without() -> None:
+    assert re.search(r"\x1b\[\d+m━", read())
+    assert not re.search(r"\x1b\[[\d;]+m", read(NO_COLOR="1"))
 
-    assert shown("step 1/4", 1.0, "1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY") == (
-        "step 1/4  100%  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY"
-    )
-    assert len(shown("step 1/4", 1.0, "1 open, 2 succeeded, 1 not")) == 59
+
+def test_an_error_is_told_above_the_bar_which_is_gone_then(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(text(leaking(0.1)) + "{bad\n{bad\n")
+    shown, status = on_a_terminal([sys.executable, "-c", REPLAY, str(file)])
+
+    assert status == 2
+    assert shown.index("Reading the trace") < shown.index("not JSON")
+    assert shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_leaves_the_cursor(number: signal.Signals) -> None:
+    shown, status = on_a_terminal([sys.executable, "-c", READ, "hang"], ended=("100%", number))
+
+    assert status == -number
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "Traceback" not in shown

@@ -3,76 +3,84 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.unit.commands.replay.traces import leaking, text
-from vllm_headroom.commands.terminal import Terminal, terminal
+from tests.unit.commands.screen import HEADROOM, on_a_terminal, plain
+from vllm_headroom.commands.terminal import console, hanging, shown
 
-NARROW = Terminal(columns=40, coloured=False)
-BRIGHT = Terminal(columns=200, coloured=True)
-PLAIN = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "TERM", "COLUMNS"}}
+
+class Screen(io.StringIO):
+    """Text that says it goes to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.mark.parametrize("word", ["NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY"])
 def test_what_is_bad_is_red(word: str) -> None:
-    assert BRIGHT.lines(f"GPU 0: {word}; and more") == [f"GPU 0: \x1b[1;31m{word}\x1b[0m; and more"]
+    assert hanging(f"GPU 0: {word}; and more", 200).markup == f"GPU 0: [bold red]{word}[/bold red]; and more"
 
 
 def test_what_is_good_is_green_and_what_is_not_known_yellow() -> None:
-    assert BRIGHT.lines("GO after 3 s") == ["\x1b[32mGO\x1b[0m after 3 s"]
-    assert BRIGHT.lines("CANNOT TELL") == ["\x1b[33mCANNOT TELL\x1b[0m"]
+    assert hanging("GO after 3 s", 200).markup == "[green]GO[/green] after 3 s"
+    assert hanging("CANNOT TELL", 200).markup == "[yellow]CANNOT TELL[/yellow]"
 
 
 @pytest.mark.parametrize("line", ["the state missing", "HEADROOM_MISSING=1", "going", "DRIVER_FAILED"])
 def test_words_that_are_no_verdict_keep_their_colour(line: str) -> None:
-    assert BRIGHT.lines(line) == [line]
+    assert not hanging(line, 200).spans
+
+
+def test_a_word_that_goes_on_in_the_next_line_keeps_its_colour() -> None:
+    assert hanging("it ends OUT OF MEMORY", 12).markup == "it ends [bold red]OUT\n  OF MEMORY[/bold red]"
 
 
 def test_a_long_line_goes_on_below_its_last_column() -> None:
-    lines = NARROW.lines("ok       health       healthy after three seconds of waiting for it")
-
-    assert lines == [
+    assert hanging("ok       health       healthy after three seconds of waiting for it", 40).plain.splitlines() == [
         "ok       health       healthy after",
         "                    three seconds of",
         "                    waiting for it",
     ]
 
 
-def test_what_has_no_blank_is_left_to_be_copied() -> None:
-    assert NARROW.lines(f"see {'x' * 90} there") == ["see", f"  {'x' * 90}", "  there"]
+def test_what_has_no_blank_is_left_to_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+
+    assert shown(f"see {'x' * 90} there", Screen()).splitlines() == ["see", f"  {'x' * 90}", "  there"]
 
 
-def test_no_line_is_wider_than_the_terminal() -> None:
-    line = "GPU 0 (GPU-11111111-2222-3333) NVIDIA H100: 1.2 GiB free of 79 GiB, vLLM asks for 71"
+@pytest.mark.parametrize("columns", [30, 40, 80])
+def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
+    line = "GPU 0 (GPU-11111111-2222) NVIDIA H100: 1.2 GiB free of 79 GiB, vLLM asks for 71"
+    lines = hanging(line, columns).plain.splitlines()
 
-    assert all(len(part) <= 40 for part in NARROW.lines(line))
-    assert " ".join(" ".join(NARROW.lines(line)).split()) == line
+    assert all(len(part) <= columns for part in lines)
+    assert " ".join(" ".join(lines).split()) == line
 
 
 def test_a_file_gets_each_line_whole_and_plain() -> None:
-    assert terminal(io.StringIO()).lines("FAILED " * 90) == ["FAILED " * 90]
+    assert shown("FAILED " * 90, io.StringIO()) == "FAILED " * 90
 
 
-def on_a_terminal(*words: str, **environment: str) -> tuple[str, int]:
-    """Return what a command draws on a terminal of 80 columns, and its status."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "vllm_headroom", *words]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=PLAIN | {"TERM": "xterm"} | environment)
-    os.close(theirs)
-    shown = bytearray()
-    try:
-        while part := os.read(ours, 65536):
-            shown.extend(part)
-    except OSError:  # what Linux says of a terminal whose other side has closed
-        os.close(ours)
-    return shown.decode(), process.wait(30)
+def test_brackets_numbers_and_names_of_pictures_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    line = "--gpus [0] [red]1[/red] :smile: 'x' None http://gpu-7:9839 \\[bold]"
+
+    assert shown(line, Screen()) == line
+
+
+def test_what_others_write_above_a_bar_is_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen()
+    console(screen).print("[red]1[/red] :smile: None", end="")
+
+    assert screen.getvalue() == "[red]1[/red] :smile: None"
 
 
 @pytest.fixture
@@ -82,26 +90,35 @@ def trace(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_a_command_is_coloured_and_fits_on_a_terminal(trace: str) -> None:
-    shown, status = on_a_terminal("replay", "--fail-on-leak", trace, COLUMNS="60")
+@pytest.mark.parametrize(("columns", "widest"), [(40, 40), (80, 80), (200, 160)])
+def test_a_command_is_coloured_and_fits_with_its_verdict_before_the_picture(
+    trace: str, columns: int, widest: int
+) -> None:
+    written, status = on_a_terminal([*HEADROOM, "replay", "--fail-on-leak", trace], columns=columns)
 
     assert status == 1
-    assert "\x1b[1;31mLEAKING\x1b[0m" in shown
-    answer = re.sub(r"\r[^\r\n]*\x1b\[K", "", shown)  # without the bar that a busy machine has time to draw
-    assert max(map(len, re.sub(r"\x1b\[[\d;]*m", "", answer).splitlines())) <= 60
+    assert 0 < written.index("\x1b[1;31mLEAKING\x1b[0m") < written.index("▲")
+    assert max(map(len, plain(written).splitlines())) == widest
 
 
-@pytest.mark.parametrize("off", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_who_wants_no_colour_gets_none(trace: str, off: dict[str, str]) -> None:
-    shown, _ = on_a_terminal("replay", trace, **off)
+def test_who_wants_no_colour_gets_none(trace: str) -> None:
+    written, _ = on_a_terminal([*HEADROOM, "replay", trace], environment={"NO_COLOR": "1"})
 
-    assert "LEAKING" in shown
-    assert not re.search(r"\x1b\[[\d;]*m", shown)
+    assert "LEAKING" in written
+    assert set(re.findall(r"\x1b\[[\d;]*m", written)) <= {"\x1b[1m", "\x1b[0m"}  # bold is no colour
+
+
+def test_a_terminal_that_knows_only_lines_gets_what_a_file_gets(trace: str) -> None:
+    words = [*HEADROOM, "replay", trace]
+    file = subprocess.run(words, capture_output=True, check=True, text=True).stdout
+    written, _ = on_a_terminal(words, environment={"TERM": "dumb"})
+
+    assert written.replace("\r\n", "\n") == file
 
 
 def test_a_mistake_is_told_within_the_width_too() -> None:
-    shown, status = on_a_terminal("plan", COLUMNS="60")
+    written, status = on_a_terminal([*HEADROOM, "plan"], columns=60)
 
     assert status == 2
-    assert "missing:" in shown
-    assert max(map(len, shown.replace("\r\x1b[K", "").splitlines())) <= 60
+    assert "missing:" in written
+    assert max(map(len, plain(written).splitlines())) <= 60

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.tally import Tally
-from vllm_headroom.commands.progress import overwrite, shown
+from vllm_headroom.commands.progress import bar, move
 from vllm_headroom.commands.terminal import draws
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LINE_SECONDS: Final = 10.0
 
@@ -47,23 +50,23 @@ class Bar:
     """A bar for each step."""
 
     def __init__(self) -> None:
-        self._title, self._seconds = "", 1.0
+        self._bar: Progress | None = None
 
     def begin(self, title: str, seconds: float) -> None:
         """Draw the step's bar."""
-        self._title, self._seconds = title, seconds
-        overwrite(shown(title, 0.0))
+        self._bar = bar(title, seconds, transient=False)
 
     def show(self, tally: Tally, elapsed_seconds: float) -> None:
         """Move the bar, while a step has one."""
-        if self._title:
-            overwrite(shown(self._title, elapsed_seconds / self._seconds, _counts(tally)))
+        if self._bar is not None:
+            move(self._bar, elapsed_seconds, _counts(tally))
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
         """Leave the bar as it ended: full, unless the step was cut short."""
         self.show(tally, elapsed_seconds)
-        sys.stderr.write("\n")
-        self._title = ""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 def _counts(tally: Tally) -> str:

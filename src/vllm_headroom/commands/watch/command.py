@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import ssl
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
-from itertools import islice
 from typing import Final
 
 import httpx
 
 from vllm_headroom.commands.cli import Command, say
-from vllm_headroom.commands.terminal import ALARM, Terminal, draws, terminal
-from vllm_headroom.commands.watch.frame import frame
+from vllm_headroom.commands.terminal import console, draws
 from vllm_headroom.commands.watch.sidecar import TIMEOUT_SECONDS, Document, ask
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
@@ -42,13 +38,6 @@ Example:
 
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
-NARROWEST: Final = 20
-OTHER_SCREEN, SCREEN_BEFORE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""A screen of its own without a cursor, and back, as xterm and all that follow it have it."""
-
-HOME, REST_OF_LINE, REST = "\x1b[H", "\x1b[K", "\x1b[J"
-"""The cursor to the top; what stood there before is deleted."""
-
 PATH: Final = "/snapshot.json"
 
 Ask = Callable[[], Awaitable[Document | str]]
@@ -78,23 +67,14 @@ async def _run(given: Namespace) -> Document | None:
 
 async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
     """Draw on the whole terminal until it is stopped, and leave it as it was."""
-    sys.stdout.write(OTHER_SCREEN)
-    try:
+    from rich.live import Live  # noqa: PLC0415 - lines and --json need no drawing
+
+    from vllm_headroom.commands.watch.frame import frame  # noqa: PLC0415 - the same
+
+    with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
         while not stopped.is_set():
-            found = await asked()
-            columns, rows = shutil.get_terminal_size()
-            there = replace(terminal(sys.stdout), columns=max(NARROWEST, columns - 1))
-            lines = _refused(found, there) if isinstance(found, str) else frame(found, host, there)
-            sys.stdout.write(HOME + "\n".join(f"{line}{REST_OF_LINE}" for line in islice(lines, rows - 1)) + REST)
-            sys.stdout.flush()
+            live.update(frame(await asked(), host, live.console), refresh=True)
             await _pause(stopped)
-    finally:
-        sys.stdout.write(SCREEN_BEFORE)
-        sys.stdout.flush()
-
-
-def _refused(why: str, there: Terminal) -> Iterable[str]:
-    return (there.painted(line, ALARM) for line in there.lines(why.translate(CONTROLS)))
 
 
 async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:

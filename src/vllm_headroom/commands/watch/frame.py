@@ -1,55 +1,60 @@
-"""One look at a sidecar as lines of a terminal."""
+"""One look at a sidecar as rich draws it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
+from rich.console import Console, Group
+from rich.text import Text
+
 from vllm_headroom.commands.bars import Point, bars
-from vllm_headroom.commands.terminal import BLUE, BOLD, CYAN, DIM, RED, Terminal
+from vllm_headroom.commands.terminal import hanging
 from vllm_headroom.commands.watch.sidecar import Document
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import CONTROLS
 
 ROWS: Final = 5
-WIDTH: Final = 80
 WORDS: Final = {"good": "OK", "unknown": "NOT KNOWN", "warning": "WARNING", "alarm": "ALARM"}
 
 
-def frame(document: Document, title: str, terminal: Terminal) -> Iterator[str]:
-    """Yield what is said, then free memory of each GPU of the engine's down to zero, then the load."""
-    width, age = terminal.columns or WIDTH, document["age_seconds"]
+def frame(found: Document | str, title: str, console: Console) -> Group:
+    """Return what is said, then free memory of each GPU of the engine's down to zero, then the load; or why not."""
+    if isinstance(found, str):
+        return Group(Text(found.translate(CONTROLS), style="bold red"))
+    return Group(*_lines(found, title, console.width))
+
+
+def _lines(document: Document, title: str, width: int) -> Iterator[Text]:
+    age = document["age_seconds"]
     seen = "nothing seen yet" if age is None else f"seen {duration(age)} ago"
-    yield terminal.painted(_cut(f"{title}  {seen}", width), BOLD)
+    yield _heading(f"{title}  {seen}", "bold")
     for verdict in document["verdicts"]:
-        yield from terminal.lines(said(verdict))
+        yield hanging(said(verdict), width)
     for gpu in document["gpus"]:
-        yield from _room(gpu, document["history"], terminal)
+        yield from _room(gpu, document["history"], width)
     if document["history"]["running"]:
-        yield terminal.painted(_cut("running requests, the last day at most", width), DIM)
-        yield from (terminal.painted(line, BLUE) for line in bars(document["history"]["running"], width, 1, pick=max))
+        yield _heading("running requests, the last day at most", "dim")
+        yield from (Text(line, "blue") for line in bars(document["history"]["running"], width, 1, pick=max))
 
 
 def said(verdict: dict[str, Any]) -> str:
     """Return a verdict: its level as a word, which the colour only repeats."""
-    return f"{WORDS.get(verdict['level'], verdict['level']):<10}{verdict['sentence']}".translate(CONTROLS)
+    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
 
 
-def _cut(text: str, width: int) -> str:
-    text = text.translate(CONTROLS)
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+def _heading(text: str, style: str) -> Text:
+    return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
 
 
-def _room(gpu: dict[str, Any], history: dict[str, Any], terminal: Terminal) -> Iterator[str]:
+def _room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[Text]:
     curve: list[Point] = next((each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), [])
     if not curve or not (gpu["info"] or {}).get("attribution"):
         return
-    width = terminal.columns or WIDTH
     free, left = gpu["memory_free_bytes"], gpu["time_to_oom_seconds"]
     now = "not known now" if free is None else f"{size(free)} free"
     until = "" if left is None else f", none in {duration(left)}"
     span = duration(curve[-1][0] - curve[0][0])
-    head = f"GPU {gpu['gpu']}: {now}{until}; the last {span}, down to zero"
-    yield from (terminal.painted(line, BOLD) for line in terminal.lines(head))
-    for line in bars(curve, width, ROWS):
-        yield terminal.painted(line, RED if gpu["leak_state"] == "leaking" else CYAN)
+    yield Text(f"GPU {gpu['gpu']}: {now}{until}; the last {span}, down to zero", "bold")
+    style = "red" if gpu["leak_state"] == "leaking" else "cyan"
+    yield from (Text(line, style) for line in bars(curve, width, ROWS))

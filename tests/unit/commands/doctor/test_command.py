@@ -70,7 +70,7 @@ def test_the_names_are_a_closed_set() -> None:
     ]
 
 
-def test_the_daemon_does_not_import_it_and_it_imports_no_extra() -> None:
+def test_the_daemon_does_not_import_it_and_it_imports_nothing_that_draws() -> None:
     code = (
         "import sys, vllm_headroom.__main__, vllm_headroom.daemon.app;"
         "print(*sys.modules); import vllm_headroom.commands.doctor.command; print(*sys.modules)"

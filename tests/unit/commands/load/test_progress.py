@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-import io
 import sys
+from typing import Final
 
 import pytest
 
 from tests.unit.commands.load.asking import tally
+from tests.unit.commands.screen import on_a_terminal, plain
 from vllm_headroom.commands.load.answer import Answer, Outcome
-from vllm_headroom.commands.load.progress import Bar, Lines, screen
+from vllm_headroom.commands.load.progress import Lines, screen
 from vllm_headroom.commands.load.tally import Tally
-
-
-class Terminal(io.StringIO):
-    """Text that says it goes to a terminal."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 def counted() -> Tally:
@@ -44,19 +38,34 @@ def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixtu
     ]
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
-    bars = screen()
-    bars.show(tally(), 0.0)
-    bars.begin("step 1/4: 50%, 5 clients", 10.0)
+DRAW: Final = """
+from tests.unit.commands.load.test_progress import counted
+from vllm_headroom.commands.load.progress import screen
+bars = screen()
+bars.show(counted(), 0.0)
+for number in (1, 2):
+    bars.begin(f"step {number}/4: 50%, 5 clients", 10.0)
     bars.show(counted(), 5.0)
     bars.end(counted(), 10.0)
     bars.show(counted(), 11.0)
+print("over")
+"""
 
-    assert isinstance(bars, Bar)
-    shown = stream.getvalue()
-    assert "step 1/4: 50%, 5 clients" in shown
-    assert "1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY" in shown
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_on_a_terminal_there_is_a_bar_for_each_step_which_stays(columns: int) -> None:
+    shown, status = on_a_terminal([sys.executable, "-c", DRAW], columns=columns)
+    *bars, over, _ = plain(shown).split("\n")
+
+    assert (status, over) == (0, "over\r")
+    assert max(map(len, plain(shown).replace("\n", "\r").split("\r"))) <= columns
+    for number, line in enumerate(bars, start=1):
+        last = line.rstrip("\r").rsplit("\r", 1)[-1]
+        assert last.startswith(f"step {number}/4: 50%, 5 clients 100% 1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY ━")
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_a_narrow_terminal_has_what_fits() -> None:
+    shown, _ = on_a_terminal([sys.executable, "-c", DRAW], columns=40)
+
+    assert max(map(len, plain(shown).replace("\n", "\r").split("\r"))) <= 40

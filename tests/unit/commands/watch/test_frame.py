@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 
+from rich.console import Console
+
 from tests.unit.expose.views import day
-from vllm_headroom.commands.terminal import Terminal
 from vllm_headroom.commands.watch.frame import frame
 from vllm_headroom.expose.snapshot import document
 from vllm_headroom.expose.view import View
 
 
 def drawn(view: View, width: int = 60) -> str:
-    shown = Terminal(columns=width, coloured=False)
-    return "\n".join(frame(json.loads(json.dumps(document(view))), "gpu-7", shown))
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as captured:
+        console.print(frame(json.loads(json.dumps(document(view))), "gpu-7", console))
+    return captured.get()
 
 
 def test_the_verdict_and_the_time_left_are_written() -> None:
     shown = drawn(day(leaking=frozenset({0})), width=100)
 
-    assert "ALARM     GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
+    assert "ALARM      GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
     assert "none in 4 h 0 min; the last 23 h 59 min, down to zero" in shown
 
 

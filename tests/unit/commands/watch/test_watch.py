@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -13,7 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from tests.process import eventually
+import pytest
+
+from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
 from vllm_headroom.expose.snapshot import document
 
@@ -82,19 +82,40 @@ def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:
     assert line == "alarm: GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.\n"
 
 
-def test_on_a_terminal_it_draws_and_leaves_it_as_it_was() -> None:
-    ours, theirs = pty.openpty()
-    shown = bytearray()
-
-    def drawn(text: bytes) -> bool:
-        shown.extend(os.read(ours, 65536))
-        return text in shown
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_on_a_terminal_it_draws_until_it_is_stopped_and_leaves_it_as_it_was(number: signal.Signals) -> None:
     with sidecar() as url:
-        process = subprocess.Popen([*WATCH, url], stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-        eventually(lambda: drawn(b"ALARM"), "the verdict is drawn")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        eventually(lambda: drawn(b"\x1b[?1049l"), "the terminal is as it was")
-    os.close(ours)
-    os.close(theirs)
+        shown, status = on_a_terminal([*WATCH, url], ended=("down to zero", number))
+
+    assert status == 0
+    assert shown.startswith("\x1b[?1049h")
+    assert shown.endswith("\x1b[?25h\x1b[?1049l")
+    assert "\x1b[1;31mALARM\x1b[0m" in shown
+    assert shown.index("ALARM") < shown.index("█")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_it_fills_a_terminal_of_any_width_and_no_more(columns: int) -> None:
+    with sidecar() as url:
+        shown, status = on_a_terminal([*WATCH, url], columns=columns, ended=("running requests", signal.SIGINT))
+    _, _, *frames = shown.split("\x1b[H")
+
+    assert status == 0
+    assert {len(line) for frame in frames for line in plain(frame).split("\r\n")} == {columns}
+
+
+def test_why_there_is_no_answer_is_drawn_and_asked_again() -> None:
+    shown, status = on_a_terminal([*WATCH, "http://127.0.0.1:9"], ended=("does not answer", signal.SIGINT))
+
+    assert status == 0
+    assert shown.endswith("\x1b[?25h\x1b[?1049l")
+
+
+def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
+    with sidecar() as url:
+        shown, status = on_a_terminal([*WATCH, url], ended=("\n", signal.SIGINT), environment={"TERM": "dumb"})
+
+    assert (status, shown.splitlines()[0]) == (
+        0,
+        "alarm: GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.",
+    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ import pytest
 
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import BEGIN, add_dcgm, add_vllm
+from tests.unit.commands.screen import on_a_terminal
 
 READ: Final = """
 import sys
@@ -34,27 +33,14 @@ def words() -> Iterator[list[str]]:
 
 
 def test_a_terminal_gets_a_bar_that_goes_away_and_leaves_the_output_alone(words: list[str]) -> None:
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
-    os.close(theirs)
-    drawn = b"".join(_read(ours))
-    output, _ = process.communicate(timeout=60)
+    shown, status = on_a_terminal(words)
 
-    assert output == b"601\n"
-    assert b"Reading history" in drawn
-    assert drawn.endswith(b"\r\x1b[K")
+    assert status == 0
+    assert "Reading history" in shown
+    assert shown.endswith("\r\x1b[1A\x1b[2K601\r\n")
 
 
 def test_a_file_gets_none(words: list[str]) -> None:
     done = subprocess.run(words, capture_output=True, check=False, timeout=60)
 
     assert (done.stdout, done.stderr) == (b"601\n", b"")
-
-
-def _read(terminal: int) -> Iterator[bytes]:
-    with open(terminal, "rb", buffering=0) as stream:
-        try:
-            while data := stream.read(4096):
-                yield data
-        except OSError:  # what Linux says of a terminal whose other side has closed
-            return
