@@ -93,7 +93,7 @@ def _physics() -> list[Json]:
     return [
         timeseries(
             "Utilization, with load",
-            "The share of time in which the GPU ran something, by NVML.",
+            "The share of time in which the GPU ran something, by its driver.",
             [query(f"headroom_gpu_utilization_ratio{{{GPU}}}", "GPU {{gpu}}"), RUNNING],
             unit="percentunit",
             width=8,

@@ -48,7 +48,7 @@ GPU_INFO: Final = _gauge(
     "A GPU; attribution is how it came to be the engine's, empty when it is not.",
 )
 GPU_UP: Final = _gauge("gpu_up", GPU, "1 when this device can be read, 0 when it is lost or does not answer.")
-GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device, by NVML.")
+GPU_MEMORY_TOTAL: Final = _gauge("gpu_memory_total_bytes", GPU, "Memory of the device.")
 GPU_MEMORY_USED: Final = _gauge(
     "gpu_memory_used_bytes", GPU, "Memory in use on the device by any process, without what the driver reserves."
 )
@@ -63,9 +63,13 @@ GPU_MEMORY_HELD: Final = _gauge(
     "gpu_memory_held_bytes", (*GPU, "holder"), "Memory in use by who holds it; the holders sum to the memory in use."
 )
 GPU_MEMORY_LEFT_BEHIND: Final = _gauge(
-    "gpu_memory_left_behind_bytes", GPU, "Of it by processes that are sure to serve no engine any more; absent without."
+    "gpu_memory_left_behind_bytes",
+    GPU,
+    "Memory held by processes that are sure to serve no engine any more; absent without.",
 )
-GPU_UTILIZATION: Final = _gauge("gpu_utilization_ratio", GPU, "Share of the last NVML period in which a kernel ran.")
+GPU_UTILIZATION: Final = _gauge(
+    "gpu_utilization_ratio", GPU, "Share of the driver's last period in which the GPU was busy."
+)
 GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
 GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")
 GPU_XID_ERRORS: Final = _counter(
@@ -127,7 +131,7 @@ ENGINE_PROGRESS_AGE: Final = _gauge(
 ENGINE_KV_STRANDED: Final = _gauge(
     "engine_kv_cache_stranded_ratio",
     ENGINE,
-    "Share still held a minute after the last request.",
+    "Share of the KV cache still held a minute after the last request.",
     needs=LIVE_SHARE,
 )
 

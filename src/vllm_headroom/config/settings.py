@@ -134,7 +134,8 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
     )
     state_dir: Path | None = setting(
         None,
-        "A directory of this daemon's own, in which what the leak detector learned survives a restart of the daemon.",
+        "A directory of this daemon's own, for what survives its restart: what the leak detector learned, the life of"
+        " the engine, and the record of its last hours and of its ends, for vllm-headroom postmortem.",
         accepts="the path of a directory",
         word="DIRECTORY",
     )

@@ -106,8 +106,9 @@ class Sampler:
         self._transitions.report(snapshot)
         samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
         values = Values(samples)
-        if self._judge is not None:
-            samples += self._derive(self._judge(values), snapshot)
+        if self._judge is not None and (judged := self._derive(self._judge(values), snapshot)):
+            samples += judged
+            values = Values(samples)
         self._transitions.verdicts(values)
         self.snapshot, self.values = snapshot, values
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)

@@ -9,12 +9,17 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Failure, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, GpuReading, Snapshot, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
-"""With less than this left, HeadroomOutOfMemorySoon pages."""
+DAY_SECONDS: Final = 24 * HOUR_SECONDS
+"""With less left of a leak HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical."""
+
+GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
+HOST_ALERTS: Final = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
+"""Of a leak that ends within the hour, within the day, and of any other growth."""
 
 NEIGHBOUR_BYTES: Final = 2**30
 """What others hold is worth a word from here on, as HeadroomNeighbourGrowing has it; contexts alone are smaller."""
@@ -34,6 +39,16 @@ ENGINE_SAYS: Final = {
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
+QUIET: Final[dict[str | None, tuple[Level, str]]] = {
+    LeakState.STABLE: (Level.GOOD, " shows no leak"),
+    LeakState.UNSETTLED: (Level.GOOD, " shows no leak so far, under a load that changes"),
+    LeakState.ASLEEP: (Level.GOOD, ": the engine sleeps"),
+    LeakState.WARMING_UP: (Level.UNKNOWN, ": too early to tell whether it leaks"),
+}
+"""What to say where nothing is found to grow; the state that tells most comes first."""
+
+NOT_TOLD: Final = (Level.UNKNOWN, ": whether it leaks is not known")
+
 
 def verdicts(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
     """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
@@ -52,7 +67,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in sorted(owned, key=lambda each: each.reading.index):
         to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
-        yield _gpu(values, str(gpu.reading.index), gpu.reading.uuid, to_wake.get(gpu.reading.uuid))
+        yield _gpu(values, gpu.reading, to_wake.get(gpu.reading.uuid))
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=f"GPU {gpu.reading.index}",
@@ -62,18 +77,23 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             )
 
 
-def _gpu(values: Values, gpu: str, uuid: str, to_wake: int | None) -> Verdict:
+def _gpu(values: Values, reading: GpuReading, to_wake: int | None) -> Verdict:
+    gpu, uuid = str(reading.index), reading.uuid
     name = f"GPU {gpu}"
     said = partial(Verdict, subject=name)
-    if values.value(catalog.GPU_UP, gpu, uuid) == 0:
-        text = f"{name} cannot be read: it is lost, or its driver does not answer."
+    if reading.failure is not None:
+        text = _ended(f"{name} cannot be read: {reading.failure.message}")
         return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return _leak(values, gpu, uuid, sure=state == LeakState.LEAKING)
     free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
     room = "" if free is None else f"; {size(free)} are free"
-    level, text = _quiet(values, state, name, (gpu, uuid))
+    level, text = QUIET.get(state, NOT_TOLD)
+    text = f"{name}{text}"
+    held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
+    if state == LeakState.ASLEEP and held is not None:
+        text = f"{text} and holds {size(held)}"
     if to_wake is not None:
         text = f"{text}; to wake takes {size(to_wake)}"
         if free is not None and free < to_wake:
@@ -85,20 +105,6 @@ def _gpu(values: Values, gpu: str, uuid: str, to_wake: int | None) -> Verdict:
     return said(level=Level.WARNING, sentence=text, alert="HeadroomNeighbourGrowing")
 
 
-def _quiet(values: Values, state: str | None, name: str, labels: tuple[str, str]) -> tuple[Level, str]:
-    """Return what to say where nothing is found to grow."""
-    if state == LeakState.STABLE:
-        return Level.GOOD, f"{name} shows no leak"
-    if state == LeakState.WARMING_UP:
-        return Level.UNKNOWN, f"{name}: too early to tell whether it leaks"
-    if state == LeakState.UNSETTLED:
-        return Level.GOOD, f"{name} shows no leak so far, under a load that changes"
-    if state == LeakState.ASLEEP:
-        held = values.value(catalog.GPU_MEMORY_HELD, *labels, "engine")
-        return Level.GOOD, f"{name}: the engine sleeps" + ("" if held is None else f" and holds {size(held)}")
-    return Level.UNKNOWN, f"{name}: whether it leaks is not known"
-
-
 def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
     left = values.value(catalog.TIME_TO_OOM, gpu, uuid)
     least = values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
@@ -107,13 +113,20 @@ def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
     verb = "leaks" if sure else "may leak"
     soon = left is not None and left < HOUR_SECONDS
-    alert = ("HeadroomOutOfMemorySoon" if soon else "HeadroomGpuMemoryLeak") if sure else "HeadroomGpuMemoryGrowing"
     return Verdict(
         subject=f"GPU {gpu}",
         level=Level.ALARM if sure or soon else Level.WARNING,
         sentence=f"GPU {gpu} {verb}{rate}{place}{_left(left, least)}.",
-        alert=alert,
+        alert=_alert(GPU_ALERTS, left, sure=sure),
     )
+
+
+def _alert(alerts: tuple[str, str, str], seconds: float | None, *, sure: bool) -> str:
+    """Return which of `alerts` the rules give growth with so much time left."""
+    hour, day, other = alerts
+    if seconds is None or seconds >= (DAY_SECONDS if sure else HOUR_SECONDS):
+        return other
+    return hour if sure and seconds < HOUR_SECONDS else day
 
 
 def _rate(per_request: float | None, per_second: float | None) -> str:
@@ -167,13 +180,11 @@ def _host(values: Values) -> Iterator[Verdict]:
         sure = state == LeakState.LEAKING
         rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
         text = f"Host memory of {role} {'leaks' if sure else 'may leak'}{rate}{_left(left, least)}."
-        alert = "HeadroomHostOutOfMemorySoon" if soon else "HeadroomHostMemoryLeak"
+        alert = _alert(HOST_ALERTS, left, sure=sure)
         yield said(level=Level.ALARM if sure or soon else Level.WARNING, sentence=text, alert=alert)
     if found and not growing:
-        tells = bool({LeakState.STABLE, LeakState.UNSETTLED} & set(found.values()))
-        text = "shows no leak" if tells else "is watched, too early to tell whether it leaks"
-        level = Level.GOOD if tells else Level.UNKNOWN
-        yield said(level=level, sentence=f"Host memory {text}; {_in_use(values)}.")
+        level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_TOLD)
+        yield said(level=level, sentence=f"Host memory{text}; {_in_use(values)}.")
 
 
 def _in_use(values: Values) -> str:

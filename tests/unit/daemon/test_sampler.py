@@ -27,6 +27,7 @@ from vllm_headroom.model import (
     ProcessReadings,
     Sample,
     Snapshot,
+    Values,
 )
 from vllm_headroom.vocabulary import Source
 
@@ -81,6 +82,7 @@ def sampler(
     selection: Selection | None = None,
     parse: Callable[[str], EnginePage | Failure] = parsed,
     recall: Callable[[Snapshot], Awaitable[Mapping[str, Any]]] | None = None,
+    judge: Callable[[Values], Derivation[Any]] | None = None,
 ) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
@@ -90,6 +92,7 @@ def sampler(
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
         recall=recall,
+        judge=judge,
     )
 
 
@@ -202,6 +205,18 @@ def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
     assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 42.0
     assert values(ticked(subject), catalog.ENGINE_RUNNING)[("count", "0")] == 43.0
     assert subject.states["count"] == 43
+
+
+def test_what_is_judged_last_is_among_the_values_that_the_page_and_the_snapshot_show() -> None:
+    def judge(said: Values) -> Derivation[Any]:
+        ran = said.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
+        return stateless("gate", lambda _: (Sample(catalog.GATE_OPEN, ("ready",), float(ran)),))
+
+    subject = sampler(Said(engine="1"), judge=judge)
+
+    assert values(ticked(subject), catalog.GATE_OPEN) == {("ready",): 1.0}
+    assert subject.values.value(catalog.GATE_OPEN, "ready") == 1.0
+    assert subject.values.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
 
 
 def test_a_selection_that_nothing_visible_fits_is_named() -> None:

@@ -72,6 +72,13 @@ def test_with_less_than_an_hour_left_the_runbook_is_the_pages() -> None:
 
     assert of("GPU 0", state(LeakState.LEAKING), soon).alert == "HeadroomOutOfMemorySoon"
     assert of("GPU 0", state(LeakState.GROWING), soon).level is Level.ALARM
+    assert of("GPU 0", state(LeakState.GROWING), soon).alert == "HeadroomGpuMemoryLeak"
+
+
+def test_a_leak_with_more_than_a_day_left_has_the_alert_of_growth() -> None:
+    late = Sample(catalog.TIME_TO_OOM, A_GPU, 25 * HOUR)
+
+    assert of("GPU 0", state(LeakState.LEAKING), late).alert == "HeadroomGpuMemoryGrowing"
 
 
 def test_growth_is_a_warning_that_claims_less() -> None:
@@ -105,7 +112,13 @@ def test_a_neighbour_is_never_all_green() -> None:
 
 
 def test_a_lost_gpu_is_an_alarm_whatever_was_said_before() -> None:
-    assert of("GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_UP, A_GPU, 0.0)).alert == "HeadroomGpuLost"
+    lost = replace(gpu(), reading=replace(gpu().reading, failure=failure(Source.NVML)))
+    at = replace(seen(), gpus=(lost,))
+
+    verdict = of("GPU 0", state(LeakState.STABLE), at=at)
+
+    assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuLost")
+    assert verdict.sentence == "GPU 0 cannot be read: it failed."
 
 
 def test_gpus_that_cannot_be_read_or_told_are_not_known() -> None:
@@ -159,6 +172,41 @@ def test_host_memory_is_said_by_role_where_it_grows_and_once_where_not() -> None
     leaking = of("host memory", core, worker, Sample(catalog.HOST_LEAK_RATE, ("engine_core",), 1000.0))
     assert leaking.sentence == "Host memory of engine_core leaks 3.43 MiB an hour."
     assert of("host memory", worker, held).sentence == ("Host memory shows no leak; the engine's processes hold 2 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("left_hours", "leaking", "growing"),
+    [
+        (0.5, "HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut"),
+        (23.0, "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak"),
+        (25.0, "HeadroomHostMemoryLeak", "HeadroomHostMemoryLeak"),
+    ],
+)
+def test_growth_on_the_host_has_the_alert_of_its_time(left_hours: float, leaking: str, growing: str) -> None:
+    left = Sample(catalog.HOST_TIME_TO_OOM, (), left_hours * HOUR)
+    sure, unsure = (
+        state(each, catalog.HOST_LEAK_STATE, ("worker",)) for each in (LeakState.LEAKING, LeakState.GROWING)
+    )
+
+    assert (of("host memory", sure, left).alert, of("host memory", unsure, left).alert) == (leaking, growing)
+
+
+@pytest.mark.parametrize(
+    ("leak", "level", "sentence"),
+    [
+        (LeakState.UNSETTLED, Level.GOOD, "Host memory shows no leak so far, under a load that changes; "),
+        (LeakState.WARMING_UP, Level.UNKNOWN, "Host memory: too early to tell whether it leaks; "),
+        (LeakState.UNKNOWN, Level.UNKNOWN, "Host memory: whether it leaks is not known; "),
+        (LeakState.ASLEEP, Level.GOOD, "Host memory: the engine sleeps; "),
+    ],
+)
+def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Level, sentence: str) -> None:
+    core = state(leak, catalog.HOST_LEAK_STATE, ("engine_core",))
+    held = Sample(catalog.HOST_MEMORY, ("engine_core",), 2.0 * GIB)
+
+    verdict = of("host memory", core, held)
+
+    assert (verdict.level, verdict.sentence) == (level, f"{sentence}the engine's processes hold 2 GiB.")
 
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:

@@ -26,7 +26,10 @@ FOLDER: Final = "/var/lib/vllm-headroom"
 async def state_dir(folder: Path | None) -> Finding:
     """Tell whether the leak detector's state can be kept."""
     if folder is None:
-        text = "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned"
+        text = (
+            "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
+            " is kept for vllm-headroom postmortem"
+        )
         return Finding(name=Name.STATE_DIR, state=State.NOT_APPLICABLE, text=text)
     problem = await _problem(partial(_write_into, folder))
     return _judged(Name.STATE_DIR, folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))

@@ -41,7 +41,9 @@ def gpus(sight: Sight) -> Finding:
     if isinstance(sight.readings, Failure):
         return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
     devices = sight.readings.devices
-    details = tuple(f"{called(device)} {device.name}{_unified(device)}{_trouble(device)}" for device in devices)
+    details = tuple(
+        f"{called(device)} {device.name}".rstrip() + _unified(device) + _trouble(device) for device in devices
+    )
     details += tuple(
         f"{called(gpu.reading)}: {described(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
     )

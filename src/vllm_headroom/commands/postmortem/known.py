@@ -12,6 +12,7 @@ from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.fields import YEAR_10000
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, incidents_in, known_of
 from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.units import size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 
 MOST_SHOWN: Final = 100
@@ -70,8 +71,9 @@ def header_xids(known: Known | None) -> tuple[int, ...]:
 def header_ooms(known: Known | None) -> tuple[str, ...]:
     """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
     return tuple(
-        f"torch raised OutOfMemoryError on {each.get('uuid')}: {each.get('asked')} B asked, {each.get('free')} B free"
-        + ("" if each.get("reserved") is None else f", {each['reserved']} B its own, {each.get('allocated')} B in use")
+        f"torch raised OutOfMemoryError on {each.get('uuid')}: {_told(each, 'asked')} asked, {_told(each, 'free')} free"
+        + ("" if each.get("reserved") is None else f", {_told(each, 'reserved')} its own")
+        + ("" if each.get("allocated") is None else f", {_told(each, 'allocated')} in use")
         for each in records(known, "ooms")
     )
 
@@ -98,7 +100,7 @@ def sentences(known: Known | None) -> tuple[str, ...]:
 def holders(known: Known | None) -> Iterator[str]:
     """Yield who held what on the GPUs."""
     for each in records(before(known), "holders"):
-        yield f"{each.get('uuid')} pid {each.get('pid')} {each.get('used')} B"
+        yield f"{each.get('uuid')} pid {each.get('pid')} {_told(each, 'used')}"
 
 
 def probed(known: Known | None) -> Iterator[str]:
@@ -106,9 +108,17 @@ def probed(known: Known | None) -> Iterator[str]:
     for process in records(before(known), "probe"):
         for each in records(process, "devices"):
             held = (
-                f"{word} {each[f'{word}_bytes']} B" for word in ("allocated", "reserved") if f"{word}_bytes" in each
+                f"{word} {_told(each, f'{word}_bytes')}"
+                for word in ("allocated", "reserved")
+                if f"{word}_bytes" in each
             )
             yield f"{each.get('uuid')} pid {process.get('pid')} {process.get('role')}: {', '.join(held)}"
+
+
+def _told(found: Known, name: str) -> str:
+    """Return an amount of memory in words, for the driver does not tell each."""
+    n_bytes = found.get(name)
+    return size(n_bytes) if type(n_bytes) is int and 0 <= n_bytes <= LARGEST else "an amount not known"
 
 
 def log_lines(known: Known | None) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def options(parser: Parser) -> None:
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help=ratio)
     n_bytes = "what has to be free on each GPU; vLLM checks its utilization even with --kv-cache-memory-bytes"
     add("--bytes", metavar="SIZE", type=size("72GiB"), help=n_bytes)
-    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES leaves"
+    gpus = "the GPUs that vLLM will use; without it those that CUDA_VISIBLE_DEVICES, or HIP's, leaves"
     add("--gpus", metavar="GPUS", type=GPUS, help=gpus)
     parallel = "as vLLM's, times its pipeline size: how many GPUs it will use here; without it, all are looked at"
     add("-tp", "--tensor-parallel-size", metavar="N", type=whole(1, MOST_GPUS), help=parallel)

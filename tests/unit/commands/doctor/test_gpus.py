@@ -21,7 +21,7 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
     found = examined()[Name.GPUS]
 
     assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
-    assert "the GPU is lost" in found.details[1]
+    assert found.details[1].startswith("GPU 1 (UUID not known): the GPU is lost")
     assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
 
 

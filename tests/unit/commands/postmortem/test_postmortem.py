@@ -57,7 +57,8 @@ def leaked(tmp_path: Path) -> Path:
     scene.header |= {"version": "1.2.3", "log": ["a <line> of the log", "\x1b[31mred"], "events": [{"what": "ended"}]}
     scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
     scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
-    scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": 7, "used": 5}]
+    held = ((7, 5), (9, 73 * 2**30), (10, None))
+    scene.header["before"]["holders"] = [{"uuid": "GPU-a", "pid": pid, "used": used} for pid, used in held]
     torch = {"uuid": "GPU-a", "allocated_bytes": 3, "reserved_bytes": 4}
     scene.header["before"]["probe"] = [{"pid": 8, "role": "worker", "devices": [torch]}, {"devices": 1}]
     return write(tmp_path, scene)
@@ -91,6 +92,8 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "the driver reported XID 79 on GPU-a",
         "Numbers for a bug report",
         "GPU-a pid 7 5 B",
+        "GPU-a pid 9 73 GiB",
+        "GPU-a pid 10 an amount not known",
         "GPU-a pid 8 worker: allocated 3 B, reserved 4 B",
         "80 GiB in all",
         "https://github.com/vllm-project/vllm/issues",
