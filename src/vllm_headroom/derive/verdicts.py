@@ -7,22 +7,18 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive import growing
 from vllm_headroom.derive.leftovers import described
-from vllm_headroom.model import Failure, GpuReading, Snapshot, Values, Verdict
-from vllm_headroom.units import duration, size
-from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
-
-HOUR_SECONDS: Final = 3600.0
-DAY_SECONDS: Final = 24 * HOUR_SECONDS
-"""With less left of a leak HeadroomOutOfMemorySoon pages, and HeadroomGpuMemoryLeak is critical."""
-
-GPU_ALERTS: Final = ("HeadroomOutOfMemorySoon", "HeadroomGpuMemoryLeak", "HeadroomGpuMemoryGrowing")
-HOST_ALERTS: Final = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemoryRunsOut", "HeadroomHostMemoryLeak")
-"""Of a leak that ends within the hour, within the day, and of any other growth."""
+from vllm_headroom.model import Failure, GpuReading, Life, Snapshot, Values, Verdict
+from vllm_headroom.units import size
+from vllm_headroom.vocabulary import EngineState, LeakState, Level
 
 NEIGHBOUR_BYTES: Final = 2**30
 """What others hold is worth a word from here on, as HeadroomNeighbourGrowing has it; contexts alone are smaller."""
+
+LOW_BYTES: Final = 512 * 2**20
+LOW_SHARE: Final = 0.5
+"""As HeadroomGpuMemoryLow: less is free than this, and than this share of what was when the engine became ready."""
 
 STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
@@ -39,6 +35,9 @@ ENGINE_SAYS: Final = {
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
+NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no process of it", None)
+"""HeadroomEngineDown waits too until one has lived."""
+
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
     LeakState.STABLE: (Level.GOOD, " shows no leak"),
     LeakState.UNSETTLED: (Level.GOOD, " shows no leak so far, under a load that changes"),
@@ -52,7 +51,7 @@ NOT_TOLD: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 def verdicts(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
     """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
-    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(values))
+    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(values), *_gates(values))
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 
 
@@ -66,8 +65,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
     for gpu in sorted(owned, key=lambda each: each.reading.index):
-        to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
-        yield _gpu(values, gpu.reading, to_wake.get(gpu.reading.uuid))
+        yield _gpu(values, gpu.reading, snapshot.life)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=f"GPU {gpu.reading.index}",
@@ -77,7 +75,7 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
             )
 
 
-def _gpu(values: Values, reading: GpuReading, to_wake: int | None) -> Verdict:
+def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
     gpu, uuid = str(reading.index), reading.uuid
     name = f"GPU {gpu}"
     said = partial(Verdict, subject=name)
@@ -86,65 +84,34 @@ def _gpu(values: Values, reading: GpuReading, to_wake: int | None) -> Verdict:
         return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
-        return _leak(values, gpu, uuid, sure=state == LeakState.LEAKING)
+        return growing.of_gpu(values, gpu, uuid, sure=state == LeakState.LEAKING)
     free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
     room = "" if free is None else f"; {size(free)} are free"
     level, text = QUIET.get(state, NOT_TOLD)
-    text = f"{name}{text}"
+    text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
         text = f"{text} and holds {size(held)}"
+    to_wake = None if life is None else dict(life.to_wake).get(uuid)
     if to_wake is not None:
         text = f"{text}; to wake takes {size(to_wake)}"
         if free is not None and free < to_wake:
             level, room = Level.WARNING, f"{room}: {size(to_wake - free)} are missing"
     others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
+    if free is not None and life is not None and free < min(LOW_BYTES, LOW_SHARE * dict(life.first_rooms).get(uuid, 0)):
+        level, alert = Level.WARNING, "HeadroomGpuMemoryLow"
+        room = f"; only {size(free)} are free"
     if others < NEIGHBOUR_BYTES:
-        return said(level=level, sentence=f"{text}{room}.")
+        return said(level=level, sentence=f"{text}{room}.", alert=alert)
     text = f"{text}; other processes hold {size(others)} of it{room}."
     return said(level=Level.WARNING, sentence=text, alert="HeadroomNeighbourGrowing")
-
-
-def _leak(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
-    left = values.value(catalog.TIME_TO_OOM, gpu, uuid)
-    least = values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
-    rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
-    where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
-    place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    verb = "leaks" if sure else "may leak"
-    soon = left is not None and left < HOUR_SECONDS
-    return Verdict(
-        subject=f"GPU {gpu}",
-        level=Level.ALARM if sure or soon else Level.WARNING,
-        sentence=f"GPU {gpu} {verb}{rate}{place}{_left(left, least)}.",
-        alert=_alert(GPU_ALERTS, left, sure=sure),
-    )
-
-
-def _alert(alerts: tuple[str, str, str], seconds: float | None, *, sure: bool) -> str:
-    """Return which of `alerts` the rules give growth with so much time left."""
-    hour, day, other = alerts
-    if seconds is None or seconds >= (DAY_SECONDS if sure else HOUR_SECONDS):
-        return other
-    return hour if sure and seconds < HOUR_SECONDS else day
-
-
-def _rate(per_request: float | None, per_second: float | None) -> str:
-    if per_request is not None:
-        return f" {size(1000 * per_request)} per 1,000 requests"
-    return "" if per_second is None else f" {size(HOUR_SECONDS * per_second)} an hour"
-
-
-def _left(seconds: float | None, least_seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    least = "" if least_seconds is None else f", {duration(least_seconds)} at the least"
-    return f": out of memory in {duration(seconds)}{least}"
 
 
 def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
     level, text, alert = ENGINE_SAYS[state]
+    if state is EngineState.DOWN and snapshot.life is not None and not any(count for _, count in snapshot.life.exits):
+        level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
         cause = f"; {snapshot.engines.message}"
     else:
@@ -171,20 +138,21 @@ def _load(values: Values) -> str:
 
 
 def _host(values: Values) -> Iterator[Verdict]:
-    said = partial(Verdict, subject="host memory")
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
-    growing = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
-    left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
-    soon = left is not None and left < HOUR_SECONDS
-    for role, state in growing.items():
-        sure = state == LeakState.LEAKING
-        rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
-        text = f"Host memory of {role} {'leaks' if sure else 'may leak'}{rate}{_left(left, least)}."
-        alert = _alert(HOST_ALERTS, left, sure=sure)
-        yield said(level=Level.ALARM if sure or soon else Level.WARNING, sentence=text, alert=alert)
-    if found and not growing:
+    grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
+    for role, state in grows.items():
+        yield growing.of_host(values, role, sure=state == LeakState.LEAKING)
+    if found and not grows:
         level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_TOLD)
-        yield said(level=level, sentence=f"Host memory{text}; {_in_use(values)}.")
+        text = f"Host memory{text}; {_in_use(values)}."
+        yield Verdict(subject="host memory", level=level, sentence=text)
+
+
+def _gates(values: Values) -> Iterator[Verdict]:
+    for (name,), value in values.of(catalog.GATE_OPEN).items():
+        if value == 0:
+            text = f"The gate /gate/{name} is closed, which Kubernetes acts on; its answer says why."
+            yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
 
 
 def _in_use(values: Values) -> str:

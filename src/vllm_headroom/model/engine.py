@@ -97,7 +97,7 @@ class Life:
     nothing of leaks. `began_seconds` is seconds since the epoch. `recent_ends` is how many lives ended in the last 90
     minutes. `progress_age_seconds` is None while there is nothing to do. `stranded` pairs the labels of an engine that
     has been idle for a minute with what its KV cache still holds, `to_wake` the UUID of a GPU with what a sleeping
-    engine takes of it when it wakes.
+    engine takes of it when it wakes, `first_rooms` with what was free on it when this life became ready.
     """
 
     state: EngineState
@@ -109,3 +109,4 @@ class Life:
     progress_age_seconds: float | None = None
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()
     to_wake: tuple[tuple[str, int], ...] = ()
+    first_rooms: tuple[tuple[str, int], ...] = ()

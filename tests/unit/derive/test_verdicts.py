@@ -12,7 +12,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.model import Fate, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
-from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakLocation, LeakState, Level, Source
 
 HOUR: Final = 3600.0
 
@@ -22,7 +22,9 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
 
 
 def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
-    return replace(snapshot(engines=page(engine()), gpus=(gpu(),)), life=Life(state=life))
+    return replace(
+        snapshot(engines=page(engine()), gpus=(gpu(),)), life=Life(state=life, exits=((ExitReason.GONE, 1),))
+    )
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
@@ -135,6 +137,37 @@ def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
 
     assert verdict.sentence.startswith("The engine ")
     assert (verdict.level is Level.ALARM) == (life in {EngineState.DOWN, EngineState.STALLED})
+
+
+def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
+    at = replace(seen(), life=Life(state=EngineState.DOWN, exits=((ExitReason.GONE, 0),)))
+
+    said = of("engine", at=at)
+    assert (said.level, said.alert) == (Level.UNKNOWN, None)
+    assert said.sentence == "The engine has not been seen yet: there is no page and no process of it."
+
+
+def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
+    def said(free_mib: int, first_mib: int) -> tuple[Level, str | None]:
+        at = replace(seen(), life=Life(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),)))
+        found = of(
+            "GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_FREE, A_GPU, float(free_mib * MIB)), at=at
+        )
+        return found.level, found.alert
+
+    low = (Level.WARNING, "HeadroomGpuMemoryLow")
+    assert [said(500, 5000), said(100, 300)] == [low, low]
+    assert [said(520, 5000), said(200, 300)] == 2 * [(Level.GOOD, None)]
+
+
+def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
+    found = verdicts(
+        seen(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0), Sample(catalog.GATE_OPEN, ("live",), 1.0)])
+    )
+
+    assert [each.sentence for each in found if each.subject == "gates"] == [
+        "The gate /gate/ready is closed, which Kubernetes acts on; its answer says why."
+    ]
 
 
 def test_a_silent_page_is_told_with_its_cause() -> None:

@@ -33,7 +33,7 @@ an answer.
 
 Example:
   vllm-headroom watch http://gpu-7:9839
-  kubectl exec -it POD -c vllm-headroom -- vllm-headroom watch
+  kubectl exec -it POD -c headroom -- vllm-headroom watch
 """
 
 HERE: Final = "http://127.0.0.1:9839"

@@ -152,6 +152,7 @@ def _life(state: LifeState, seen: Signs, held: dict[str, int], now: float) -> Li
         if state.state is EngineState.ASLEEP
         else progress_age(movements, now, seen.owed_since),
         stranded=stranded(movements, now),
+        first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in held.items()
