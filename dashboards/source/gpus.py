@@ -23,15 +23,21 @@ def each_gpu() -> Json:
     return table(
         "Each GPU, and when it will be full",
         "The state of each GPU, what is free, the least that was free in the time shown, and while it grows or leaks "
-        "when it will be out of memory: as it goes on now, and at the earliest.",
+        "when it will be out of memory: as it goes on now, and at the earliest. Where it leaks only the probe inside "
+        "vLLM tells.",
         [
             query(f"max by (gpu, state) (headroom_leak_state{{{GPU}}} == 1)"),
             *(query(f"max by (gpu) ({expr})") for expr in columns.values()),
+            query(f"max by (gpu, location) (headroom_leak_location{{{GPU}}} == 1)"),
         ],
         [
             {"id": "merge", "options": {}},
             {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #B"}]}},
-            organized(("gpu", "state", *names), ("Value #A",), {"gpu": "GPU", **names}),
+            organized(
+                ("gpu", "state", "location", *names),
+                ("Value #A", "Value #F"),
+                {"gpu": "GPU", "location": "where", **names},
+            ),
         ],
         width=10,
         height=10,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dashboards.source.colours import (
+    BAD,
     ENGINE_COLOUR,
     FREE_COLOUR,
     NEUTRAL,
@@ -68,14 +69,15 @@ def _ledger() -> Json:
     made = timeseries(
         "Who holds the memory of GPU $gpu",
         "All memory of the GPU, by holder, stacked to its size. Unattributed is memory that no visible process "
-        "accounts for. The line on top is the highest use between two scrapes.",
-        lines_of_held(GPU),
+        "accounts for. The line on top is the highest use between two scrapes. Left behind is what processes hold that "
+        "serve no engine any more, counted with the engine or others in the stack.",
+        [*lines_of_held(GPU), query(f"headroom_gpu_memory_left_behind_bytes{{{GPU}}}", "left behind")],
         unit="bytes",
         width=24,
         height=8,
         stacked=True,
         min=0,
-        overrides=HOLDERS,
+        overrides=[*HOLDERS, LEFT_BEHIND],
     )
     return {**made, "repeat": "gpu", "repeatDirection": "h", "maxPerRow": 4}
 
@@ -99,6 +101,13 @@ def _parts() -> Json:
     )
 
 
+LEFT_BEHIND = coloured(
+    "left behind",
+    BAD,
+    custom__stacking={"mode": "none", "group": "A"},
+    custom__fillOpacity=0,
+    custom__lineWidth=2,
+)
 HOLDERS = [
     coloured("engine", ENGINE_COLOUR),
     coloured("other", OTHER_COLOUR),

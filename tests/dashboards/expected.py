@@ -145,11 +145,13 @@ EMPTY: Final = (
         },
     ),
     Empty(
-        why="no scenario has a container with a limit, or a probe, and none here idles",
+        why="no scenario has a container with a limit, a probe, or what an engine left behind, and none here idles",
         over=EVERYWHERE,
         queries={
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
+                "Each GPU, and when it will be full": ("F",),
+                "Who holds the memory of GPU $gpu": ("left behind",),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
                 "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
