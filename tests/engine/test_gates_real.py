@@ -71,8 +71,8 @@ def test_its_hook_lets_what_runs_be_answered_before_the_end(tmp_path: Path) -> N
         assert not scripts.passes(vllm["readinessProbe"]["exec"]["command"])
 
 
-def test_without_it_vllm_kills_its_core_and_answers_nothing_more(tmp_path: Path) -> None:
-    """Its server then waits for the connections to close, until it is killed at the end of the time of grace."""
+def test_without_it_vllm_kills_its_core_and_finishes_nothing(tmp_path: Path) -> None:
+    """An answer is cut off where it stands, or never comes: its server may wait for connections that nobody answers."""
     with serving(free_port(), tmp_path / "serve.log") as engine:
         started(engine)
         command = Path("/proc", str(core(engine)), "cmdline")
@@ -80,5 +80,4 @@ def test_without_it_vllm_kills_its_core_and_answers_nothing_more(tmp_path: Path)
         os.kill(engine.process.pid, signal.SIGTERM)
         eventually(lambda: not command.exists() or not command.read_bytes(), "its core is gone", 300, 0.5)
 
-        assert not request.became.startswith("answered")
-    assert request.over().startswith("lost")
+    assert request.over() != f"answered with {TOKENS} tokens"
