@@ -69,27 +69,31 @@ def _engine() -> Json:
 
 
 def _left() -> Json:
-    return stat(
+    return _time_left(
         "Time to out of memory",
         "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
         "unknown: the engine does not answer, or what it holds cannot be told.",
-        [query(time_to_oom(GPU), "GPU {{gpu}}")],
-        unit="dtdurations",
+        "headroom_time_to_oom_seconds",
         width=4,
-        named=True,
-        noValue="unknown",
-        mappings=[TIME_TO_OOM_VALUES],
-        thresholds=TIME_TO_OOM_STEPS,
     )
 
 
 def _least() -> Json:
-    return stat(
+    return _time_left(
         "At the least",
         "The lower bound of the time to out of memory, and the GPU it is of.",
-        [query(time_to_oom(GPU, metric="headroom_time_to_oom_seconds_lower"), "GPU {{gpu}}")],
-        unit="dtdurations",
+        "headroom_time_to_oom_seconds_lower",
         width=3,
+    )
+
+
+def _time_left(title: str, description: str, metric: str, *, width: int) -> Json:
+    return stat(
+        title,
+        description,
+        [query(time_to_oom(GPU, metric), "GPU {{gpu}}")],
+        unit="dtdurations",
+        width=width,
         named=True,
         noValue="unknown",
         mappings=[TIME_TO_OOM_VALUES],

@@ -66,7 +66,7 @@ def lowest_free(matchers: str) -> str:
     )
 
 
-def time_to_oom(matchers: str, metric: str = "headroom_time_to_oom_seconds") -> str:
+def time_to_oom(matchers: str, metric: str) -> str:
     """Return an expression for the GPU with the least time to out of memory, or why there is none.
 
     `TIME_TO_OOM_VALUES` says what the numbers below 0 stand for.

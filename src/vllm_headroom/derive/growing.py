@@ -26,7 +26,8 @@ def of_gpu(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
     rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
     where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    return _said(f"GPU {gpu}", "", f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
+    name = f"GPU {gpu}"
+    return _said(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
 
 
 def of_host(values: Values, role: str, *, sure: bool) -> Verdict:
@@ -45,7 +46,7 @@ def _said(
     return Verdict(
         subject=subject,
         level=Level.ALARM if sure or soon else Level.WARNING,
-        sentence=f"{name or subject} {verb}{how}{_left(left, least)}.",
+        sentence=f"{name} {verb}{how}{_left(left, least)}.",
         alert=_alert(alerts, left, sure=sure),
     )
 
