@@ -23,11 +23,6 @@ STALLED_SECONDS: Final = 60.0
 A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
 its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
-LOOP_SECONDS: Final = 90 * 60.0
-"""How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
-
-MOST_ENDS: Final = 64
-
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
 
@@ -80,8 +75,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
-    lives = advance(state.lives, seen, rooms(snapshot), answered_before=state.answered)
-    lives = _ends(lives, snapshot.time_seconds, ended=lives.exits != state.lives.exits)
+    lives = advance(state.lives, seen, rooms(snapshot), snapshot.time_seconds, answered_before=state.answered)
     goes_on = lives.restarts == state.lives.restarts
     movements = state.movements if goes_on else {}
     movements = movements if seen.page is None else moved(movements, seen.page, now)
@@ -97,12 +91,6 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in held.items()}
         state = replace(state, served_bytes=before | most)
     return state, replace(snapshot, life=_life(state, seen, held, now))
-
-
-def _ends(lives: Lives, seconds: float, *, ended: bool) -> Lives:
-    """Return the lives with the ends that are not long ago; one dated ahead was, before the clock was set."""
-    recent = tuple(each for each in lives.ends_seconds if 0 <= seconds - each < LOOP_SECONDS)
-    return replace(lives, ends_seconds=(*recent, seconds)[-MOST_ENDS:] if ended else recent)
 
 
 def _state(state: LifeState, seen: Signs, now: float) -> EngineState:

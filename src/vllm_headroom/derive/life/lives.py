@@ -14,6 +14,11 @@ from vllm_headroom.vocabulary import ExitReason, Role
 SAME_START_SECONDS: Final = 2.0
 """Two daemons tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
 
+LOOP_SECONDS: Final = 90 * 60.0
+"""How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
+
+MOST_ENDS: Final = 64
+
 VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """Processes without which a server serves nobody, though its page may answer for half a minute, or for ever."""
 
@@ -53,9 +58,14 @@ class Lives:
     sighted: bool | None = None
 
 
-def advance(lives: Lives, seen: Signs, rooms: dict[str, int], *, answered_before: bool) -> Lives:
-    """Return the lives with one more look; `answered_before` is whether the page was there at the last one."""
-    lives, life = replace(lives, sighted=seen.sighted), lives.newest
+def advance(lives: Lives, seen: Signs, rooms: dict[str, int], now: float, *, answered_before: bool) -> Lives:
+    """Return the lives with one more look, at `now` seconds since the epoch.
+
+    `answered_before` is whether the page was there at the last look. An end that is dated ahead is forgotten: the clock
+    was set.
+    """
+    recent = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
+    lives, life = replace(lives, sighted=seen.sighted, ends_seconds=recent), lives.newest
     if life is None:
         return replace(lives, newest=_seen(OneLife(), seen, rooms)) if _shows_life(seen) else lives
     if not life.ended and (_is_another(life, seen) or _is_gone(seen)):
@@ -67,7 +77,7 @@ def advance(lives: Lives, seen: Signs, rooms: dict[str, int], *, answered_before
         )
         life = replace(life, ended=True)
         counted = {**lives.exits, reason: lives.exits.get(reason, 0) + 1}
-        lives = replace(lives, newest=life, exits=counted)
+        lives = replace(lives, newest=life, exits=counted, ends_seconds=(*recent, now)[-MOST_ENDS:])
     if not life.ended:
         return replace(lives, newest=_seen(life, seen, rooms))
     if _shows_life(seen):
