@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from vllm_headroom.commands.doctor.finding import Finding, Fix, State, all_available
 from vllm_headroom.commands.text import wrapped
 
 MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
+Findings = Mapping[str, Finding]
+"""By the name of what was looked at, in the order in which it is told."""
+
 INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
 
-def text(findings: tuple[Finding, ...]) -> list[str]:
+def text(findings: Findings) -> list[str]:
     """Return a line for each finding with its mark, what else there is to say below it, and the sum."""
-    lines = [line for finding in findings for line in _lines(finding)]
+    lines = [line for name, finding in findings.items() for line in _lines(name, finding)]
     return [*lines, *(("",) if lines[-1] else ()), _sum(findings)]
 
 
-def document(findings: tuple[Finding, ...], version: str) -> dict[str, Any]:
+def document(findings: Findings, version: str) -> dict[str, Any]:
     """Return what --json prints; `ok` is null where it is not known or does not apply."""
-    return {"ok": all_available(findings), "version": version, "checks": [_check(finding) for finding in findings]}
+    return {
+        "ok": all_available(findings.values()),
+        "version": version,
+        "checks": [_check(name, finding) for name, finding in findings.items()],
+    }
 
 
-def _check(finding: Finding) -> dict[str, Any]:
+def _check(name: str, finding: Finding) -> dict[str, Any]:
     state = finding.state
     return {
-        "name": finding.name,
+        "name": name,
         "state": state,
         "ok": {State.OK: True, State.MISSING: False}.get(state),
         "found": finding.text if state is State.OK else None,
@@ -39,8 +46,8 @@ def _check(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _lines(finding: Finding) -> Iterator[str]:
-    yield from wrapped(f"{MARKS[finding.state]:<8} {finding.name:<16} ", finding.text)
+def _lines(name: str, finding: Finding) -> Iterator[str]:
+    yield from wrapped(f"{MARKS[finding.state]:<8} {name:<16} ", finding.text)
     for detail in finding.details:
         yield from wrapped(f"{INDENT}  ", detail)
     if finding.absent:
@@ -56,9 +63,8 @@ def _fix(fix: Fix, word: str) -> Iterator[str]:
     yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
 
 
-def _sum(findings: tuple[Finding, ...]) -> str:
-    missing = sum(finding.state is State.MISSING for finding in findings)
-    unknown = sum(finding.state is State.UNKNOWN for finding in findings)
-    if all_available(findings):
+def _sum(findings: Findings) -> str:
+    if all_available(findings.values()):
         return "Everything is available."
-    return f"{missing} missing and {unknown} unknown, of {len(findings)}."
+    states = [finding.state for finding in findings.values()]
+    return f"{states.count(State.MISSING)} missing and {states.count(State.UNKNOWN)} unknown, of {len(states)}."
