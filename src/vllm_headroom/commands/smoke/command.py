@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon import logs
 
@@ -40,10 +40,10 @@ MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How each step went with the engine whose page is at `engine_url`."""
+    """How each step went, by its name and in their order, with the engine whose page is at `engine_url`."""
 
     engine_url: str
-    steps: tuple[Step, ...]
+    steps: Mapping[str, Step]
 
 
 def _options(parser: Parser) -> None:
@@ -57,35 +57,36 @@ async def _run(given: Namespace) -> Report:
     return Report(engine_url=reach.address(""), steps=await taken(settings, reach, tell))
 
 
-async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> tuple[Step, ...]:
+async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> dict[str, Step]:
     """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
     health = await healthy(reach, settings.deadline, say)
     if health.state is State.FAILED:
-        others = (name for name in Name if name is not Name.HEALTH)
-        return (health, *(Step(name, State.SKIPPED, "vLLM is not healthy") for name in others))
+        skipped = Step(State.SKIPPED, "vLLM is not healthy")
+        return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
     before = await read_page(reach)
     completion = await completed(reach, settings.completion_deadline)
     if completion.state is State.FAILED:
         metrics, page = offered(before), before
     else:
         metrics, page = await counted(reach, before)
-    return health, completion, metrics, await within(settings, page, settings.max_discrepancy)
+    discrepancy = await within(settings, page, settings.max_discrepancy)
+    return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
-def serves(steps: tuple[Step, ...]) -> bool:
+def _serves(report: Report) -> bool:
     """Tell whether nothing failed; what was skipped is told, and does not fail."""
-    return all(step.state is not State.FAILED for step in steps)
+    return all(step.state is not State.FAILED for step in report.steps.values())
 
 
 def _text(report: Report) -> Iterator[str]:
-    yield from (f"{MARKS[step.state]:<8} {step.name:<12} {step.text}" for step in report.steps)
+    yield from (f"{MARKS[step.state]:<8} {name:<12} {step.text}" for name, step in report.steps.items())
 
 
 def _document(report: Report) -> dict[str, Any]:
     return {
-        "serves": serves(report.steps),
+        "serves": _serves(report),
         "engine_url": report.engine_url,
-        "steps": [{"name": step.name, "state": step.state, "text": step.text} for step in report.steps],
+        "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in report.steps.items()],
     }
 
 
@@ -97,5 +98,5 @@ COMMAND: Final[Command[Report]] = Command(
     run=_run,
     text=_text,
     document=_document,
-    status=lambda report: 0 if serves(report.steps) else 1,
+    status=lambda report: 0 if _serves(report) else 1,
 )

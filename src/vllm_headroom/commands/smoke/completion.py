@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Answer
 from vllm_headroom.vocabulary import Reason
@@ -41,11 +41,10 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
     now = asyncio.get_running_loop().time
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
-        return Step(Name.COMPLETION, State.FAILED, listed.message)
+        return Step(State.FAILED, listed.message)
     model = _first_model(listed)
     if model is None:
         return Step(
-            Name.COMPLETION,
             State.FAILED,
             f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
         )
@@ -54,23 +53,17 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
         began = now()
         body = {"model": model, "max_tokens": TOKENS, "temperature": 0, **prompt}
         answer = await reach.post(path, body, deadline_seconds)
-        trouble = _trouble(answer, reach.address(path))
-        if trouble is None:
-            return _completed(model, answer, now() - began)
+        told = _tokens_or_trouble(answer, reach.address(path))
+        if isinstance(told, int):
+            return Step(State.OK, f"{model} gave {told} tokens in {now() - began:.2f} s")
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return Step(Name.COMPLETION, State.FAILED, trouble)
-        troubles.append(trouble)
-    return Step(Name.COMPLETION, State.FAILED, troubles[0])
+            return Step(State.FAILED, told)
+        troubles.append(told)
+    return Step(State.FAILED, troubles[0])
 
 
-def _completed(model: str, answer: Answer | Failure, seconds: float) -> Step:
-    tokens = 0 if isinstance(answer, Failure) else _tokens(_document(answer.text))
-    text = f"{model} gave {tokens} tokens in {seconds:.2f} s"
-    return Step(Name.COMPLETION, State.OK, text)
-
-
-def _trouble(answer: Answer | Failure, address: str) -> str | None:
-    """Return why this is no completion, None for one."""
+def _tokens_or_trouble(answer: Answer | Failure, address: str) -> int | str:
+    """Return how many tokens were generated, or why this is no completion."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:
             return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
@@ -78,10 +71,9 @@ def _trouble(answer: Answer | Failure, address: str) -> str | None:
     if answer.status != HTTPStatus.OK:
         said = _said(answer.text)
         return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advice(answer.status, said)}"
-    if not _tokens(_document(answer.text)):
-        said = answer.text[:SAID_CHARACTERS]
-        return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
-    return None
+    said = answer.text[:SAID_CHARACTERS]
+    nothing = f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
+    return _tokens(_document(answer.text)) or nothing
 
 
 def _advice(status: int, said: str) -> str:
