@@ -5,26 +5,36 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.cgroups import V2Tree
+from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors, too_many
 
 MIB = 2**20
 
 
+OWN_PID = 9999
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A machine with 100 MiB available and 28,232 ports, and a container with 64 MiB left of 80."""
-    ports = tmp_path / "proc/sys/net/ipv4/ip_local_port_range"
+    """A machine with 100 MiB available and 28,232 ports, and a container with 64 MiB left of 80, files left out."""
+    proc = tmp_path / "proc"
+    ports = proc / "sys/net/ipv4/ip_local_port_range"
     ports.parent.mkdir(parents=True)
     ports.write_text("32768\t60999\n")
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   102400 kB\n")
-    (tmp_path / "cgroup").mkdir()
-    (tmp_path / "cgroup/memory.max").write_text(f"{80 * MIB}\n")
-    (tmp_path / "cgroup/memory.current").write_text(f"{16 * MIB}\n")
-    return tmp_path
+    ProcTree(proc, own_pid=OWN_PID)
+    (proc / "meminfo").write_text("MemTotal: 204800 kB\nMemAvailable:   102400 kB\n")
+    contain(proc, 80 * MIB)
+    return proc
+
+
+def contain(proc: Path, limit: int | None) -> None:
+    tree = V2Tree(proc.parent / f"cgroup-{limit}", proc)
+    tree.add("pod/load", pids=(OWN_PID,), limit=limit, used=46 * MIB, file=30 * MIB)
 
 
 def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
-    every = limits(descriptors, tls=tls, proc=machine / "proc", cgroup=machine / "cgroup")
+    every = limits(descriptors, tls=tls, proc=machine)
     assert [limit.streams for limit in every] == sorted(limit.streams for limit in every)
     return {limit.name: limit.streams for limit in every}
 
@@ -43,7 +53,7 @@ def test_encryption_takes_more_memory(machine: Path) -> None:
 
 
 def test_a_container_without_a_limit_has_the_machines_memory(machine: Path) -> None:
-    (machine / "cgroup/memory.max").write_text("max\n")
+    contain(machine, None)
 
     assert found(machine)["memory"] == 100 * MIB // STREAM_BYTES
 
@@ -53,7 +63,7 @@ def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
 
 
 def test_too_many_streams_are_told_with_what_ends_first(machine: Path) -> None:
-    every = limits(1000, tls=False, proc=machine / "proc", cgroup=machine / "cgroup")
+    every = limits(1000, tls=False, proc=machine)
     held = every[0].streams
 
     assert too_many(held, every) is None
