@@ -20,7 +20,7 @@ from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
-from vllm_headroom.commands.load.target import Target, find, first_model, is_local
+from vllm_headroom.commands.load.target import Target, find, is_local, offered_model
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
@@ -95,7 +95,7 @@ def _check_limits(order: Order, *, tls: bool) -> None:
 async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:
     if order.model is not None:
         return order.model
-    model = await first_model(order.url, tls, bearer)
+    model = await offered_model(order.url, tls, bearer)
     longest = order.prompt_tokens.most + order.output_tokens.most
     if model.most_tokens is not None and longest > model.most_tokens:
         raise BadInput(
