@@ -6,15 +6,15 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.probe.install import install
 from vllm_headroom.commands.probe.record import Recorded, record
 from vllm_headroom.commands.probe.report import document, text
-from vllm_headroom.commands.probe.settings import ProbeSettings
 from vllm_headroom.config.kinds import DURATION, Value, choice
 from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.config.settings import Settings
 
 DESCRIPTION: Final = """\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
@@ -38,6 +38,12 @@ Example:
 INSTALL, RECORD = "install", "record"
 LONGEST_SECONDS: Final = 3600
 """As the probe has it: no recording is longer."""
+
+
+class ProbeSettings(Settings):
+    """The daemon's settings, in whose environment this is run; its options are those that it uses."""
+
+    no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
