@@ -14,7 +14,7 @@ from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
 from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.document import document
-from vllm_headroom.commands.load.limits import limits, raise_descriptors, too_many
+from vllm_headroom.commands.load.limits import limits, raise_descriptors
 from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.progress import screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
@@ -86,10 +86,14 @@ async def load(order: Order) -> dict[str, Any]:
 
 
 def _check_limits(order: Order, *, tls: bool) -> None:
-    found, needed = limits(raise_descriptors(), tls=tls), streams_at_most(order.concurrency)
-    if problem := too_many(needed, found):
-        raise BadInput(f"--concurrency {order.concurrency} {problem}")
-    tell(f"{needed} streams at most; this process can hold {found[0].streams}, {found[0].name} ends first")
+    needed = streams_at_most(order.concurrency)
+    held, name = limits(raise_descriptors(), tls=tls)[0]
+    if needed > held:
+        raise BadInput(
+            f"--concurrency {order.concurrency} needs {needed} streams at once, and this process can hold {held}:"
+            f" {name} ends first"
+        )
+    tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
 
 
 async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:

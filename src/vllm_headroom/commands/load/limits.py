@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +22,8 @@ TLS_STREAM_BYTES: Final = 128 * 2**10
 MOST: Final = 2**31
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """Something that ends: `streams` is how many it is enough for."""
-
-    streams: int
-    name: str
+Limit = tuple[int, str]
+"""How many streams something is enough for, and its name."""
 
 
 def raise_descriptors() -> int:
@@ -40,25 +35,17 @@ def raise_descriptors() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> tuple[Limit, ...]:
+def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
     """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
     ports = _local_ports(proc)
     memory = _free_bytes(proc)
     found = (
-        Limit(streams=max(0, descriptors - open_now - OWN_DESCRIPTORS), name=f"ulimit -n {descriptors}"),
-        None if ports is None else Limit(streams=ports, name=f"{ports} local ports (net.ipv4.ip_local_port_range)"),
-        None if memory is None else Limit(streams=memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), name="memory"),
+        (max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}"),
+        None if ports is None else (ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"),
+        None if memory is None else (memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"),
     )
-    return tuple(sorted((limit for limit in found if limit), key=lambda limit: limit.streams))
-
-
-def too_many(streams: int, found: tuple[Limit, ...]) -> str | None:
-    """Return why so many streams cannot be held; None where they can."""
-    first = found[0]
-    if streams <= first.streams:
-        return None
-    return f"needs {streams} streams at once, and this process can hold {first.streams}: {first.name} ends first"
+    return sorted(limit for limit in found if limit)
 
 
 def _local_ports(proc: Path) -> int | None:

@@ -7,7 +7,12 @@ import pytest
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors, too_many
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.compose import _check_limits
+from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors
+from vllm_headroom.commands.load.options import order
+from vllm_headroom.trace.errors import BadInput
 
 MIB = 2**20
 
@@ -35,8 +40,8 @@ def contain(proc: Path, limit: int | None) -> None:
 
 def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
     every = limits(descriptors, tls=tls, proc=machine)
-    assert [limit.streams for limit in every] == sorted(limit.streams for limit in every)
-    return {limit.name: limit.streams for limit in every}
+    assert every == sorted(every)
+    return {name: streams for streams, name in every}
 
 
 def test_what_ends_first_comes_first(machine: Path) -> None:
@@ -62,16 +67,6 @@ def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     assert list(found(tmp_path)) == ["ulimit -n 20000"]
 
 
-def test_too_many_streams_are_told_with_what_ends_first(machine: Path) -> None:
-    every = limits(1000, tls=False, proc=machine)
-    held = every[0].streams
-
-    assert too_many(held, every) is None
-    assert too_many(held + 1, every) == (
-        f"needs {held + 1} streams at once, and this process can hold {held}: ulimit -n 1000 ends first"
-    )
-
-
 def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, soft), hard))
@@ -82,3 +77,13 @@ def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
         assert raised == (MOST if hard == resource.RLIM_INFINITY else hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> None:
+    words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1000000"]
+
+    with pytest.raises(
+        BadInput,
+        match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
+    ):
+        _check_limits(order(parser_of(COMMAND, "load").read(words, {})), tls=False)
