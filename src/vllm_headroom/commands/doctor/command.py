@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.finding import all_available
+from vllm_headroom.commands.doctor.finding import Finding
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -18,7 +18,7 @@ from vllm_headroom.commands.doctor.ownership import gpu_attribution
 from vllm_headroom.commands.doctor.port import listen_port
 from vllm_headroom.commands.doctor.probe import probe, probe_files
 from vllm_headroom.commands.doctor.processes import process_memory, processes
-from vllm_headroom.commands.doctor.text import Findings, document, text
+from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
@@ -42,12 +42,12 @@ def _options(parser: Parser) -> None:
     parser.add_settings(Settings)
 
 
-async def _run(given: Namespace) -> Findings:
+async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
-    return await examine(given.settings)
+    return document(await examine(given.settings), version())
 
 
-async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Findings:
+async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
@@ -73,13 +73,13 @@ async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Fin
     }
 
 
-COMMAND: Final[Command[Findings]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=_options,
     run=_run,
     text=text,
-    document=lambda findings: document(findings, version()),
-    status=lambda findings: 0 if all_available(findings.values()) else 1,
+    document=lambda found: found,
+    status=lambda found: 0 if found["ok"] else 1,
 )

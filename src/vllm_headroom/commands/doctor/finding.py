@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,8 +36,3 @@ class Finding:
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
-
-
-def all_available(findings: Iterable[Finding]) -> bool:
-    """Tell whether nothing is missing and nothing is left unknown."""
-    return all(finding.state in {State.OK, State.NOT_APPLICABLE} for finding in findings)

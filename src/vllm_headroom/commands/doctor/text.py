@@ -1,34 +1,26 @@
-"""Findings as text for people, and as JSON."""
+"""What --json prints of the findings, and the same as text for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State, all_available
+from vllm_headroom.commands.doctor.finding import Finding, State
 from vllm_headroom.commands.text import wrapped
 
-MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
-Findings = Mapping[str, Finding]
-"""By the name of what was looked at, in the order in which it is told."""
+Found = Mapping[str, Any]
+"""A part of what --json prints."""
 
+MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
 
-def text(findings: Findings) -> list[str]:
-    """Return a line for each finding with its mark, what else there is to say below it, and the sum."""
-    lines = [line for name, finding in findings.items() for line in _lines(name, finding)]
-    return [*lines, *(("",) if lines[-1] else ()), _sum(findings)]
-
-
-def document(findings: Findings, version: str) -> dict[str, Any]:
-    """Return what --json prints; `ok` is null where it is not known or does not apply."""
-    return {
-        "ok": all_available(findings.values()),
-        "version": version,
-        "checks": [_check(name, finding) for name, finding in findings.items()],
-    }
+def document(findings: Mapping[str, Finding], version: str) -> dict[str, Any]:
+    """Return what --json prints of the findings by name; `ok` is null where it is not known or does not apply."""
+    checks = [_check(name, finding) for name, finding in findings.items()]
+    is_all = all(check["state"] in {State.OK, State.NOT_APPLICABLE} for check in checks)
+    return {"ok": is_all, "version": version, "checks": checks}
 
 
 def _check(name: str, finding: Finding) -> dict[str, Any]:
@@ -46,25 +38,28 @@ def _check(name: str, finding: Finding) -> dict[str, Any]:
     }
 
 
-def _lines(name: str, finding: Finding) -> Iterator[str]:
-    yield from wrapped(f"{MARKS[finding.state]:<8} {name:<16} ", finding.text)
-    for detail in finding.details:
+def text(found: Found) -> list[str]:
+    """Return a line for each check with its mark, what else there is to say below it, and the sum."""
+    lines = [line for check in found["checks"] for line in _lines(check)]
+    return [*lines, *(("",) if lines[-1] else ()), _sum(found)]
+
+
+def _lines(check: Found) -> Iterator[str]:
+    told = check["found"] or check["missing"] or check["reason"]
+    yield from wrapped(f"{MARKS[check['state']]:<8} {check['name']:<16} ", told)
+    for detail in check["details"]:
         yield from wrapped(f"{INDENT}  ", detail)
-    if finding.absent:
-        yield from wrapped(f"{INDENT}absent   ", ", ".join(finding.absent))
-    for index, fix in enumerate(finding.fixes):
-        yield from _fix(fix, "or" if index else "fix")
-    if finding.absent or finding.fixes:
+    if check["absent"]:
+        yield from wrapped(f"{INDENT}absent   ", ", ".join(check["absent"]))
+    for index, fix in enumerate(check["fix"]):
+        yield from wrapped(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix['where']}:")
+        yield from (f"{INDENT}{'':<8}   {line}" for line in fix["lines"])
+    if check["absent"] or check["fix"]:
         yield ""
 
 
-def _fix(fix: Fix, word: str) -> Iterator[str]:
-    yield from wrapped(f"{INDENT}{word:<8} ", f"{fix.where}:")
-    yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
-
-
-def _sum(findings: Findings) -> str:
-    if all_available(findings.values()):
+def _sum(found: Found) -> str:
+    if found["ok"]:
         return "Everything is available."
-    states = [finding.state for finding in findings.values()]
+    states = [check["state"] for check in found["checks"]]
     return f"{states.count(State.MISSING)} missing and {states.count(State.UNKNOWN)} unknown, of {len(states)}."

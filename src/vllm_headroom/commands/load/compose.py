@@ -16,7 +16,7 @@ from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.limits import limits, raise_descriptors
 from vllm_headroom.commands.load.options import Order
-from vllm_headroom.commands.load.progress import screen
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
@@ -75,7 +75,7 @@ async def load(order: Order) -> dict[str, Any]:
                 clients=clients,
                 pace=pace,
                 sampling=sampling,
-                screen=screen(),
+                screen=Screen(),
                 now=clock.monotonic,
             )
             steps = await run.steps()

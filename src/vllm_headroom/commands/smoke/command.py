@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command, tell
@@ -38,23 +37,20 @@ Example:
 MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """How each step went, by its name and in their order, with the engine whose page is at `engine_url`."""
-
-    engine_url: str
-    steps: Mapping[str, Step]
-
-
 def _options(parser: Parser) -> None:
     parser.add_settings(SmokeSettings)
 
 
-async def _run(given: Namespace) -> Report:
+async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
     reach = Reach(settings)
-    return Report(engine_url=reach.address(""), steps=await taken(settings, reach, tell))
+    steps = await taken(settings, reach, tell)
+    return {
+        "serves": all(step.state is not State.FAILED for step in steps.values()),  # what was skipped does not fail
+        "engine_url": reach.address(""),
+        "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
+    }
 
 
 async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> dict[str, Step]:
@@ -73,30 +69,17 @@ async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
-def _serves(report: Report) -> bool:
-    """Tell whether nothing failed; what was skipped is told, and does not fail."""
-    return all(step.state is not State.FAILED for step in report.steps.values())
+def _text(found: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"])
 
 
-def _text(report: Report) -> Iterator[str]:
-    yield from (f"{MARKS[step.state]:<8} {name:<12} {step.text}" for name, step in report.steps.items())
-
-
-def _document(report: Report) -> dict[str, Any]:
-    return {
-        "serves": _serves(report),
-        "engine_url": report.engine_url,
-        "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in report.steps.items()],
-    }
-
-
-COMMAND: Final[Command[Report]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=_options,
     run=_run,
     text=_text,
-    document=_document,
-    status=lambda report: 0 if _serves(report) else 1,
+    document=lambda found: found,
+    status=lambda found: 0 if found["serves"] else 1,
 )

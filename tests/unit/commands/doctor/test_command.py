@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.finding import State, all_available
+from vllm_headroom.commands.doctor.finding import State
+from vllm_headroom.commands.doctor.text import document
 
 
 def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -22,7 +23,7 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
 
     findings = examined(proc(tmp_path, vllm), **settings)
 
-    assert all_available(findings.values()), findings
+    assert document(findings, "0.1.0")["ok"] is True, findings
     unused = {"listen_port", "probe"}
     assert {name for name, finding in findings.items() if finding.state is not State.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())

@@ -23,7 +23,7 @@ from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.options import order
-from vllm_headroom.commands.load.progress import screen
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
@@ -162,7 +162,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
             clients=clients,
             pace=pace,
             sampling=made,
-            screen=screen(),
+            screen=Screen(),
             now=time.monotonic,
         )
         running = asyncio.create_task(steps.steps())
