@@ -68,8 +68,8 @@ class Watch:
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
 
     def course(self, series: _SeriesName) -> Course:
-        """Return the course of a GPU, by its UUID, or of a host role that was seen."""
-        return self._gpus.get(series) or self._host[series]
+        """Return the course of a GPU, by its UUID, or of a host role; of one that was never seen nothing is known."""
+        return self._gpus.get(series) or self._host.get(series) or Course()
 
     def step(self, snapshot: Snapshot) -> None:
         """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now."""
