@@ -14,6 +14,7 @@ from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.sleep import SleepState, sleep
 from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
@@ -66,6 +67,11 @@ class Watch:
     def leaked(self) -> bool:
         """Whether there ever was an alarm."""
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
+
+    @property
+    def lives(self) -> Lives:
+        """The lives of the engine up to the newest sample."""
+        return self._life.lives
 
     def course(self, series: _SeriesName) -> Course:
         """Return the course of a GPU, by its UUID, or of a host role that was seen."""

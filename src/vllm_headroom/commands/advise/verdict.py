@@ -64,7 +64,7 @@ class Answer:
 def judge(facts: Facts) -> Answer:
     """Ask every rule; nothing to change is said only where nothing that matters is unknown."""
     leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
-    growing = any(leak.leaked or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
+    growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
     found = _ask(LEAKS, facts)
     always = _ask(EVEN_WITH_A_LEAK, facts)
     found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
