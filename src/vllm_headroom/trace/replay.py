@@ -77,8 +77,11 @@ class Watch:
         """Return the course of a GPU, by its UUID, or of a host role that was seen."""
         return self._gpus.get(series) or self._host[series]
 
-    def step(self, snapshot: Snapshot) -> None:
-        """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now."""
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now.
+
+        Return the snapshot with what is known of the engine's life then.
+        """
         if not self.samples:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
@@ -93,6 +96,7 @@ class Watch:
         for sample in samples:
             if sample.metric.name in STATES and sample.value:
                 self._follow(sample, before)
+        return snapshot
 
     def _rest(self, snapshot: Snapshot) -> None:
         """Keep what an engine holds while it sleeps, and what nobody holds of its KV cache while it is idle."""
