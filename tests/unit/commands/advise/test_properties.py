@@ -23,10 +23,9 @@ from vllm_headroom.commands.advise.facts import (
     Spell,
 )
 from vllm_headroom.commands.advise.finding import Cause, Change
-from vllm_headroom.commands.advise.flags import FIRST, Flag
 from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import FIRST, Flag, Settings
 from vllm_headroom.commands.advise.verdict import judge
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.trace.course import Moment

@@ -8,11 +8,10 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
-from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Version
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
 from vllm_headroom.commands.advise.history.lives import Ends
-from vllm_headroom.commands.advise.settings import Settings, with_page
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
 from vllm_headroom.derive.derivation import answer, stateless
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.page_facts import awake, named, running_requests

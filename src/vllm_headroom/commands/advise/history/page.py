@@ -18,11 +18,10 @@ from vllm_headroom.commands.advise.facts import (
     Spell,
     StrandedFacts,
 )
-from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP
 from vllm_headroom.commands.advise.history.host_page import host, hosts
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP, Settings
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState

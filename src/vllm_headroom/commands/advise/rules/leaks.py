@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
-from vllm_headroom.commands.advise.flags import Version
+from vllm_headroom.commands.advise.settings import Version
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.units import duration, instant, size
