@@ -129,7 +129,7 @@ def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | Non
         return None
     if shape.embeddings is None:
         return None if parameters is None else parameters * each
-    others = shape.other_parameters or 0
+    others = (shape.encoder and shape.encoder.parameters) or 0
     layers = shape.layer_parameters if parameters is None else max(0, parameters - shape.embeddings - others)
     if layers is None:
         return None

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from vllm_headroom.sizing.fields import Config, whole
 from vllm_headroom.sizing.heads import KvHeads
 from vllm_headroom.sizing.matrices import Matrix, expert_count, expert_inner, inner, matrices, shared_inner
 from vllm_headroom.sizing.quantisation import kept_plain
-
-GATES: Final = ("silu", "swish", "swiglu")
-"""Activations of encoders whose MLP has a gate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +45,6 @@ def layer_parameters(config: Config, kinds: Sequence[str], full: KvHeads, window
 def _adapted(found: Sequence[Matrix]) -> list[Matrix]:
     """Return the matrices that an adapter can change: all but the routers."""
     return [each for each in found if not each.router]
-
-
-def encoder_parameters(encoder: Config) -> int | None:
-    """Return the parameters of an image or audio encoder's layers; None where its configuration does not tell them."""
-    layers = whole(encoder, "num_hidden_layers", "depth", "encoder_layers", "vt_num_hidden_layers")
-    hidden = whole(encoder, "hidden_size", "embed_dim", "d_model", "vt_hidden_size")
-    width = whole(encoder, "intermediate_size", "encoder_ffn_dim", "vt_intermediate_size")
-    if layers is None or hidden is None or width is None:
-        return None
-    matrices = 3 if str(encoder.get("hidden_act")) in GATES else 2
-    return layers * (4 * hidden * hidden + matrices * hidden * width)
 
 
 def mlp(config: Config) -> tuple[int, int] | None:

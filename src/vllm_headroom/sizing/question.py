@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
+from vllm_headroom.sizing.encoder import Item
 from vllm_headroom.sizing.footprint import adapters_bytes, model_bytes, weights_bytes
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB
@@ -88,7 +89,30 @@ class Question:
     @property
     def more_weights(self) -> bool:
         """Whether there are weights that are not counted: those of an image or audio encoder."""
-        return self.shape.other_parameters is None and self.checkpoint_bytes is None and self.parameters is None
+        encoder = self.shape.encoder
+        counted = encoder is None or encoder.parameters is not None
+        return not counted and self.checkpoint_bytes is None and self.parameters is None
+
+    @property
+    def more_activations(self) -> bool:
+        """Whether vLLM profiles an encoder whose largest image or video is not known here."""
+        return self.shape.encoder is not None and self.largest is None
+
+    @property
+    def largest(self) -> Item | None:
+        """The largest image or video; None without an encoder, too."""
+        return self.shape.encoder.largest if self.shape.encoder else None
+
+    @property
+    def encoder_items(self) -> int | None:
+        """How many of the largest images or videos vLLM profiles at once; None where these are not known.
+
+        As many as the batch has tokens for, one at least (vLLM 0.32, multimodal/encoder_budget.py, `_get_max_items`).
+        """
+        if self.largest is None:
+            return None
+        in_prompt = max(1, (self.max_model_len or self.max_num_batched_tokens) // self.largest.tokens)
+        return max(1, min(self.max_num_batched_tokens // self.largest.tokens, self.max_num_seqs * in_prompt))
 
     @property
     def adapters_bytes(self) -> int | None:

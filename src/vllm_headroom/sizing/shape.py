@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_headroom.sizing.encoder import Encoder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -18,9 +20,9 @@ class ModelShape:
     `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. Of `layer_parameters`, all but
     `plain_parameters` are those that `weight_bytes_per_parameter` is said of, and `expert_parameters` belong to
     experts. An adapter of rank 1 adds `adapter_whole` values to all of them, and `adapter_divided` that tensor
-    parallelism divides. `tied_embeddings` also says that there is no output to have weights. `other_parameters` are no
-    language model's, but those of an image or audio encoder; None where they are not told. `unknown_type` names a type
-    of model that nobody has checked to be understood here.
+    parallelism divides. `tied_embeddings` also says that there is no output to have weights. `encoder` is
+    what reads images or sound beside it. `unknown_type` names a type of model that nobody has checked to be understood
+    here.
     """
 
     layers: int
@@ -48,7 +50,7 @@ class ModelShape:
     expert_parameters: int = 0
     adapter_whole: int = 0
     adapter_divided: int = 0
-    other_parameters: int | None = 0
+    encoder: Encoder | None = None
     max_model_len: int | None = None
     dtype_bytes: float = 2.0
     stored_bytes: float = 2.0

@@ -137,9 +137,11 @@ def test_an_image_encoder_is_counted_where_its_sizes_are_told() -> None:
 
     assert isinstance(siglip, ModelShape)
     assert isinstance(untold, ModelShape)
-    assert siglip.other_parameters == pytest.approx(417_000_000, rel=0.02)
-    assert untold.other_parameters is None
-    assert model("gemma-2-9b").other_parameters == 0
+    assert siglip.encoder
+    assert siglip.encoder.parameters == pytest.approx(417_000_000, rel=0.02)
+    assert untold.encoder
+    assert untold.encoder.parameters is None
+    assert model("gemma-2-9b").encoder is None
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language
     """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
     changed: dict[str, Any] = {}
     if language_model_only:
-        changed["other_parameters"] = 0
+        changed["encoder"] = None
     if dtype != "auto":
         size = DTYPE_BYTES[dtype]
         changed["dtype_bytes"] = size
