@@ -41,7 +41,7 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
                 cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, **sizes})
                 planned.append(layout.blocks(tokens) * layout.block_bytes)
 
-    found = asked("reckon.py", cases)
+    found = reckoned("reckon.py", cases)
     wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
     assert not wrong
 
@@ -50,10 +50,10 @@ def test_vllm_profiles_the_encoders_that_were_recorded_of_it() -> None:
     cases = [{"config": config, **told} for config in encoders.CONFIGS.values() for told in encoders.TOLD]
 
     recorded = json.loads(encoders.TRUTH.read_text())
-    assert asked("encoders.py", cases) == [each for name in encoders.CONFIGS for each in recorded[name]]
+    assert reckoned("encoders.py", cases) == [each for name in encoders.CONFIGS for each in recorded[name]]
 
 
-def asked(script: str, cases: list[dict[str, Any]]) -> list[Any]:
+def reckoned(script: str, cases: list[dict[str, Any]]) -> list[Any]:
     """Return what vLLM's own functions say of each case."""
     done = subprocess.run(
         [FOLDER / "venv" / "bin" / "python", HERE / script],

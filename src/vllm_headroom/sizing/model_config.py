@@ -72,7 +72,6 @@ def _shape(config: Config, beside: Encoder | None) -> ModelShape:
     heads, narrow = full_heads(config), windowed_heads(config)
     weight_bytes, quantisation = weight_bytes_per_parameter(config, SERVED_BYTES)
     found_mlp, latent = mlp(config), whole(config, "kv_lora_rank")
-    counted = layer_parameters(config, found_kinds, heads, narrow or heads)
     return ModelShape(
         layers=layers,
         full_layers=0 if whole_text else full,
@@ -94,11 +93,7 @@ def _shape(config: Config, beside: Encoder | None) -> ModelShape:
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
         tied_embeddings=not has_output(config),
-        layer_parameters=counted.total if counted else None,
-        plain_parameters=counted.plain if counted else 0,
-        expert_parameters=counted.experts if counted else 0,
-        adapter_whole=counted.adapter_whole if counted else 0,
-        adapter_divided=counted.adapter_divided if counted else 0,
+        parameters=layer_parameters(config, found_kinds, heads, narrow or heads),
         encoder=beside,
         max_model_len=_length(config),
         stored_bytes=stored_bytes(config),

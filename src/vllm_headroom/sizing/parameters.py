@@ -12,19 +12,26 @@ from vllm_headroom.sizing.quantisation import kept_plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The values that an adapter of rank 1 adds: what tensor parallelism leaves whole, and what it divides."""
+
+    whole: int
+    divided: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParameters:
     """Parameters of all layers together, without embeddings, biases and norms.
 
     `plain` are those that the checkpoint's quantisation leaves out, `experts` those of experts that not every token
-    passes. `adapter_whole` and `adapter_divided` are the values that an adapter of rank 1 adds to all matrices: what
-    tensor parallelism leaves whole, and what it divides.
+    passes. `expert_adapter` is of these, `adapter` of all others.
     """
 
     total: int
     plain: int
     experts: int
-    adapter_whole: int
-    adapter_divided: int
+    adapter: Adapter
+    expert_adapter: Adapter
 
 
 def layer_parameters(config: Config, kinds: Sequence[str], full: KvHeads, windowed: KvHeads) -> LayerParameters | None:
@@ -33,18 +40,21 @@ def layer_parameters(config: Config, kinds: Sequence[str], full: KvHeads, window
     if found is None:
         return None
     plain = kept_plain(config)
+    experts = [each for each in found if ".experts." in each.name]
     return LayerParameters(
         total=sum(each.parameters for each in found),
         plain=sum(each.parameters for each in found if each.router or plain(each.name)),
-        experts=sum(each.parameters for each in found if ".experts." in each.name),
-        adapter_whole=sum(each.copies * (each.outputs if each.by_rows else each.inputs) for each in _adapted(found)),
-        adapter_divided=sum(each.copies * (each.inputs if each.by_rows else each.outputs) for each in _adapted(found)),
+        experts=sum(each.parameters for each in experts),
+        adapter=_adapter([each for each in found if not each.router and ".experts." not in each.name]),
+        expert_adapter=_adapter(experts),
     )
 
 
-def _adapted(found: Sequence[Matrix]) -> list[Matrix]:
-    """Return the matrices that an adapter can change: all but the routers."""
-    return [each for each in found if not each.router]
+def _adapter(found: Sequence[Matrix]) -> Adapter:
+    return Adapter(
+        whole=sum(each.copies * (each.outputs if each.by_rows else each.inputs) for each in found),
+        divided=sum(each.copies * (each.inputs if each.by_rows else each.outputs) for each in found),
+    )
 
 
 def mlp(config: Config) -> tuple[int, int] | None:

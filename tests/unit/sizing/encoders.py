@@ -35,7 +35,7 @@ RECORDED: Final = (
     *("qwen3-vl-30b-a3b-instruct", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-122b-a10b", "qwen3.5-397b-a17b"),
 )
 CONFIGS: Final = {**{name: json.loads(config_text(name)) for name in RECORDED}, **OURS}
-TOLD: Final = tuple(
+TOLD: Final[tuple[dict[str, Any], ...]] = tuple(
     {"max_num_batched_tokens": tokens, "max_num_seqs": sequences, "max_model_len": length}
     for tokens in (2048, 8192, 16384, 65536)
     for sequences, length in ((1, 4096), (1, 131072), (256, 4096), (1024, 131072))

@@ -1,4 +1,4 @@
-"""An encoder is planned as vLLM 0.32 profiles it, by its own functions (tests/engine/encoders.py), or not vouched for."""
+"""An encoder is planned as vLLM 0.32 itself profiles it (tests/engine/encoders.py), or not vouched for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_as_many_items_are_profiled_of_the_size_that_vllm_says(name: str, case: 
 
 
 def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batch() -> None:
-    told: dict[str, int] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
+    told: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
     shape = model("qwen3-vl-8b-instruct")
     seen, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
     image, text = activations(seen), activations(blind)

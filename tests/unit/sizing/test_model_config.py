@@ -48,10 +48,10 @@ KEPT: Final = {
 
 
 def counted(shape: ModelShape) -> int:
-    assert shape.layer_parameters is not None
+    assert shape.parameters is not None
     assert shape.vocabulary is not None
     assert shape.hidden_size is not None
-    return shape.layer_parameters + shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    return shape.parameters.total + shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
 
 
 def changed(name: str, **fields: Any) -> ModelShape | str:
