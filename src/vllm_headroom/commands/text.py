@@ -12,6 +12,8 @@ from vllm_headroom.commands.terminal import console, draws
 WIDTH: Final = 110
 """Where no terminal is narrower."""
 
+NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
+
 
 def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
