@@ -102,7 +102,7 @@ def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -
 
 
 def _less(ask: Ask, memory: GpuMemory) -> str:
-    wait = "wait for what a process that has ended gives back (--wait 120s), or end those that are listed"
+    wait = "wait for what a process that has ended gives back (--wait 120s), or end what holds the rest"
     highest = highest_utilization(ask, memory)
     if highest is None or ask.utilization_ratio is None:
         return wait

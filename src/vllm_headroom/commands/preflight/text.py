@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any, Final
 
 from vllm_headroom.commands.preflight.budget import usable_bytes
@@ -22,8 +23,10 @@ def text(report: Report) -> Iterator[str]:
         yield from _gpu(gpu)
     waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
     yield f"{SPOKEN[report.verdict]}{waited}"
-    for finding in report.findings:
-        yield from _finding(finding)
+    for finding, after in zip_longest(report.findings, report.findings[1:]):
+        yield _finding(finding)
+        if finding.fix is not None and (after is None or after.fix != finding.fix):
+            yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
     if highest is not None:
         yield f"The highest --gpu-memory-utilization that would work now is {highest:.2f}."
@@ -44,13 +47,11 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
         yield f"  {gib(gpu.unlisted_bytes):>10}  no process listed here"
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: Finding) -> str:
     unsure = "cannot tell: " if finding.verdict is Verdict.CANNOT_TELL else ""
     note = "note: " if finding.verdict is Verdict.GOOD else ""
     of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
-    yield f"  {note}{unsure}{of}{finding.text}"
-    if finding.fix is not None:
-        yield f"    {finding.fix}"
+    return f"  {note}{unsure}{of}{finding.text}"
 
 
 def document(report: Report) -> dict[str, Any]:

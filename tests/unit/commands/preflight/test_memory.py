@@ -5,7 +5,7 @@ from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import Holder
-from vllm_headroom.commands.preflight.text import document
+from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.commands.verdict import Verdict
 
 RESERVED = 600 * MIB
@@ -171,3 +171,13 @@ def test_a_process_is_called_by_its_program_and_never_by_its_arguments(
     (holder,) = preflight.report().gpus[0].holders or ()
 
     assert holder.name == name
+
+
+def test_what_helps_two_gpus_is_said_once(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[:] = [FakeGpu(uuid=f"GPU-{index}", used_bytes=USABLE - GIB) for index in range(2)]
+    nvml.write()
+
+    lines = list(text(preflight.report()))
+
+    assert len([line for line in lines if " are missing" in line]) == 2
+    assert len([line for line in lines if line.startswith("    wait for what")]) == 1
