@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -17,6 +19,18 @@ HANGS: Final = "the file system does not answer"
 
 Call = Callable[[Callable[[], None], float], Awaitable[None]]
 """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
+
+
+def make(folder: Path) -> None:
+    """Make a folder that is the daemon's alone; raises OSError, also where a link is in its place."""
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "a link is in the place of the folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def real(folder: Path) -> Path:
+    """Return the folder that this path leads to now, itself where that cannot be told."""
+    return Path(os.path.realpath(folder))
 
 
 class Writing:
