@@ -67,8 +67,8 @@ def asked(engine: Probed, seconds: float) -> int:
 def twins() -> Iterator[dict[str, Probed]]:
     """Serve both; the one without the probe has it on its path as well, where it does nothing."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        quiet = "--disable-uvicorn-access-log"
-        with probed(Path(first), quiet) as told, probed(Path(second), quiet, HEADROOM_PROBE_DIR="") as untold:
+        quiet = ("--num-gpu-blocks-override", "512", "--disable-uvicorn-access-log")
+        with probed(Path(first), *quiet) as told, probed(Path(second), *quiet, HEADROOM_PROBE_DIR="") as untold:
             yield {"with": told, "without": untold}
 
 
