@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.page_facts import awake, finished
 from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
@@ -38,8 +39,10 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
 def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -> Observation:
     """Return what the detector is told of the processes of one role.
 
-    Files that are mapped, such as weights, do not count: the kernel takes them back before it kills.
+    Files that are mapped, such as weights, do not count: the kernel takes them back before it kills. Nor does the room
+    end before its last page, as a GPU's does, of which the detector leaves some.
     """
+    room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
     page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
     return Observation(
         seconds=snapshot.monotonic_seconds,
@@ -47,7 +50,7 @@ def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -
         finished_total=None if page is None else finished(page),
         life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
         awake=None if page is None else awake(page),
-        room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,
+        room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
     )
 
 
