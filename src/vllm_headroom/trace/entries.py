@@ -51,9 +51,8 @@ def engine_entry(engine: EngineReading) -> dict[str, Any]:
 
 def engine_of(entry: Mapping[str, Any], place: int) -> EngineReading:
     """Return an engine; one without a name is known by its place in the list."""
-    facts = {fact: read(entry, name) for fact, name, read in _FACTS}
-    unnamed_as = {"model_name": "unknown", "engine": str(place)}
-    return EngineReading(**facts | {name: named for name, named in unnamed_as.items() if facts[name] is None})
+    facts = {fact: value for fact, name, read in _FACTS if name in entry and (value := read(entry, name)) is not None}
+    return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
 
 
 def gpu_entry(gpu: Gpu) -> dict[str, Any]:

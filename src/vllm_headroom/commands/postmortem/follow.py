@@ -12,7 +12,7 @@ from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
 from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
-from vllm_headroom.derive.life.signs import Signs, owned, signs
+from vllm_headroom.derive.life.signs import Signs, signs
 from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.model import EngineReading, Failure, Snapshot
 from vllm_headroom.trace.course import Moment
@@ -107,7 +107,7 @@ class Follower:
         self._answered = not isinstance(snapshot.engines, Failure)
         if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
             self._page(named(snapshot.engines), now)
-        for gpu in owned(snapshot):
+        for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED
