@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.known import records
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.fields import YEAR_10000
+from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB, size
 from vllm_headroom.vocabulary import EngineState, LeakState
