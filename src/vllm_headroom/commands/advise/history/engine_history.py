@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
+from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
 from vllm_headroom.commands.advise.history.idle import Idle
 from vllm_headroom.commands.advise.history.tally import Rise, Tally
 from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
@@ -142,7 +142,6 @@ class EngineHistory:
         return EngineFacts(
             model_name=last.model_name,
             engine=last.engine,
-            awake=last.awake,
             capacity_tokens=self._capacity,
             kv_known=self._kv_known,
             preemptions_known=self._preemptions.known,

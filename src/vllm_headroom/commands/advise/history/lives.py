@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vllm_headroom.commands.advise.facts import Ending, Start
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
-from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.page_facts import named, running_requests
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot

@@ -6,18 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.advise.facts import (
-    EngineFacts,
-    Facts,
-    FullFacts,
-    GpuFacts,
-    Leak,
-    Origin,
-    PrefixFacts,
-    Shortage,
-    Spell,
-    StrandedFacts,
-)
+from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
+from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.history.host_page import host, hosts
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
@@ -97,11 +87,8 @@ def _gpu(page: Page, index: int, uuid: str, running: float | None) -> GpuFacts:
         uuid=uuid,
         leak=leak,
         usable_bytes=usable,
-        room_bytes=usable - used,
         least_room_bytes=max(0.0, usable - peak),
-        others_bytes=others,
-        least_others_bytes=others,
-        most_others_bytes=others,
+        others=None if others is None else Extent(others, others, others),
         spells=tuple(_spells(usable - used + (others or 0.0), usable - peak + (others or 0.0), running)),
     )
 
@@ -150,12 +137,11 @@ def _names(info: Labels) -> Labels:
 
 def _engine(page: Page, info: Labels) -> EngineFacts:
     names = _names(info)
-    awake, used = page.value(catalog.ENGINE_AWAKE, **names), page.value(catalog.ENGINE_KV_USED, **names)
+    used = page.value(catalog.ENGINE_KV_USED, **names)
     running = page.value(catalog.ENGINE_RUNNING, **names)
     return EngineFacts(
         model_name=info["model_name"],
         engine=info["engine"],
-        awake=None if awake is None else awake > 0,
         capacity_tokens=page.value(catalog.ENGINE_KV_CAPACITY_TOKENS, **names),
         capacity_bytes=page.value(catalog.ENGINE_KV_CAPACITY_BYTES, **names),
         kv_known=used is not None,
