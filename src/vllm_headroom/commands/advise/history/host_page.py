@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import HostFacts, Leak
 from vllm_headroom.commands.advise.history.scraped import Page
+from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
@@ -29,14 +30,5 @@ def hosts(page: Page) -> Iterator[HostFacts]:
 
 def host(page: Page) -> HostMemory:
     """Return the memory that the engine runs in."""
-    used, limit, shm, kills = (
-        page.value(metric)
-        for metric in (
-            catalog.HOST_MEMORY_USED,
-            catalog.HOST_MEMORY_LIMIT,
-            catalog.HOST_SHM_USED,
-            catalog.HOST_OOM_KILLS,
-        )
-    )
-    known = {"used_bytes": used, "limit_bytes": limit, "shm_used_bytes": shm, "oom_kills": kills}
-    return HostMemory(basis=None, **{name: None if value is None else int(value) for name, value in known.items()})
+    known = ((fact, page.value(metric)) for metric, fact in FACTS)
+    return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
