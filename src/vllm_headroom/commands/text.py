@@ -15,6 +15,8 @@ WIDTH: Final = 110
 HEAD: Final = 9
 """Columns of the words on the left: what was seen, what to do."""
 
+NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
+
 
 def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""

@@ -74,8 +74,8 @@ class Watch:
         return self._life.lives
 
     def course(self, series: _SeriesName) -> Course:
-        """Return the course of a GPU, by its UUID, or of a host role that was seen."""
-        return self._gpus.get(series) or self._host[series]
+        """Return the course of a GPU, by its UUID, or of a host role; of one that was never seen nothing is known."""
+        return self._gpus.get(series) or self._host.get(series) or Course()
 
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now.
@@ -113,8 +113,10 @@ class Watch:
         if place:
             self._indices[name] = int(place[0])
         course = (self._gpus if place else self._host).setdefault(name, Course())
-        track = _tracks(self._memory, on_gpu=bool(place)).get(name)  # none before the engine has worked
-        old = _tracks(before, on_gpu=bool(place)).get(name)
+        old, track = (
+            (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
+            for memory in (before, self._memory)
+        )
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
         inside = self._memory.inside.get(name) if place else None
@@ -144,10 +146,6 @@ def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | N
 
 def _detector() -> Derivation[LeakMemory]:
     return next(each for each in derivations() if each.name == "leak")
-
-
-def _tracks(memory: LeakMemory, *, on_gpu: bool) -> dict[str, Track]:
-    return (memory.gpus if on_gpu else memory.host).tracks
 
 
 def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

@@ -11,7 +11,7 @@ from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observation
 from vllm_headroom.derive.leak.host import host_observations
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests, together
-from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReading, Snapshot
+from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Role
 
@@ -62,11 +62,11 @@ class Record:
         now = snapshot.time_seconds
         self._detector.step(snapshot)
         self.watched.step(now)
-        page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+        page = snapshot.page
         if page is not None and named(page):
             self._engines(page, now)
         running = None if page is None or (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        for gpu in snapshot.devices:
             self._gpu(gpu, observation(gpu, snapshot), running)
         for uuid, excess in excesses(snapshot, self._report):
             self._gpus[uuid].exceeds(excess)

@@ -12,9 +12,9 @@ from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
 from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
-from vllm_headroom.derive.life.signs import Signs, owned, signs
+from vllm_headroom.derive.life.signs import Signs, signs
 from vllm_headroom.derive.page_facts import named, together
-from vllm_headroom.model import EngineReading, Failure, Snapshot
+from vllm_headroom.model import EngineReading, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
@@ -63,8 +63,8 @@ class Follower:
             self._forget()
         if newest is not None and not newest.ended:
             self._add(snapshot)
-        self._paged = self._paged or not isinstance(snapshot.engines, Failure)
-        self.silent = self._paged and isinstance(snapshot.engines, Failure)
+        self._paged = self._paged or snapshot.page is not None
+        self.silent = self._paged and snapshot.page is None
         return snapshot
 
     def _steady(self, snapshot: Snapshot) -> Snapshot:
@@ -104,10 +104,10 @@ class Follower:
         if self._began is None:
             self._began = now
         self._seen = now
-        self._answered = not isinstance(snapshot.engines, Failure)
-        if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
-            self._page(named(snapshot.engines), now)
-        for gpu in owned(snapshot):
+        self._answered = snapshot.page is not None
+        if snapshot.page is not None and named(snapshot.page):
+            self._page(named(snapshot.page), now)
+        for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED

@@ -41,7 +41,7 @@ class History:
         self._now = snapshot.time_seconds
         self._watch.step(snapshot)
         self._ends.step(snapshot, self._watch.lives)
-        page = snapshot.engines if isinstance(snapshot.engines, EnginePage) else None
+        page = snapshot.page
         engines = () if page is None else named(page)
         self._page = page if engines else self._page
         if any(
@@ -56,7 +56,7 @@ class History:
         running = None if page is None else running_requests(page)
         asleep = page is not None and awake(page) is False
         serving = Serving(running=running, asleep=asleep) if self._ends.serving else None
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        for gpu in snapshot.devices:
             self._gpu(gpu).step(gpu, self._now, seconds, serving)
         self._step_host(snapshot)
 
