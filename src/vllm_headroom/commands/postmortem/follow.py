@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
+from vllm_headroom.commands.postmortem.known import (
+    Known,
+    exit_reason,
+    header_leaks,
+    header_ooms,
+    header_used,
+    header_xids,
+)
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
 from vllm_headroom.derive.life.signs import Signs, signs
@@ -35,11 +41,11 @@ class Follower:
     does no more.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         self.facts: Facts | None = None
         self.watch = Watch()
         self.silent = False
-        self._known = known
+        self._known: Known = known or {}
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
@@ -81,7 +87,7 @@ class Follower:
         reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
         self._exits, self._state = exits, self._state if life is None else life.state
-        if self._known is not None:
+        if self._known:
             late = snapshot.time_seconds - self._known["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
             return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
