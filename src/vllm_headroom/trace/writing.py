@@ -45,22 +45,24 @@ class Writing:
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Return whether the operation worked, which may raise OSError, or ValueError with a text for the operator."""
-        problem: str | None = None
-        try:
-            await self._call(operation, self._seconds)
-        except TimeoutError:
-            problem = HANGS
-        except OSError as error:
-            problem = error.strerror or str(error)
-        except ValueError as error:
-            problem = str(error)
-        self._tell(problem)
-        return problem is None
-
-    def _tell(self, problem: str | None) -> None:
-        before, self._problem = self._problem, problem
+        """Return whether the operation worked, and tell when that changes."""
+        before = self._problem
+        self._problem = problem = await attempted(self._call, operation, self._seconds)
         if problem is not None and before is None:
             log.warning(self._begins, file=str(self._file), problem=problem)
         elif problem is None and before is not None:
             log.info(self._ends, file=str(self._file))
+        return problem is None
+
+
+async def attempted(call: Call, operation: Callable[[], None], seconds: float) -> str | None:
+    """Return what went wrong with an operation that may raise OSError, or ValueError with a text for the operator."""
+    try:
+        await call(operation, seconds)
+    except TimeoutError:
+        return HANGS
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -126,7 +126,7 @@ class Keeper:
             "saved state taken up",
             saved_by=saved.version,
             age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
-            gpus=",".join(memory.leak.gpus.tracks),
+            gpus=",".join(memory.leak.gpus),
         )
         return {"leak": memory.leak, "baseline": memory.baseline}
 
@@ -176,12 +176,12 @@ def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     now = identity(snapshot.engines)
     if now is not None and (reason := foreign(saved.identity, now, age)):
         return reason
-    gpus = saved.memory.leak.gpus.tracks
+    gpus = saved.memory.leak.gpus
     if gpus and not isinstance(snapshot.gpus, Failure) and not visible(snapshot) & set(gpus):
         return f"it is of other GPUs ({', '.join(gpus)})"
     return None
 
 
 def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    has_gpus = bool(saved.memory.leak.gpus.tracks)
+    has_gpus = bool(saved.memory.leak.gpus)
     return identity(snapshot.engines) is not None and not (has_gpus and isinstance(snapshot.gpus, Failure))
