@@ -11,6 +11,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
+from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import Failure, Gpu, Snapshot
 from vllm_headroom.units import duration, size
@@ -24,7 +25,7 @@ MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 MARGIN: Final = 1.15
 AHEAD: Final = 0.5
-"""With an end in sight, the past that is drawn is twice as long as what is left, and at least an hour."""
+"""With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
 
 USUAL: Final = 0.9
 """An engine that starts leaves the card empty for minutes: what nine in ten points stay below sets the scale."""
@@ -43,7 +44,7 @@ def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
             yield _room(view, gpu, free, snapshot.time_seconds, columns)
     yield "</div>"
     running = view.history.running()
-    if running[0]:
+    if len(running[0]) > 1:
         yield _load(running, columns)
 
 
@@ -60,7 +61,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     shapes = [
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
-        *(drawing.upright(frame, event.seconds) for event in view.history.events if event.level is Level.ALARM),
+        *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, labels[0])),
         "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
         drawing.zero(frame),
     ]
@@ -72,12 +73,17 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     )
 
 
+def _marks(event: Event, gpu: str) -> bool:
+    """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
+    return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"GPU {gpu} "))
+
+
 def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
     """Return the times that the picture begins and ends at."""
     if forecast is None:
         return first, now
-    past = max(HOUR_SECONDS, min(now - first, forecast.seconds / AHEAD))
-    return now - past, now + min(MARGIN * forecast.seconds, AHEAD * past)
+    past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
+    return now - past, now + AHEAD * past
 
 
 def _since(begin: float, curve: Curve) -> Curve:
@@ -113,7 +119,8 @@ def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> st
     if forecast is not None:
         oom = now + forecast.seconds
         words.append(f"out of memory {_clock(oom)}" if oom <= end else f"{_clock(end)}; full in {duration(oom - now)}")
-    return f"<div class=axis>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
+    kind = "axis" if forecast is None else '"axis ahead"'
+    return f"<div class={kind}>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
 
 
 def _load(running: Curve, columns: int) -> str:
