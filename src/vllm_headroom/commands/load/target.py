@@ -7,12 +7,13 @@ import contextlib
 import socket
 import ssl
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.config.kinds import http_url
+from vllm_headroom.parse.openai import Model, first_model
 from vllm_headroom.scrape.http.failures import no_answer, without_advice
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
@@ -33,14 +34,6 @@ class Target:
     path: str
     headers: tuple[tuple[str, str], ...]
     tls: ssl.SSLContext | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model that the server offers; `most_tokens` is None where it does not say how long a request may be."""
-
-    name: str
-    most_tokens: int | None
 
 
 def base_url(text: str) -> httpx.URL:
@@ -97,7 +90,7 @@ def is_local(address: Address) -> bool:
     return False
 
 
-async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
+async def offered_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
     """Return the first model that the server lists; raises BadInput where it lists none."""
     where = within(url, "/v1/models")
     headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
@@ -110,13 +103,7 @@ async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | 
         raise BadInput(
             f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
         )
-    try:
-        return _first(answer.json())
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise BadInput(f"{where}: lists no model: name a --model") from error
-
-
-def _first(listed: Any) -> Model:  # noqa: ANN401 - what JSON holds
-    first = listed["data"][0]
-    most = first.get("max_model_len")
-    return Model(name=str(first["id"]), most_tokens=most if isinstance(most, int) else None)
+    model = first_model(answer.text)
+    if model is None:
+        raise BadInput(f"{where}: lists no model: name a --model")
+    return model

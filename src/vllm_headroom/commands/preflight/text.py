@@ -11,6 +11,7 @@ from vllm_headroom.commands.preflight.budget import usable_bytes
 from vllm_headroom.commands.preflight.finding import Finding
 from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.model import Failure
 from vllm_headroom.units import gib
 
 SPOKEN: Final = {Verdict.GOOD: "GO", Verdict.NOT_GOOD: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
@@ -55,14 +56,15 @@ def _finding(finding: Finding) -> str:
 
 def document(report: Report) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
+    sight = report.sight
     return {
         "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
-        "driver_version": report.driver_version,
+        "driver_version": None if isinstance(sight.readings, Failure) else sight.readings.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
-        "shm": report.shm and asdict(report.shm),
-        "host": report.host and {"used_bytes": report.host.used_bytes, "limit_bytes": report.host.limit_bytes},
+        "shm": sight.shm and asdict(sight.shm),
+        "host": sight.host and {"used_bytes": sight.host.used_bytes, "limit_bytes": sight.host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings

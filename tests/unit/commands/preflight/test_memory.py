@@ -5,7 +5,7 @@ from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import Holder
-from vllm_headroom.commands.preflight.text import text
+from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.commands.verdict import Verdict
 
 RESERVED = 600 * MIB
@@ -18,7 +18,7 @@ def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     assert (report.verdict, report.findings) == (Verdict.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
-    assert report.driver_version == "580.95.05"
+    assert document(report)["driver_version"] == "580.95.05"
 
 
 def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:

@@ -8,15 +8,14 @@ from typing import Final
 from urllib.parse import urljoin
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.flags import version_of
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Settings, with_page
+from vllm_headroom.commands.advise.settings import Settings, version_of, with_page
 from vllm_headroom.commands.text import NO_SIDECAR
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse.openai import server_version
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.parse.version import server_version
 from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
