@@ -26,7 +26,9 @@ _HEADERS: Final[tuple[Header, ...]] = (
 LEAST_REFRESH_SECONDS: Final = 5
 """A person reads for longer than an interval of a second lasts."""
 
-LINKS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
+LINKS: Final = " \N{MIDDLE DOT} ".join(
+    f'<a href="{link}">{link}</a>' for link in ("/metrics", "/snapshot.json", "/healthz", "/readyz")
+)
 
 
 def html(page: str) -> Answer:
@@ -36,6 +38,7 @@ def html(page: str) -> Answer:
 
 def landing_page(view: View) -> str:
     """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
+    notice = f'<p class="notice">{escape(view.notice)}</p>' if view.notice else ""
     level = worst(view.said)
     first = next(each for each in view.said if each.level == level)
     return (
@@ -45,9 +48,9 @@ def landing_page(view: View) -> str:
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
         f"<title>{WORDS[level]}: {escape(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
-        f"<header><h1>vllm-headroom{_models(view)}</h1><p class=dim>{_when(view)}</p>{_notice(view)}</header>"
+        f"<header><h1>vllm-headroom{_models(view)}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
         f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in view.said)}</ul>"
-        f"{''.join(_rest(view))}</main><footer><p>{_links()}</p></footer></body></html>\n"
+        f"{''.join(_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
 
 
@@ -89,11 +92,3 @@ def _when(view: View) -> str:
         return f"version {escape(view.version)}"
     age = duration(view.age_seconds)
     return f"seen {instant(view.snapshot.time_seconds)}, {age} ago; version {escape(view.version)}"
-
-
-def _notice(view: View) -> str:
-    return f'<p class="notice">{escape(view.notice)}</p>' if view.notice else ""
-
-
-def _links() -> str:
-    return " \N{MIDDLE DOT} ".join(f'<a href="{link}">{link}</a>' for link in LINKS)
