@@ -15,6 +15,7 @@ from vllm_headroom.expose.history import History
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Sample
+from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Source
 
 GPU = ("0", "GPU-a")
@@ -75,6 +76,20 @@ def test_the_forecast_is_drawn_where_there_is_one() -> None:
     assert 'class="zero"' in healthy
 
 
+def test_the_first_sample_of_all_draws_a_line_across_the_figure() -> None:
+    first = day(minutes=1, late=20.0)
+
+    path = re.search(r'class="line" d="M([^"]*)"', landing_page(first))
+
+    assert path is not None
+    assert [point.split()[0] for point in path[1].split("L")] == ["0.0", "1000.0"]
+
+
+@pytest.mark.parametrize(("free", "top"), [(79.5, "80 GiB"), (10.0, "11.5 GiB")])
+def test_the_axis_ends_at_the_card(free: float, top: str) -> None:
+    assert f"<i>{top}</i>" in landing_page(day(free=free * GIB))
+
+
 def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
     shown = landing_page(day(unwell="not turned for 40 s"))
 
@@ -120,7 +135,7 @@ def test_a_notice_is_shown() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 8, 16])
 def test_a_day_of_many_gpus_is_a_small_page(gpus: int) -> None:
-    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}), hours=24)).encode()) <= 60_000
+    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}))).encode()) <= 60_000
 
 
 def test_every_element_is_closed() -> None:

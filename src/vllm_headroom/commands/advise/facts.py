@@ -8,7 +8,8 @@ from enum import StrEnum
 from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.model import HostMemory, Leftover
-from vllm_headroom.vocabulary import LeakLocation, LeakState
+from vllm_headroom.trace.course import Moment
+from vllm_headroom.vocabulary import LeakState
 
 
 class Origin(StrEnum):
@@ -28,20 +29,14 @@ class Shortage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """What the leak detector says of one series, a GPU or a role of processes; `leaked` is whether there was an alarm.
+    """What the leak detector says of one series, a GPU or a role of processes.
 
-    The figures are of its last moment, None where it does not say; `ended_seconds` is None where it did not end.
+    `alarm` is the newest moment of its alarm, None where there was none; `ended_seconds` is None where it did not end.
     """
 
     state: LeakState
-    leaked: bool = False
+    alarm: Moment | None = None
     ended_seconds: float | None = None
-    bytes_per_second: float | None = None
-    bytes_per_request: float | None = None
-    leaked_bytes: float | None = None
-    time_to_oom_seconds: float | None = None
-    time_to_oom_seconds_lower: float | None = None
-    location: LeakLocation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from enum import StrEnum
 from math import isinf
 
 from vllm_headroom.commands.advise.facts import EngineFacts, Facts
-from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.settings import Flag
 
 
 class Cause(StrEnum):

@@ -7,10 +7,10 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import EngineFacts, Facts, Leak, Origin
 from vllm_headroom.commands.advise.finding import Advice, called
-from vllm_headroom.commands.advise.flags import NEWEST, Flag, spelt
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
 from vllm_headroom.commands.advise.rules.crash import crash, sudden
 from vllm_headroom.commands.advise.rules.prefix import believed, busy, enough, rarely_hits
+from vllm_headroom.commands.advise.settings import NEWEST, Flag, spelt
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import LeakState
 

@@ -11,7 +11,7 @@ from typing import Final
 from vllm_headroom.commands.check.excess import Report
 from vllm_headroom.commands.check.judge import judge
 from vllm_headroom.commands.check.judgement import Judgement, overall
-from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, Limits, limits_of, options
+from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, limits_of, options
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.reports import broken, commands, report
 from vllm_headroom.commands.check.text import document, table
@@ -34,7 +34,7 @@ def _run(given: Namespace) -> Checked:
     limits = limits_of(given)
     try:
         traces = [
-            (name, _read(option, name, given, limits))
+            (name, _read(option, name, given))
             for option, name in (("--trace", given.trace), ("--baseline", given.baseline))
             if name is not None
         ]
@@ -47,10 +47,14 @@ def _run(given: Namespace) -> Checked:
     return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
-def _read(option: str, name: str, given: Namespace, limits: Limits) -> Record:
+def _read(option: str, name: str, given: Namespace) -> Record:
     """Return the trace that an option names; raises BadInput, which names the option."""
     expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
-    record = Record(expected, keeps_gpus=limits.leak_bytes is not None, keeps_host=limits.host_leak_bytes is not None)
+    record = Record(
+        expected,
+        keeps_gpus=given.max_leak_per_thousand_requests is not None,
+        keeps_host=given.max_host_leak_per_thousand_requests is not None,
+    )
     try:
         for snapshot in recorded(name, reading):
             record.step(snapshot)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
 from typing import Final
 
+from vllm_headroom.commands.check.judge import JUDGES
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 
@@ -32,33 +32,12 @@ ONE_OUTPUT: Final = "--json and --format cannot both be given"
 ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """The limits that were given: each is kept up to its value; None is no limit."""
-
-    discrepancy_ratio: float | None = None
-    leak_bytes: float | None = None
-    host_leak_bytes: float | None = None
-    bytes_per_request: float | None = None
-    preemptions: float | None = None
-    growth_ratio: float | None = None
-    restarts: int = 0
-
-
-def limits_of(given: argparse.Namespace) -> Limits:
-    """Return the limits among the options; raises BadOptions where options do not go together."""
-    limits = Limits(
-        discrepancy_ratio=given.max_discrepancy,
-        leak_bytes=given.max_leak_per_thousand_requests,
-        host_leak_bytes=given.max_host_leak_per_thousand_requests,
-        bytes_per_request=given.max_bytes_per_request,
-        preemptions=given.max_preemptions_per_thousand_requests,
-        growth_ratio=given.max_growth_over_baseline,
-        restarts=given.max_restarts,
-    )
+def limits_of(given: argparse.Namespace) -> dict[str, float]:
+    """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
+    limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
-        NO_LIMIT: replace(limits, restarts=0) == Limits(),
-        NO_BASELINE: limits.growth_ratio is not None and given.baseline is None,
+        NO_LIMIT: limits.keys() == {"max_restarts"},
+        NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
         TWICE_STDIN: given.trace == given.baseline == "-",
         ONE_OUTPUT: given.json and given.format is not None,
         ONE_REPORT: given.gpu_memory_utilization is not None and given.reported_bytes is not None,

@@ -14,7 +14,7 @@ from vllm_headroom.vocabulary import ExitReason, LeakState
 
 FULL_BYTES: Final = 256 * MIB
 FULL_RATIO: Final = 0.5
-"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/exits)."""
+"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/lives)."""
 
 
 class What(StrEnum):

@@ -70,7 +70,7 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
         return ""
     times = [seconds for seconds, _ in points]
     frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
-    stretches = drawing.thinned(points, COLUMNS)
+    stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = (
         drawing.curve(frame, stretches),
         "" if at is None else drawing.upright(frame, at),

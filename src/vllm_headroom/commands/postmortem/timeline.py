@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_headroom.commands.postmortem.known import records
-from vllm_headroom.derive.life.signs import owned
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.fields import YEAR_10000
+from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB, size
 from vllm_headroom.vocabulary import EngineState, LeakState
@@ -54,7 +53,7 @@ class Timeline:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
                 self._moments.append((now, f"the leak detector says that GPU {index} {verb}"))
             self._leaks[uuid] = course.state
-        for gpu in owned(snapshot):
+        for gpu in snapshot.owned:
             if gpu.other_bytes is not None:
                 self._neighbour(now, gpu.reading.index, gpu.reading.uuid, gpu.other_bytes)
 

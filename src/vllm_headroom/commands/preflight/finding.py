@@ -22,7 +22,7 @@ class Kind(StrEnum):
     ENGINE = "engine"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
 

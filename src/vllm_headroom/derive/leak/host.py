@@ -10,8 +10,9 @@ from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.page_facts import awake, finished
+from vllm_headroom.derive.readings import states
 from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
-from vllm_headroom.vocabulary import LeakState, Role
+from vllm_headroom.vocabulary import Role
 
 
 def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
@@ -33,7 +34,7 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
             samples += _samples(role, tracks[role], settled=settled)
     shown = {sample.labels[0] for sample in samples if sample.metric is catalog.HOST_LEAK_RATE}
     left = _left([track.estimate for role, track in tracks.items() if role in shown and track.estimate is not None])
-    return Tracks(tracks=tracks), (*samples, *left)
+    return tracks, (*samples, *left)
 
 
 def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -> Observation:
@@ -43,7 +44,7 @@ def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -
     end before its last page, as a GPU's does, of which the detector leaves some.
     """
     room_bytes = None if snapshot.host is None else snapshot.host.room_bytes
-    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    page = snapshot.page
     return Observation(
         seconds=snapshot.monotonic_seconds,
         held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
@@ -56,8 +57,7 @@ def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -
 
 def _samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
     is_in = leak_state(track, known=True, settled=settled)
-    for state in LeakState:
-        yield Sample(catalog.HOST_LEAK_STATE, (str(role), str(state)), float(state is is_in))
+    yield from states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
     if track.estimate is not None and is_in in SHOWN:
         yield Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
 

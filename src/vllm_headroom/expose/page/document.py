@@ -9,12 +9,12 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
 from vllm_headroom.expose.page.figures import figures
-from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, WORDS, icon
+from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, icon
 from vllm_headroom.expose.page.tables import tables
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict, worst
 from vllm_headroom.units import duration, instant
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import WORDS, Level
 
 _HEADERS: Final[tuple[Header, ...]] = (
     NO_SNIFF,

@@ -6,12 +6,11 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
-from operator import itemgetter
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Forecast, Frame, Point, Stretch
+from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import Failure, Gpu, Snapshot
 from vllm_headroom.units import duration, size
@@ -39,21 +38,25 @@ def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     yield "<div class=rooms>"
     for gpu in sorted(owned, key=lambda each: places.get(f"GPU {each.reading.index}", 0)):
-        if free := view.history.free(gpu.reading.uuid):
+        free = view.history.free(gpu.reading.uuid)
+        if free[0]:
             yield _room(view, gpu, free, snapshot.time_seconds, columns)
     yield "</div>"
     running = view.history.running()
-    if any(running):
+    if running[0]:
         yield _load(running, columns)
 
 
-def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> str:
+def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     at_peak = view.history.free_at_peak(gpu.reading.uuid)
     labels = str(gpu.reading.index), gpu.reading.uuid
     forecast = _forecast(view, labels, now)
     begin, end = _span(free[0][0], now, forecast)
-    past, peaks = (drawing.thinned(_since(begin, points), columns) for points in (free, at_peak))
-    frame = Frame(begin=begin, end=end, top=_top(past))
+    past, peaks = (drawing.thinned(_since(begin, curve), columns) for curve in (free, at_peak))
+    free_now = view.values.value(catalog.GPU_MEMORY_FREE, *labels)
+    if past and free_now is not None:
+        past[-1].append((now, free_now))
+    frame = Frame(begin=begin, end=end, top=_top(past, view.values.value(catalog.GPU_MEMORY_TOTAL, *labels)))
     shapes = [
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
@@ -72,18 +75,21 @@ def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> 
 def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
     """Return the times that the picture begins and ends at."""
     if forecast is None:
-        return min(first, now - HOUR_SECONDS), now
+        return first, now
     past = max(HOUR_SECONDS, min(now - first, forecast.seconds / AHEAD))
     return now - past, now + min(MARGIN * forecast.seconds, AHEAD * past)
 
 
-def _since(begin: float, points: list[Point]) -> list[Point]:
-    return points[bisect_left(points, begin, key=itemgetter(0)) :]
+def _since(begin: float, curve: Curve) -> Curve:
+    times, values = curve
+    first = bisect_left(times, begin)
+    return times[first:], values[first:]
 
 
-def _top(stretches: list[Stretch]) -> float:
+def _top(stretches: list[Stretch], total: float | None) -> float:
     known = sorted(value for stretch in stretches for _, value in stretch)
-    return MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
+    top = MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
+    return top if total is None else min(top, total)
 
 
 def _forecast(view: View, labels: tuple[str, str], now: float) -> Forecast | None:
@@ -110,9 +116,10 @@ def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> st
     return f"<div class=axis>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
 
 
-def _load(running: list[Point], columns: int) -> str:
-    top = max((value for _, value in running if value is not None), default=1.0)
-    frame = Frame(begin=running[0][0], end=running[-1][0], top=MARGIN * top or 1.0, height=40.0)
+def _load(running: Curve, columns: int) -> str:
+    times, values = running
+    top = max((value for value in values if value is not None), default=1.0)
+    frame = Frame(begin=times[0], end=times[-1], top=MARGIN * top or 1.0, height=40.0)
     stretches = drawing.thinned(running, columns)
     shapes = (drawing.curve(frame, stretches),)
     title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"

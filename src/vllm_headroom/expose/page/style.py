@@ -36,7 +36,6 @@ POLICY: Final = (
     f"default-src 'none'; style-src 'sha256-{_HASH}'; img-src data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'"
 )
-WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
 _SHAPES: Final = {
     Level.GOOD: ("#1a7f37", "<path d='M4 9l3 3 6-7' fill='none' stroke='#fff' stroke-width='2'/>"),
     Level.UNKNOWN: ("#57606a", "<path d='M5 8h6' stroke='#fff' stroke-width='2'/>"),

@@ -19,9 +19,8 @@ from tests.unit.commands.advise.pages import (
 from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Cause
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import Flag, Settings
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.verdict import Verdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from vllm_headroom.commands.advise.facts import GpuFacts, Leak, Shortage, Spell
-from vllm_headroom.commands.advise.history.starts import others_bytes
+from vllm_headroom.commands.advise.history.lives import others_bytes
 from vllm_headroom.commands.advise.limits import APART_SECONDS, GONE_SHARE, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
 from vllm_headroom.model import Gpu
 from vllm_headroom.vocabulary import LeakState

@@ -8,6 +8,7 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import HostFacts, Leak
 from vllm_headroom.commands.advise.history.scraped import Page
 from vllm_headroom.model import HostMemory
+from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
 
 
@@ -16,14 +17,13 @@ def hosts(page: Page) -> Iterator[HostFacts]:
     for labels, held in page.each(catalog.HOST_MEMORY):
         process = labels["process"]
         state = page.state(catalog.HOST_LEAK_STATE, process=process)
-        rate = page.value(catalog.HOST_LEAK_RATE, process=process)
-        leak = Leak(
-            state=state,
-            leaked=state is LeakState.LEAKING,
-            bytes_per_second=rate,
+        said = Moment(
+            seconds=0.0,
+            bytes_per_second=page.value(catalog.HOST_LEAK_RATE, process=process),
             time_to_oom_seconds=page.value(catalog.HOST_TIME_TO_OOM),
             time_to_oom_seconds_lower=page.value(catalog.HOST_TIME_TO_OOM_LOWER),
         )
+        leak = Leak(state=state, alarm=said if state is LeakState.LEAKING else None)
         yield HostFacts(process=process, leak=leak, held_bytes=held)
 
 

@@ -18,12 +18,12 @@ from vllm_headroom.commands.advise.facts import (
     Spell,
     StrandedFacts,
 )
-from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP
 from vllm_headroom.commands.advise.history.host_page import host, hosts
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP, Settings
 from vllm_headroom.derive.page_facts import together
+from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
@@ -122,9 +122,8 @@ def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator
 
 def _leak(page: Page, uuid: str) -> Leak:
     state = page.state(catalog.LEAK_STATE, uuid=uuid)
-    return Leak(
-        state=state,
-        leaked=state is LeakState.LEAKING,
+    said = Moment(
+        seconds=0.0,
         bytes_per_second=page.value(catalog.LEAK_RATE, uuid=uuid),
         bytes_per_request=page.value(catalog.LEAK_PER_REQUEST, uuid=uuid),
         leaked_bytes=page.value(catalog.LEAKED, uuid=uuid),
@@ -132,6 +131,7 @@ def _leak(page: Page, uuid: str) -> Leak:
         time_to_oom_seconds_lower=page.value(catalog.TIME_TO_OOM_LOWER, uuid=uuid),
         location=_location(page, uuid),
     )
+    return Leak(state=state, alarm=said if state is LeakState.LEAKING else None)
 
 
 def _location(page: Page, uuid: str) -> LeakLocation | None:

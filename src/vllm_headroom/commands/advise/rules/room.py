@@ -11,8 +11,8 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.finding import Change
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, HIGHEST_UTILIZATION, USUAL_SECONDS
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import MIB, size
 
 _EXACT: Final = 1e-9

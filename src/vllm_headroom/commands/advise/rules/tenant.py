@@ -1,4 +1,4 @@
-"""A rule on memory that other processes take on the engine's GPUs."""
+"""Rules on memory of the engine's GPUs that is not the engine's: what others take, and what an ended one left."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, TENANT_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
+from vllm_headroom.derive.leftovers import described
 from vllm_headroom.units import size
 
 
@@ -70,3 +71,28 @@ def _evidence(gpu: GpuFacts, origin: Origin) -> Iterator[Evidence]:
     if gpu.least_room_bytes is not None:
         left = size(gpu.least_room_bytes)
         yield Evidence("least_room_bytes", gpu.least_room_bytes, f"{left} were left at the highest peak")
+
+
+def left_behind(facts: Facts) -> Advice | None:
+    """Fit where at the end of a trace processes on the engine's GPUs serve no engine any more; a page names none."""
+    evidence = tuple(_left(facts))
+    if not evidence:
+        return None
+    return Advice(
+        cause=Cause.LEFT_BEHIND,
+        summary="What is left of an engine that has ended holds GPU memory.",
+        evidence=evidence,
+        changes=(
+            Change(
+                text="End it, or where nothing runs any more reset the GPU: vllm-headroom doctor names its pid",
+                cost="none to this engine; a reset needs a GPU that nothing else has open",
+            ),
+        ),
+    )
+
+
+def _left(facts: Facts) -> Iterator[Evidence]:
+    for gpu in facts.gpus:
+        for leftover in gpu.leftovers:
+            known = "unknown" if leftover.used_bytes is None else leftover.used_bytes
+            yield Evidence("left_behind_bytes", known, f"GPU {gpu.index}: {described(leftover)}")

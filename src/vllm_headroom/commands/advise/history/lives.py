@@ -1,52 +1,59 @@
-"""Starts of the engine that came to nothing, in a trace."""
+"""How lives of the engine ended, in a trace: before one served, or while it did."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
-from vllm_headroom.commands.advise.lives import Start
+from vllm_headroom.commands.advise.lives import Ending, Start
+from vllm_headroom.derive.life.lives import Lives
+from vllm_headroom.derive.page_facts import named, running_requests
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
-from vllm_headroom.units import GIB
-
-HELD_BYTES = GIB
-"""Where processes are not seen, an engine is there while this much is held; a CUDA context alone takes less."""
 
 
-class Starts:
-    """Follows the lives of the engine; one that ended and never served is a failed start.
-
-    `serving` is whether this life has served, also while its page cannot be read.
-    """
+class Ends:
+    """Follows the lives of the engine, as the daemon tells them apart."""
 
     def __init__(self) -> None:
         self.failed: list[Start] = []
-        self.serving = False
-        self._served: str | None = None
-        self._life: str | None = None
-        self._now: Start | None = None
+        self.found: list[Ending] = []
+        self._exits = 0
+        self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
+        self._start: Start | None = None
         self._idle_room: float | None = None
 
-    def step(self, snapshot: Snapshot) -> None:
-        """Go on to the next sample."""
+    @property
+    def serving(self) -> bool:
+        """Whether this life has served, also while its page cannot be read."""
+        return self._served is not None
+
+    def step(self, snapshot: Snapshot, lives: Lives) -> None:
+        """Go on to the next sample, up to which there were these lives."""
         gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-        life = _life(snapshot, gpus)
-        if isinstance(snapshot.engines, EnginePage) and snapshot.engines.engines:
-            self._served, self._now, self.serving = life, None, True
-            return
-        self.serving = self.serving and life is not None and life == self._served
-        if self._now is not None and life != self._life:
-            self.failed.append(self._now)
-            self._now = None
-        if life is None:
-            self._served = None
+        exits = sum(lives.exits.values())
+        if exits > self._exits:
+            self._end(snapshot.time_seconds, gpus)
+        self._exits = exits
+        if isinstance(snapshot.engines, EnginePage) and named(snapshot.engines):
+            self._served, self._start = (snapshot.engines, gpus), None
+        elif lives.newest is None or lives.newest.ended:
             self._idle_room = room_bytes(gpus)
-        elif life != self._served:
-            self._life, self._now = life, self._grown(gpus)
+        elif self._served is None:
+            self._start = self._grown(gpus)
+
+    def _end(self, now: float, gpus: tuple[Gpu, ...]) -> None:
+        if self._served is not None:
+            page, had = self._served
+            left = sum(leftover.used_bytes or 0 for gpu in gpus for leftover in gpu.leftovers)
+            running, room = running_requests(page), room_bytes(had)
+            self.found.append(Ending(seconds=now, running=running, room_bytes=room, orphan_bytes=float(left)))
+        elif self._start is not None:
+            self.failed.append(self._start)
+        self._served = self._start = None
 
     def _grown(self, gpus: tuple[Gpu, ...]) -> Start:
         """Return the start that goes on with one more reading, or a new one."""
-        before = self._now or Start(
+        before = self._start or Start(
             most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
         )
         rooms = [known for known in (room_bytes(gpus), before.least_room_bytes) if known is not None]
@@ -56,14 +63,6 @@ class Starts:
             least_room_bytes=min(rooms, default=None),
             most_others_bytes=max([before.most_others_bytes, *(others_bytes(gpu) or 0 for gpu in gpus)]),
         )
-
-
-def _life(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> str | None:
-    """Return what names the engine's processes, None while there are none."""
-    if isinstance(snapshot.processes, Failure):
-        return "held" if any((gpu.held_bytes or 0) > HELD_BYTES for gpu in gpus) else None
-    started = [process.started_at_seconds for process in snapshot.processes]
-    return f"{min(started):.2f}" if started else None
 
 
 def others_bytes(gpu: Gpu) -> float | None:
