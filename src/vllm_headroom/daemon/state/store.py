@@ -18,6 +18,7 @@ from vllm_headroom.daemon.state.identity import Identity, foreign, identity
 from vllm_headroom.daemon.state.lives import LIVES, KeptLives
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.trace.writing import real
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -97,7 +98,11 @@ class Keeper:
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _first_read(self) -> dict[str, Any]:
-        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
+        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick.
+
+        A link that was set as the folder is followed now, once: one that is put in its place later is not.
+        """
+        self._folder = await self._try(".", partial(real, self._folder)) or self._folder
         lives, history = await self._read(LIVES), await self._read(HISTORY)
         if self._failing & {LIVES.name, HISTORY.name}:
             return {}
