@@ -127,31 +127,6 @@ class Estimate:
     oom_seconds: float | None = None
     oom_seconds_lower: float | None = None
 
-    @classmethod
-    def of_pace(
-        cls,
-        pace: float,
-        half_width: float,
-        *,
-        leaked_bytes: float,
-        room_bytes: float | None,
-        bytes_per_request: float | None = None,
-    ) -> Estimate:
-        """Return the estimate of growth that goes on at one pace, by time, until nothing is left of the room."""
-        room, fastest = None if room_bytes is None else max(0.0, room_bytes), pace + half_width
-        return cls(
-            bytes_per_second=pace,
-            lower=pace - half_width,
-            upper=fastest,
-            bytes_per_request=bytes_per_request,
-            by_requests=bytes_per_request is not None,
-            leaked_bytes=leaked_bytes,
-            pace=pace,
-            fastest=fastest,
-            oom_seconds=None if room is None else room / pace,
-            oom_seconds_lower=None if room is None else room / fastest,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:

@@ -69,7 +69,18 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
     if half_width > UNEVEN_SHARE * pace:
         return None
-    return Estimate.of_pace(pace, half_width, leaked_bytes=grown, room_bytes=room)
+    return Estimate(
+        bytes_per_second=pace,
+        lower=pace - half_width,
+        upper=pace + half_width,
+        bytes_per_request=None,
+        by_requests=False,
+        leaked_bytes=grown,
+        pace=pace,
+        fastest=pace + half_width,
+        oom_seconds=room / pace,
+        oom_seconds_lower=room / (pace + half_width),
+    )
 
 
 def _even(points: tuple[Point, ...], grown: float) -> bool:

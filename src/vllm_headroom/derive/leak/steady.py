@@ -157,5 +157,15 @@ def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
         for before, after in pairwise(steady.latest)
     ]
     half_width = 2 * sqrt(variance(paces) / len(paces)) + JITTER * rate
-    per_request = leaked / done if done > 0 else None
-    return Estimate.of_pace(rate, half_width, leaked_bytes=leaked, room_bytes=room_bytes, bytes_per_request=per_request)
+    return Estimate(
+        bytes_per_second=rate,
+        lower=rate - half_width,
+        upper=rate + half_width,
+        bytes_per_request=leaked / done if done > 0 else None,
+        by_requests=done > 0,
+        leaked_bytes=leaked,
+        pace=rate,
+        fastest=rate + half_width,
+        oom_seconds=None if room_bytes is None else max(0.0, room_bytes) / rate,
+        oom_seconds_lower=None if room_bytes is None else max(0.0, room_bytes) / (rate + half_width),
+    )
