@@ -83,9 +83,9 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     return Lives(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
-def is_broken(life: OneLife, seen: Signs) -> bool:
+def is_broken(life: OneLife | None, seen: Signs) -> bool:
     """Return whether a process without which this life serves nobody has gone."""
-    if not seen.processes:
+    if life is None or not seen.processes:
         return False
     now = Counter(process.role for process in seen.processes)
     return any(now[role] < most for role, most in life.vital.items())
