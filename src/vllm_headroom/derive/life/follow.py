@@ -126,7 +126,7 @@ def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
 
 
 def _broken(life: OneLife | None, seen: Signs) -> bool:
-    return life is not None and is_broken(life, seen)
+    return life is not None and is_broken(life, seen.processes)
 
 
 def _life(state: LifeState, seen: Signs, now: float) -> Life:
