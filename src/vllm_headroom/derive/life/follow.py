@@ -69,8 +69,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
     """
-    now = snapshot.monotonic_seconds
-    newest = state.lives.newest
+    now, newest = snapshot.monotonic_seconds, state.lives.newest
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
