@@ -11,7 +11,7 @@ from vllm_headroom.commands.advise.history.lives import Ends
 from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS, Watch
 
@@ -51,12 +51,7 @@ class History:
             key = engine_labels(engine)
             self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
             self._at_least = max(self._at_least, _shown_by(engine))
-        running = None if page is None else running_requests(page)
-        serving = self._ends.serving and (page is None or awake(page) is not False)
-        for history in self._gpus.values() if ended or not serving else ():
-            history.rest(self._now, ended_engine=ended)
-        for gpu in snapshot.devices:
-            self._gpu(gpu).step(gpu, self._now, seconds, running, serving=serving)
+        self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:
@@ -83,11 +78,16 @@ class History:
             endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
         )
 
-    def _gpu(self, gpu: Gpu) -> GpuHistory:
-        reading = gpu.reading
-        if reading.uuid not in self._gpus:
-            self._gpus[reading.uuid] = GpuHistory(reading.index, reading.uuid, self._now)
-        return self._gpus[reading.uuid]
+    def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
+        page = snapshot.page
+        running = None if page is None else running_requests(page)
+        serving = self._ends.serving and (page is None or awake(page) is not False)
+        for history in self._gpus.values() if ended or not serving else ():
+            history.rest(self._now, ended_engine=ended)
+        for gpu in snapshot.devices:
+            index, uuid = gpu.reading.index, gpu.reading.uuid
+            history = self._gpus.setdefault(uuid, GpuHistory(index, uuid, self._now))
+            history.step(gpu, self._now, seconds, running, serving=serving)
 
     def _step_host(self, snapshot: Snapshot) -> None:
         if isinstance(snapshot.processes, Failure):
