@@ -69,8 +69,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
     """
-    now = snapshot.monotonic_seconds
-    newest = state.lives.newest
+    now, newest = snapshot.monotonic_seconds, state.lives.newest
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
@@ -120,14 +119,14 @@ def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     if awake(seen.page) is False:
         return EngineState.ASLEEP
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
-    if is_broken(state.lives.newest, seen) or (age is not None and age >= most):
+    if is_broken(state.lives.newest, seen.processes) or (age is not None and age >= most):
         return EngineState.STALLED
     return EngineState.SERVING
 
 
 def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
     life = state.lives.newest
-    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen)
+    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen.processes)
     return Life(
         state=state.state,
         in_service=goes_on and state.state is not EngineState.DOWN,
