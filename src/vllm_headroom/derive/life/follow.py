@@ -145,6 +145,7 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         else progress_age(movements, now, seen.owed_since),
         stranded=stranded(movements, now),
         first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
+        first_host_room_bytes=None if life is None or life.ended else life.host_room_bytes,
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()
