@@ -61,7 +61,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
         *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.index)),
-        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
+        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now),
         drawing.zero(frame),
     ]
     title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
