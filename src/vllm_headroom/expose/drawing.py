@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 from typing import Final
 
@@ -67,15 +68,16 @@ def through(points: Iterable[Point]) -> Curve:
     return [seconds for seconds, _ in ordered], [value for _, value in ordered]
 
 
-def thinned(curve: Curve, columns: int) -> list[Stretch]:
+def thinned(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
     Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
     """
     times, values = curve
-    size = max(1, ceil(len(values) / columns))
+    start = bisect_left(times, begin)
+    size = max(1, ceil((len(values) - start) / columns))
     stretches: list[Stretch] = [[]]
-    for first in range(0, len(values), size):
+    for first in range(start, len(values), size):
         part = values[first : first + size]
         if known := [value for value in part if value is not None]:
             found = {(times[first + part.index(value)], value) for value in (min(known), max(known))}

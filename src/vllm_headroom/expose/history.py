@@ -6,7 +6,6 @@ from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from math import isfinite, isnan, nan
 from typing import Final
 
@@ -96,8 +95,7 @@ class History:
     def take_up(self, kept: KeptHistory) -> None:
         """Go on from what an earlier process kept; curves of another length are left out."""
         self._minute, self.events = kept.minute, kept.events[-MOST_EVENTS:]
-        most = islice(kept.curves.items(), 2 * MOST_GPUS + 1)
-        decoded = {name: array(TYPE, b64decode(values)) for name, values in most}
+        decoded = {name: array(TYPE, b64decode(values)) for name, values in kept.curves.items()}
         self._curves = {name: curve for name, curve in decoded.items() if len(curve) == POINTS}
 
     def _gpu(self, gpu: Gpu) -> None:
