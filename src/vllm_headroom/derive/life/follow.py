@@ -137,6 +137,7 @@ def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else stranded(state.movements, now),
         first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
+        first_host_room_bytes=None if life is None or life.ended else life.host_room_bytes,
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()
