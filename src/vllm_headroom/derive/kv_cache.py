@@ -58,6 +58,14 @@ def _known(engine: EngineReading, model: TokenBytes | None, gpus: int | None) ->
     return model(engine.kv_cache_dtype, gpus)
 
 
+def tokens_per_request(engine: EngineReading) -> float | None:
+    """Return what a running request holds on average; None while nothing runs or nothing is held."""
+    if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
+        return None
+    tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
+    return tokens if isfinite(tokens) else None
+
+
 def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:
     labels, capacity_tokens = engine_labels(engine), engine.kv_capacity_tokens
     if capacity_tokens is not None and bytes_per_token is not None:
@@ -66,9 +74,9 @@ def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator
         return
     more = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor(more)) if isfinite(more) else more)
-    if capacity_tokens is None:
+    tokens = tokens_per_request(engine)
+    if tokens is None:
         return
-    tokens = engine.kv_used_ratio * capacity_tokens / engine.running
     yield Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens)
     if bytes_per_token is not None:
         yield Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * bytes_per_token)

@@ -38,7 +38,7 @@ def document(view: View) -> dict[str, Any]:
         "version": view.version,
         "t": None if view.snapshot is None else view.snapshot.time_seconds,
         "age_seconds": None if view.snapshot is None else view.age_seconds,
-        "level": worst(view.verdicts),
+        "level": worst(view.said),
         "verdicts": [
             {
                 "subject": each.subject,
@@ -47,7 +47,7 @@ def document(view: View) -> dict[str, Any]:
                 "alert": each.alert,
                 "runbook": view.runbook(each.alert),
             }
-            for each in view.verdicts
+            for each in view.said
         ],
         "problems": _problems(view),
         "last_incident": _incident(view.last_incident),

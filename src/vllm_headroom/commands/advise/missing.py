@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, Leak, Origin
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
+from vllm_headroom.commands.advise.facts import Facts, Leak, Origin
 from vllm_headroom.commands.advise.finding import Advice, called
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
 from vllm_headroom.commands.advise.rules.crash import crash, sudden
@@ -42,7 +43,7 @@ def missing(facts: Facts) -> Iterator[str]:
     if not facts.gpus:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
-        if gpu.room_bytes is None and gpu.least_room_bytes is None:
+        if gpu.least_room_bytes is None:
             yield f"GPU {gpu.index}: its memory was not read"
         yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
     for host in facts.hosts:

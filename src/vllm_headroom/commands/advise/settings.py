@@ -105,6 +105,11 @@ class Settings:
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
 
+    def now(self, flag: Flag) -> float | None:
+        """Return what an option is set to."""
+        value: float | None = getattr(self, flag.removeprefix("--").replace("-", "_"))
+        return value
+
     @property
     def known(self) -> Version:
         """The version that the engine has at least."""

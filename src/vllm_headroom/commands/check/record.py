@@ -9,9 +9,9 @@ from vllm_headroom.commands.check.series import Counted, Coverage, Series
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observation
-from vllm_headroom.derive.leak.host import host_observation
+from vllm_headroom.derive.leak.host import host_observations
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests, together
-from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReading, Snapshot
+from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Role
 
@@ -62,15 +62,15 @@ class Record:
         now = snapshot.time_seconds
         self._detector.step(snapshot)
         self.watched.step(now)
-        page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+        page = snapshot.page
         if page is not None and named(page):
             self._engines(page, now)
         running = None if page is None or (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        for gpu in snapshot.devices:
             self._gpu(gpu, observation(gpu, snapshot), running)
         for uuid, excess in excesses(snapshot, self._report):
             self._gpus[uuid].exceeds(excess)
-        for role, seen in _roles(snapshot):
+        for role, seen in host_observations(snapshot):
             series = self.host.get(role) or Series(role, role, self._detector.course(role), keeps=self._keeps_host)
             self.host[role] = series
             series.step(seen, running)
@@ -115,12 +115,3 @@ def paired(record: Record, before: Record | None) -> Iterator[tuple[Series, Seri
 
 def _name(reading: GpuReading) -> str:
     return reading.uuid if reading.uuid.startswith("MIG-") else f"GPU {reading.index}"
-
-
-def _roles(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
-    if isinstance(snapshot.processes, Failure):
-        return
-    for role in Role:
-        processes = tuple(process for process in snapshot.processes if process.role is role)
-        if processes:
-            yield role, host_observation(processes, snapshot)

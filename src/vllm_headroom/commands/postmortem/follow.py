@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
+from vllm_headroom.commands.postmortem.known import (
+    Known,
+    exit_reason,
+    header_leaks,
+    header_ooms,
+    header_used,
+    header_xids,
+)
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
 from vllm_headroom.derive.life.signs import Signs, signs
 from vllm_headroom.derive.page_facts import named, together
-from vllm_headroom.model import EngineReading, Failure, Snapshot
+from vllm_headroom.model import EngineReading, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
@@ -35,11 +41,11 @@ class Follower:
     does no more.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         self.facts: Facts | None = None
         self.watch = Watch()
         self.silent = False
-        self._known = known
+        self._known: Known = known or {}
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
@@ -63,8 +69,8 @@ class Follower:
             self._forget()
         if newest is not None and not newest.ended:
             self._add(snapshot)
-        self._paged = self._paged or not isinstance(snapshot.engines, Failure)
-        self.silent = self._paged and isinstance(snapshot.engines, Failure)
+        self._paged = self._paged or snapshot.page is not None
+        self.silent = self._paged and snapshot.page is None
         return snapshot
 
     def _steady(self, snapshot: Snapshot) -> Snapshot:
@@ -81,7 +87,7 @@ class Follower:
         reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
         self._exits, self._state = exits, self._state if life is None else life.state
-        if self._known is not None:
+        if self._known:
             late = snapshot.time_seconds - self._known["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
             return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
@@ -104,9 +110,9 @@ class Follower:
         if self._began is None:
             self._began = now
         self._seen = now
-        self._answered = not isinstance(snapshot.engines, Failure)
-        if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
-            self._page(named(snapshot.engines), now)
+        self._answered = snapshot.page is not None
+        if snapshot.page is not None and named(snapshot.page):
+            self._page(named(snapshot.page), now)
         for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
         self._served = self._served or self._answered

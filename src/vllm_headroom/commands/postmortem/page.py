@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from vllm_headroom.commands.postmortem.advice import TODO
-from vllm_headroom.commands.postmortem.finding import Sureness
+from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.report import Report

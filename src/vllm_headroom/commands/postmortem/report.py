@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm_headroom.commands.postmortem.advice import TODO
 from vllm_headroom.commands.postmortem.facts import Facts
-from vllm_headroom.commands.postmortem.finding import Finding
+from vllm_headroom.commands.postmortem.finding import TODO, Finding
 from vllm_headroom.commands.postmortem.known import Known, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.timeline import Moment
@@ -26,7 +25,7 @@ class Report:
     file: str
     findings: tuple[Finding, ...]
     facts: Facts | None
-    known: Known | None
+    known: Known
     timeline: tuple[Moment, ...]
     curves: Curves
 
@@ -108,7 +107,7 @@ def document(report: Report) -> dict[str, Any]:
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
         "numbers": {} if facts is None else dict(numbers(facts, report.known)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": report.known,
+        "known": report.known or None,
     }
 
 

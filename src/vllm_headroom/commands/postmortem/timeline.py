@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from vllm_headroom.commands.postmortem.known import records
+from vllm_headroom.commands.postmortem.known import Known, records
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.replay import Watch
@@ -57,7 +56,7 @@ class Timeline:
             if gpu.other_bytes is not None:
                 self._neighbour(now, gpu.reading.index, gpu.reading.uuid, gpu.other_bytes)
 
-    def moments(self, known: Mapping[str, Any] | None) -> tuple[Moment, ...]:
+    def moments(self, known: Known) -> tuple[Moment, ...]:
         """Return what happened, and among it the XIDs that the header tells of."""
         xids = [
             (float(each["t"]), f"the driver reported XID {each.get('xid')} on {each.get('uuid')}")

@@ -9,7 +9,7 @@ from typing import Final
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
-from vllm_headroom.commands.preflight.finding import Finding, Kind, overall
+from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Holder, Sight
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
@@ -44,8 +44,9 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether vLLM would start."""
-        return overall(self.findings)
+        """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
+        verdicts = {finding.verdict for finding in self.findings}
+        return next((worst for worst in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GOOD)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:

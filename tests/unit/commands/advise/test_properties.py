@@ -9,21 +9,9 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.advise.facts import (
-    CappedFacts,
-    EngineFacts,
-    Facts,
-    FullFacts,
-    GpuFacts,
-    HostFacts,
-    Leak,
-    Origin,
-    PrefixFacts,
-    Shortage,
-    Spell,
-)
+from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
+from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell, Start
 from vllm_headroom.commands.advise.finding import Cause, Change
-from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import FIRST, Flag, Settings
 from vllm_headroom.commands.advise.verdict import judge
@@ -79,11 +67,8 @@ def gpu(leak: st.SearchStrategy[Leak]) -> st.SearchStrategy[GpuFacts]:
         uuid=st.just("GPU-a"),
         leak=leak,
         usable_bytes=maybe(st.floats(1e9, 2e11)),
-        room_bytes=maybe(BYTES),
         least_room_bytes=maybe(BYTES),
-        others_bytes=maybe(BYTES),
-        least_others_bytes=maybe(BYTES),
-        most_others_bytes=st.just(0.0) | maybe(BYTES),
+        others=maybe(st.just(Extent(0.0, 0.0, 0.0)) | st.builds(Extent, BYTES, BYTES, BYTES)),
         spells=st.lists(SPELL, max_size=2).map(tuple),
         roomy_running=maybe(COUNT),
     )

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
 from vllm_headroom.commands.advise.history.lives import Ends
 from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
-from vllm_headroom.derive.derivation import answer, stateless
-from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
@@ -22,8 +18,6 @@ from vllm_headroom.trace.replay import Watch
 
 LONGEST_INTERVAL_SECONDS: Final = 300.0
 """The longest that the daemon may be told to sample at; what lies between two samples further apart was not seen."""
-
-_KV_CACHE: Final = stateless("kv_cache", lambda snapshot: kv_cache(snapshot, bytes_per_token=None))
 
 
 class History:
@@ -47,7 +41,7 @@ class History:
         self._now = snapshot.time_seconds
         self._watch.step(snapshot)
         self._ends.step(snapshot, self._watch.lives)
-        page = snapshot.engines if isinstance(snapshot.engines, EnginePage) else None
+        page = snapshot.page
         engines = () if page is None else named(page)
         self._page = page if engines else self._page
         if any(
@@ -56,11 +50,13 @@ class History:
             if engine_labels(one) in self._engines
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
-        self._step_engines(snapshot, engines, seconds)
+        for engine in engines:
+            self._engines.setdefault(engine_labels(engine), EngineHistory()).step(engine, seconds)
+            self._at_least = max(self._at_least, _shown_by(engine))
         running = None if page is None else running_requests(page)
         asleep = page is not None and awake(page) is False
         serving = Serving(running=running, asleep=asleep) if self._ends.serving else None
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        for gpu in snapshot.devices:
             self._gpu(gpu).step(gpu, self._now, seconds, serving)
         self._step_host(snapshot)
 
@@ -87,15 +83,6 @@ class History:
             failed_starts=tuple(self._ends.failed),
             endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
         )
-
-    def _step_engines(self, snapshot: Snapshot, engines: Iterable[EngineReading], seconds: float) -> None:
-        _, samples = answer(_KV_CACHE, None, snapshot)
-        metric = catalog.ENGINE_KV_TOKENS_PER_REQUEST
-        tokens = {sample.labels: sample.value for sample in samples if sample.metric is metric}
-        for engine in engines:
-            key = engine_labels(engine)
-            self._engines.setdefault(key, EngineHistory()).step(engine, tokens.get(key), seconds)
-            self._at_least = max(self._at_least, _shown_by(engine))
 
     def _gpu(self, gpu: Gpu) -> GpuHistory:
         reading = gpu.reading

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from vllm_headroom.commands.advise.facts import Ending, Start
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES
-from vllm_headroom.commands.advise.lives import Ending, Start
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.page_facts import named, running_requests
-from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
+from vllm_headroom.model import EnginePage, Gpu, Snapshot
 
 
 class Ends:
@@ -29,13 +29,13 @@ class Ends:
 
     def step(self, snapshot: Snapshot, lives: Lives) -> None:
         """Go on to the next sample, up to which there were these lives."""
-        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
+        gpus, page = snapshot.devices, snapshot.page
         exits = sum(lives.exits.values())
         if exits > self._exits:
             self._end(snapshot.time_seconds, gpus)
         self._exits = exits
-        if isinstance(snapshot.engines, EnginePage) and named(snapshot.engines):
-            self._served, self._start = (snapshot.engines, gpus), None
+        if page is not None and named(page):
+            self._served, self._start = (page, gpus), None
         elif lives.newest is None or lives.newest.ended:
             self._idle_room = room_bytes(gpus)
         elif self._served is None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import ceil, floor
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, FullFacts, Origin
+from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts
+from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import (
     Advice,
     Cause,
@@ -14,6 +15,7 @@ from vllm_headroom.commands.advise.finding import (
     Evidence,
     called,
     count,
+    lowered,
     per_request,
     percent,
     several,
@@ -113,13 +115,13 @@ def _shorter(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | Non
     """Return a limit above the 99th percentile of what a request held; None where it would bound nothing."""
     if engine.high_tokens is None or full.tokens is None:
         return None
-    value, now = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP, facts.settings.max_model_len
-    if value >= full.tokens or (now is not None and value >= now):
+    value = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP
+    if value >= full.tokens:
         return None
-    return Change(
-        flag=Flag.MAX_MODEL_LEN,
-        value=value,
-        now=now,
+    return lowered(
+        facts,
+        Flag.MAX_MODEL_LEN,
+        value,
         text=f"99 % of the time running requests held {count(engine.high_tokens)} tokens each or fewer, on average",
         cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
@@ -128,16 +130,12 @@ def _shorter(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | Non
 
 def _fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
     """Return what ran without preemption, or KEPT_RATIO of what filled the cache where that is less."""
-    value, now = floor(KEPT_RATIO * full.running), facts.settings.max_num_seqs
-    if engine.calm_running is not None:
-        value = min(value, floor(engine.calm_running))
-    if value < 1 or (now is not None and value >= now):
-        return None
-    calm = engine.calm_running is not None and value == floor(engine.calm_running)
-    return Change(
-        flag=Flag.MAX_NUM_SEQS,
-        value=value,
-        now=now,
+    value = floor(KEPT_RATIO * full.running)
+    calm = engine.calm_running is not None and engine.calm_running < value + 1
+    return lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        floor(engine.calm_running) if calm and engine.calm_running is not None else value,
         text="the most that ran without preemption" if calm else f"{percent(KEPT_RATIO)} of what fills the cache",
         cost="the rest waits in the queue, where no work is lost; a restart",
     )

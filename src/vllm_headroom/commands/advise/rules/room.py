@@ -76,7 +76,7 @@ def take_more(facts: Facts) -> Change | None:
 
 def ran_short(facts: Facts) -> bool:
     """Tell whether little was left at any time, or others took memory of the engine's GPUs."""
-    return any(gpu.spells or gpu.most_others_bytes for gpu in facts.gpus)
+    return any(gpu.spells or (gpu.others and gpu.others.most) for gpu in facts.gpus)
 
 
 def _in_bytes(facts: Facts, difference: int, text: str, cost: str) -> Change | None:

@@ -8,10 +8,9 @@ from math import floor, inf
 from statistics import median
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
+from vllm_headroom.commands.advise.facts import Facts, Start
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, lowered, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
-from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.rules.cache import split
 from vllm_headroom.commands.advise.rules.room import ran_short, take_less
 from vllm_headroom.commands.advise.settings import Flag
@@ -71,37 +70,31 @@ def _beside_others(facts: Facts) -> tuple[Change, ...]:
     )
     rooms = [start.room_before_bytes for start in facts.failed_starts if start.room_before_bytes is not None]
     usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
-    now = facts.settings.gpu_memory_utilization
     if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
         return (move,)
     value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
-    if value <= 0 or value >= (HIGHEST_UTILIZATION if now is None else now):
+    if facts.settings.gpu_memory_utilization is None and value >= HIGHEST_UTILIZATION:
         return (move,)
-    return (
-        move,
-        Change(
-            flag=Flag.GPU_MEMORY_UTILIZATION,
-            value=value,
-            now=now,
-            text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
-            cost="a smaller KV cache, or none at all if the model does not fit; a restart",
-        ),
+    share = lowered(
+        facts,
+        Flag.GPU_MEMORY_UTILIZATION,
+        value,
+        text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
+        cost="a smaller KV cache, or none at all if the model does not fit; a restart",
     )
+    return several(move, share)
 
 
 def _smaller(facts: Facts) -> tuple[Change, ...]:
     rooms = [start.least_room_bytes for start in facts.failed_starts if start.least_room_bytes is not None]
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    now = facts.settings.max_num_seqs
-    fewer = None
-    if now is not None and now > 1:
-        fewer = Change(
-            flag=Flag.MAX_NUM_SEQS,
-            value=now // 2,
-            now=now,
-            text="warming up the sampler and the graphs take less",
-            cost="in a burst requests wait in the queue; a restart",
-        )
+    fewer = lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        (facts.settings.max_num_seqs or 0) // 2,
+        text="warming up the sampler and the graphs take less",
+        cost="in a burst requests wait in the queue; a restart",
+    )
     eager = Change(
         flag=Flag.ENFORCE_EAGER,
         text="captures no CUDA graphs, if it ends while it does",

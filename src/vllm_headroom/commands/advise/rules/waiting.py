@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import floor
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import CappedFacts, Facts
+from vllm_headroom.commands.advise.engine_facts import CappedFacts
+from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, count, percent
 from vllm_headroom.commands.advise.limits import AIM_BYTES, LASTING_SECONDS
 from vllm_headroom.commands.advise.rules.cache import pressed
