@@ -8,7 +8,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.page_facts import awake, finished
+from vllm_headroom.derive.page_facts import awake, finished, running_requests
 from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
 
@@ -45,6 +45,7 @@ def host_observation(processes: tuple[EngineProcess, ...], snapshot: Snapshot) -
         seconds=snapshot.monotonic_seconds,
         held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
         finished_total=None if page is None else finished(page),
+        running=None if page is None else running_requests(page),
         life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
         awake=None if page is None else awake(page),
         room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,

@@ -65,8 +65,7 @@ def _foretold(track: Track) -> Verdict:
 
 
 def _floor(track: Track) -> float:
-    points = track.levels[0].points
-    return points[-1].floor_bytes if points else track.first_bytes
+    return track.levels[0].points[-1].floor_bytes
 
 
 def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
@@ -92,11 +91,10 @@ def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | No
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
     """Return what the last hours foretell; anew only when one of their blocks ends."""
     level = track.levels[PROJECTED_LEVEL]
-    if not _just_ended(track, level):
+    if track.first is None or not _just_ended(track, level):
         return track.projected, None
     life = Life(
-        began=(track.anchor_seconds or 0.0, track.anchor_requests),
-        first_bytes=track.first_bytes,
+        first=track.first,
         room_bytes=room_bytes,
         before=track.projected,
     )
