@@ -49,6 +49,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
         "dashboards": {"enabled": False},
         "networkPolicy": {"enabled": True, "prometheusNamespace": "observability"},
     },
+    "amd": {"sidecar": {"gpu": "amd"}},
 }
 NO_SIDECARS: Final = ({"gpu": "all"}, {"env": {"A": "1"}}, {"memoryLimitOf": "{vllm}"})
 each_case = pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,9 @@ HEADINGS: Final = ["Meaning", "Impact", "Diagnosis", "Mitigation"]
 
 ALERTS: Final = {rule.name for rule in rules() if rule.is_alert}
 
+OF_NVIDIA: Final = re.compile(r"nvidia-smi|/dev/nvidia|nvrm|nvidia-bug-report")
+OF_AMD: Final = re.compile(r"amd-smi|/dev/kfd|amdgpu|AMD")
+
 each_page = pytest.mark.parametrize("page", RUNBOOKS)
 
 
@@ -48,6 +51,13 @@ def test_a_runbook_names_only_alerts_that_there_are(page: str) -> None:
 @each_page
 def test_a_runbook_names_only_flags_that_vllm_has(page: str) -> None:
     assert flag_faults(RUNBOOKS[page]) == []
+
+
+@each_page
+def test_a_command_of_nvidia_s_has_amd_s_beside_it(page: str) -> None:
+    if page != "HeadroomGpuXid":  # which AMD's driver has none of, as it says
+        paragraphs = re.split(r"\n\n", RUNBOOKS[page])
+        assert [each for each in paragraphs if OF_NVIDIA.search(each) and not OF_AMD.search(each)] == []
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 
 from tests.engine.serving import FOLDER, HERE
+from tests.unit.sizing import encoders
 from tests.unit.sizing.models import CHECKED, NAMES, model
 from tests.unit.sizing.models import FOLDER as FOLDER_OF_CONFIGURATIONS
 from vllm_headroom.sizing.kv_layout import kv_layout
@@ -39,18 +41,30 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
                 cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, **sizes})
                 planned.append(layout.blocks(tokens) * layout.block_bytes)
 
-    reckoned = subprocess.run(
-        [FOLDER / "venv" / "bin" / "python", HERE / "reckon.py"],
+    found = reckoned("reckon.py", cases)
+    wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
+    assert not wrong
+
+
+def test_vllm_profiles_the_encoders_that_were_recorded_of_it() -> None:
+    cases = [{"config": config, **told} for config in encoders.CONFIGS.values() for told in encoders.TOLD]
+
+    recorded = json.loads(encoders.TRUTH.read_text())
+    assert reckoned("encoders.py", cases) == [each for name in encoders.CONFIGS for each in recorded[name]]
+
+
+def reckoned(script: str, cases: list[dict[str, Any]]) -> list[Any]:
+    """Return what vLLM's own functions say of each case."""
+    done = subprocess.run(
+        [FOLDER / "venv" / "bin" / "python", HERE / script],
         input=json.dumps(cases),
         capture_output=True,
         text=True,
         check=True,
-        timeout=300,
+        timeout=600,
     )
-
-    found = json.loads(reckoned.stdout.splitlines()[-1])
-    wrong = [case for case, ours, theirs in zip(cases, planned, found, strict=True) if ours != theirs]
-    assert not wrong
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def test_vllm_builds_what_was_recorded_of_it() -> None:

@@ -1,4 +1,4 @@
-# ruff: noqa: E402, T201 - vLLM looks at the environment as it is imported; what is printed is the answer
+# ruff: noqa: T201 - vLLM looks at the environment as it is imported; what is printed is the answer
 """Print what vLLM itself builds of configurations; run by the Python that vLLM is installed in.
 
 usage: truth.py CONFIG.json...
@@ -10,7 +10,6 @@ model alone; and the bytes of KV cache of sequences, as vLLM's own functions gro
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import os
 import sys
@@ -21,11 +20,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-for name in ("", ".io", ".ops", ".transforms", ".transforms.v2", ".transforms.v2.functional", ".transforms.functional"):
-    module = MagicMock(__path__=[], __version__="0.28.0")  # images are not looked at, and it is not installed
-    module.__spec__ = importlib.machinery.ModuleSpec(f"torchvision{name}", None)
-    sys.modules[f"torchvision{name}"] = module
 
+import no_images  # noqa: F401 - before vLLM is
 import torch
 from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel

@@ -152,14 +152,15 @@ def fits(found: Estimate) -> bool | None:
     """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
 
     None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
-    this type of model, or the weights of what is no language model.
+    this type of model, or the weights or the largest input of its encoder.
     """
     if found.question.shape.unknown_type is not None:
         return None
     surely, possibly = _starts(found, worst=True), _starts(found, worst=False)
     if possibly is False:
         return False
-    return True if surely and not found.question.more_weights else None
+    untold = found.question.more_weights or found.question.more_activations
+    return True if surely and not untold else None
 
 
 def _starts(found: Estimate, *, worst: bool) -> bool | None:

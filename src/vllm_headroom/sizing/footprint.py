@@ -112,11 +112,9 @@ def weights_bytes(
 
 def _experts_share(shape: ModelShape) -> float:
     """Return the share of the layers' bytes that belongs to experts."""
-    each = shape.weight_bytes_per_parameter or shape.dtype_bytes
-    counted = (
-        (shape.layer_parameters or 0) - shape.plain_parameters
-    ) * each + shape.plain_parameters * shape.dtype_bytes
-    return shape.expert_parameters * each / counted if counted else 0.0
+    each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
+    counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
+    return found.experts * each / counted if found and counted else 0.0
 
 
 def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
@@ -129,22 +127,12 @@ def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | Non
         return None
     if shape.embeddings is None:
         return None if parameters is None else parameters * each
-    others = shape.other_parameters or 0
-    layers = shape.layer_parameters if parameters is None else max(0, parameters - shape.embeddings - others)
+    others = (shape.encoder and shape.encoder.parameters) or 0
+    counted = shape.parameters
+    layers = counted.total if counted else None
+    if parameters is not None:
+        layers = max(0, parameters - shape.embeddings - others)
     if layers is None:
         return None
-    plain = min(layers, shape.plain_parameters)
+    plain = min(layers, counted.plain) if counted else 0
     return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
-
-
-def adapters_bytes(shape: ModelShape, *, adapters: int, rank: int, tensor_parallel: int = 1) -> int | None:
-    """Return the bytes of room that vLLM makes on each GPU for so many LoRA adapters; None where they are not known.
-
-    Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism divides one of the two
-    (vLLM 0.32, lora/layers, `create_lora_weights`). Those of the embedding and of the output are as small as one
-    layer's.
-    """
-    if shape.layer_parameters is None:
-        return None
-    values = shape.adapter_whole + shape.adapter_divided / tensor_parallel
-    return ceil(adapters * rank * values * shape.dtype_bytes)

@@ -6,18 +6,17 @@ import json
 from typing import Final
 
 from vllm_headroom.sizing.architectures import defaults, encodes, has_output, unknown_type
+from vllm_headroom.sizing.encoder import Encoder, encoder
 from vllm_headroom.sizing.fields import LARGEST, Config, needed, part, whole
 from vllm_headroom.sizing.heads import HEADS, HIDDEN, full_heads, windowed_heads
 from vllm_headroom.sizing.layers import CHUNKED, FULL, STATEFUL, WINDOWED, checkpoints, kinds, state_bytes, window
 from vllm_headroom.sizing.matrices import LENGTHS
-from vllm_headroom.sizing.parameters import encoder_parameters, layer_parameters, mlp
+from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 from vllm_headroom.sizing.shape import ModelShape
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
-
-OTHER_PARTS: Final = ("vision_config", "audio_config", "visual")
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 VOCABULARY: Final = ("vocab_size", "padded_vocab_size")
@@ -50,7 +49,7 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
     if unknown is not None:
         return f"what its attention keeps in the cache is not known here: it has {unknown}"
     try:
-        return _shape(config)
+        return _shape(config, encoder({**(beside or {}), **root}))
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
 
@@ -64,8 +63,8 @@ def _set(config: Config) -> Config:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _shape(config: Config) -> ModelShape:
-    layers, encoder = needed(config, *LAYERS), encodes(config)
+def _shape(config: Config, beside: Encoder | None) -> ModelShape:
+    layers, whole_text = needed(config, *LAYERS), encodes(config)
     found_kinds = kinds(config, layers)
     full, windowed, stateful = (sum(kind in names for kind in found_kinds) for names in (FULL, WINDOWED, STATEFUL))
     if not full + windowed:
@@ -73,12 +72,11 @@ def _shape(config: Config) -> ModelShape:
     heads, narrow = full_heads(config), windowed_heads(config)
     weight_bytes, quantisation = weight_bytes_per_parameter(config, SERVED_BYTES)
     found_mlp, latent = mlp(config), whole(config, "kv_lora_rank")
-    counted = layer_parameters(config, found_kinds, heads, narrow or heads)
     return ModelShape(
         layers=layers,
-        full_layers=0 if encoder else full,
-        windowed_layers=0 if encoder else windowed,
-        window_tokens=window(config) if windowed and not encoder else None,
+        full_layers=0 if whole_text else full,
+        windowed_layers=0 if whole_text else windowed,
+        window_tokens=window(config) if windowed and not whole_text else None,
         chunked=bool(windowed) and (CHUNKED in found_kinds or whole(config, "sliding_window") is None),
         windowed_kv_heads=narrow.count if narrow else None,
         windowed_width=narrow.key_size + narrow.value_size if narrow else None,
@@ -95,12 +93,8 @@ def _shape(config: Config) -> ModelShape:
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
         tied_embeddings=not has_output(config),
-        layer_parameters=counted.total if counted else None,
-        plain_parameters=counted.plain if counted else 0,
-        expert_parameters=counted.experts if counted else 0,
-        adapter_whole=counted.adapter_whole if counted else 0,
-        adapter_divided=counted.adapter_divided if counted else 0,
-        other_parameters=_others(config),
+        parameters=layer_parameters(config, found_kinds, heads, narrow or heads),
+        encoder=beside,
         max_model_len=_length(config),
         stored_bytes=stored_bytes(config),
         kv_dtype_bytes=kv_dtype_bytes(config, SERVED_BYTES),
@@ -108,12 +102,6 @@ def _shape(config: Config) -> ModelShape:
         quantisation=quantisation,
         unknown_type=unknown_type(config),
     )
-
-
-def _others(config: Config) -> int | None:
-    found = [encoder_parameters(part(config, name)) for name in OTHER_PARTS if part(config, name)]
-    known = [count for count in found if count is not None]
-    return sum(known) if len(known) == len(found) else None
 
 
 def _length(config: Config) -> int | None:

@@ -13,6 +13,7 @@ from vllm_headroom.sizing.shape import ModelShape
 
 NAME: Final = "config.json"
 QUANTISATION: Final = "hf_quant_config.json"
+PREPROCESSOR: Final = "preprocessor_config.json"
 LARGEST_BYTES: Final = 2**24
 """A real one is a few kB."""
 
@@ -34,16 +35,20 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         return f"it cannot be read: {error.strerror}"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    return parse_model_config(text, overrides, _quantisation(file.parent))
+    beside = {"preprocessor": _read(file.parent / PREPROCESSOR)}
+    said = _read(file.parent / QUANTISATION).get("quantization")
+    if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
+        beside["quantization_config"] = {"quant_method": "modelopt", **said}
+    return parse_model_config(text, overrides, beside)
 
 
-def _quantisation(folder: Path) -> Config:
-    """Return what ModelOpt 0.29 and older said of the quantisation beside the configuration, under its later name."""
+def _read(file: Path) -> Config:
+    """Return what a file beside the configuration says; nothing where there is none."""
     try:
-        found = json.loads((folder / QUANTISATION).read_text(encoding="utf-8"))
-        return {"quantization_config": {"quant_method": "modelopt", **found["quantization"]}}
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def checkpoint_bytes(folder: Path) -> int | None:
@@ -51,13 +56,10 @@ def checkpoint_bytes(folder: Path) -> int | None:
 
     The index names them (`metadata.total_size`) also where the files themselves are not there.
     """
-    try:
-        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        total = index["metadata"]["total_size"]
-        if isinstance(total, int | float) and 0 < total < MOST_BYTES:
-            return int(total)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        pass
+    metadata = _read(folder / INDEX).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, int | float) and 0 < total < MOST_BYTES:
+        return int(total)
     return _sizes(folder.glob("model*.safetensors")) or _sizes(folder.glob("*.safetensors"))
 
 

@@ -63,12 +63,13 @@ does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA
 def activations(question: Question) -> Range | None:
     """Return the peak of vLLM's profiling run; None where the hidden size or the vocabulary is not known.
 
-    The larger of two. A forward pass: the tokens of a batch x bytes of the dtype x (2 x hidden size for the residual,
+    The larger of three. A forward pass: the tokens of a batch x bytes of the dtype x (2 x hidden size for the residual,
     and the widest layer's values: 3 x MLP width, or queries, keys, values and output; what tensor parallelism divides,
     divided), to 1.3 times that. Sampling: sequences x vocabulary x 4 bytes of logits, 4 to 11 times, since they are
     converted, sorted and summed up (v1/worker/gpu_model_runner.py, `_dummy_sampler_run`); it is not divided.
     Start-up logs: 10.0 times the logits (Qwen3 8B on 4 GPUs, 0.8.5; Llama 3 8B, 0.7), 9.7 (Llama 3.1 8B, 0.31); 1.1
-    times the forward pass (Qwen2.5 1.5B with 32,768 tokens, 0.7).
+    times the forward pass (Qwen2.5 1.5B with 32,768 tokens, 0.7). And the encoder of images, whose tokens stay beside
+    the other two (v1/worker/gpu_model_runner.py, `profile_run`).
     """
     shape, ranks = question.shape, question.tensor_parallel_size
     hidden, vocabulary = shape.hidden_size, shape.vocabulary
@@ -81,7 +82,25 @@ def activations(question: Question) -> Range | None:
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
     logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
-    return Range(low=max(forward, LOGITS_LOW * logits), high=max(FORWARD_HIGH * forward, LOGITS_HIGH * logits))
+    images, kept = _encoding(question, hidden)
+    return Range(
+        low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
+        high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
+    )
+
+
+def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
+    """Return what the encoder takes of the largest items that vLLM profiles, and what its tokens take afterwards.
+
+    A patch takes what a token does in the language model; whether tensor parallelism divides it, is each encoder's own.
+    """
+    largest, items = question.largest, question.encoder_items
+    if largest is None or items is None:
+        return NOTHING, 0
+    size = items * question.shape.dtype_bytes
+    low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
+    high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
+    return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
 
 
 def graphs(question: Question) -> Range:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from vllm_headroom.sizing.footprint import adapters_bytes, model_bytes, weights_bytes
+from vllm_headroom.sizing.encoder import Item
+from vllm_headroom.sizing.footprint import model_bytes, weights_bytes
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import GIB
 
@@ -45,6 +46,7 @@ class Question:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     cpu_offload_bytes: float = 0
     max_loras: int = 0
     max_lora_rank: int = LORA_RANK
@@ -88,19 +90,46 @@ class Question:
     @property
     def more_weights(self) -> bool:
         """Whether there are weights that are not counted: those of an image or audio encoder."""
-        return self.shape.other_parameters is None and self.checkpoint_bytes is None and self.parameters is None
+        encoder = self.shape.encoder
+        counted = encoder is None or encoder.parameters is not None
+        return not counted and self.checkpoint_bytes is None and self.parameters is None
+
+    @property
+    def more_activations(self) -> bool:
+        """Whether vLLM profiles an encoder whose largest image or video is not known here."""
+        return self.shape.encoder is not None and self.largest is None
+
+    @property
+    def largest(self) -> Item | None:
+        """The largest image or video; None without an encoder, too."""
+        return self.shape.encoder.largest if self.shape.encoder else None
+
+    @property
+    def encoder_items(self) -> int | None:
+        """How many of the largest images or videos vLLM profiles at once; None where these are not known.
+
+        As many as the batch has tokens for, one at least (vLLM 0.32, multimodal/encoder_budget.py, `_get_max_items`).
+        """
+        if self.largest is None:
+            return None
+        in_prompt = max(1, (self.max_model_len or self.max_num_batched_tokens) // self.largest.tokens)
+        return max(1, min(self.max_num_batched_tokens // self.largest.tokens, self.max_num_seqs * in_prompt))
 
     @property
     def adapters_bytes(self) -> int | None:
-        """What vLLM reserves on each GPU for LoRA adapters; None where that is not known."""
-        if not self.max_loras:
-            return 0
-        return adapters_bytes(
-            self.shape,
-            adapters=self.max_loras,
-            rank=self.max_lora_rank,
-            tensor_parallel=self.tensor_parallel_size,
-        )
+        """What vLLM reserves on each GPU for LoRA adapters; None where that is not known.
+
+        Of every matrix, inputs x rank and rank x outputs, in the model's dtype; tensor parallelism divides one of the
+        two (vLLM 0.32, lora/layers, `create_lora_weights`), expert parallelism both, for each GPU has some of the
+        experts whole. All engines share the experts. Those of embedding and output are as small as one layer's.
+        """
+        found, ranks = self.shape.parameters, self.tensor_parallel_size
+        if not self.max_loras or found is None:
+            return None if self.max_loras else 0
+        experts, shared = found.expert_adapter, ranks * self.data_parallel_size
+        values = found.adapter.whole + found.adapter.divided / ranks + experts.divided / shared
+        values += experts.whole / (shared if self.enable_expert_parallel else 1)
+        return ceil(self.max_loras * self.max_lora_rank * values * self.shape.dtype_bytes)
 
 
 def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
@@ -117,7 +146,7 @@ def unusable(question: Question) -> str | None:
         return f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads"
     if shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads):
         return f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other"
-    if shape.expert_parameters == 0 and question.data_parallel_size > 1 and not shape.layer_parameters:
+    if question.data_parallel_size > 1 and shape.parameters is None:
         return f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here"
     if question.draft is not None and not (shape.keeps_every_token and question.draft.keeps_every_token):
         return "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
+
+from vllm_headroom.sizing.encoder import Encoder
+from vllm_headroom.sizing.parameters import LayerParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +19,9 @@ class ModelShape:
     each of `windowed_kv_heads`, where these differ from a full one's. `latent_width` is what multi-head latent
     attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
     together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
-    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. Of `layer_parameters`, all but
-    `plain_parameters` are those that `weight_bytes_per_parameter` is said of, and `expert_parameters` belong to
-    experts. An adapter of rank 1 adds `adapter_whole` values to all of them, and `adapter_divided` that tensor
-    parallelism divides. `tied_embeddings` also says that there is no output to have weights. `other_parameters` are no
-    language model's, but those of an image or audio encoder; None where they are not told. `unknown_type` names a type
-    of model that nobody has checked to be understood here.
+    `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `weight_bytes_per_parameter` is said of
+    all of `parameters` but the plain ones. `tied_embeddings` also says that there is no output to have weights.
+    `encoder` reads images or sound. `unknown_type` names a type of model that nobody has checked to be understood here.
     """
 
     layers: int
@@ -43,12 +44,8 @@ class ModelShape:
     mlp_width: int | None = None
     experts_per_token: int = 1
     tied_embeddings: bool = False
-    layer_parameters: int | None = None
-    plain_parameters: int = 0
-    expert_parameters: int = 0
-    adapter_whole: int = 0
-    adapter_divided: int = 0
-    other_parameters: int | None = 0
+    parameters: LayerParameters | None = None
+    encoder: Encoder | None = None
     max_model_len: int | None = None
     dtype_bytes: float = 2.0
     stored_bytes: float = 2.0
@@ -73,3 +70,12 @@ class ModelShape:
         if self.vocabulary is None or self.hidden_size is None:
             return None
         return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    def quantised(self, method: str, bytes_per_parameter: float) -> Self:
+        """Return the shape with this quantisation of all its layers."""
+        return replace(
+            self,
+            quantisation=method,
+            weight_bytes_per_parameter=bytes_per_parameter,
+            parameters=self.parameters and replace(self.parameters, plain=0),
+        )

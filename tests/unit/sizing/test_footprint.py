@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.unit.sizing.models import model
 from vllm_headroom.sizing.footprint import (
     KV_DTYPES,
-    adapters_bytes,
     bytes_per_token,
     engine_bytes_per_token,
     model_bytes,
@@ -153,7 +152,7 @@ def test_weights_of_public_models(name: str, gigabytes: float) -> None:
 
 
 def test_weights_that_cannot_be_counted_are_not_known_and_can_be_said() -> None:
-    shape = replace(model("nemotron-nano-9b-v2"), layer_parameters=None)
+    shape = replace(model("nemotron-nano-9b-v2"), parameters=None)
 
     assert model_bytes(shape) is None
     assert weights_bytes(shape) is None
@@ -185,28 +184,6 @@ def test_data_parallelism_divides_experts_alone() -> None:
 
     assert weights_bytes(dense, data_parallel=4) == weights_bytes(dense)
     assert (weights_bytes(sparse) or 0) - (weights_bytes(sparse, data_parallel=4) or 0) == experts * 3 // 4
-
-
-def test_adapters_take_the_inputs_and_outputs_of_every_matrix_times_their_rank() -> None:
-    shape = model("llama-3.1-8b")
-    attention = (4096 + 4096) + 2 * (4096 + 1024) + (4096 + 4096)
-    one = 2 * 32 * (attention + 3 * (4096 + 14336))
-
-    assert adapters_bytes(shape, adapters=1, rank=1) == one
-    assert adapters_bytes(shape, adapters=3, rank=16) == 3 * 16 * one
-    assert one / 2 < (adapters_bytes(shape, adapters=1, rank=1, tensor_parallel=2) or 0) < one
-    assert adapters_bytes(replace(shape, layer_parameters=None), adapters=1, rank=1) is None
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_every_expert_has_room_for_an_adapter_of_its_own(ranks: int) -> None:
-    """As vLLM 0.32 makes it (lora/layers/fused_moe.py): two matrices into an expert and one out of it."""
-    hidden, keys, inside, layers, experts = 4096, 1024, 14_336, 32, 8
-    left_whole = 3 * hidden + hidden + experts * (2 * hidden + hidden)
-    divided = (hidden + 2 * keys) + hidden + experts * (2 * inside + inside)
-
-    expected = 4 * 64 * 2 * layers * (left_whole + divided // ranks)
-    assert adapters_bytes(model("mixtral-8x7b"), adapters=4, rank=64, tensor_parallel=ranks) == expected
 
 
 def test_an_encoder_keeps_nothing_and_has_no_output() -> None:

@@ -48,10 +48,10 @@ KEPT: Final = {
 
 
 def counted(shape: ModelShape) -> int:
-    assert shape.layer_parameters is not None
+    assert shape.parameters is not None
     assert shape.vocabulary is not None
     assert shape.hidden_size is not None
-    return shape.layer_parameters + shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
+    return shape.parameters.total + shape.vocabulary * shape.hidden_size * (1 if shape.tied_embeddings else 2)
 
 
 def changed(name: str, **fields: Any) -> ModelShape | str:
@@ -137,9 +137,11 @@ def test_an_image_encoder_is_counted_where_its_sizes_are_told() -> None:
 
     assert isinstance(siglip, ModelShape)
     assert isinstance(untold, ModelShape)
-    assert siglip.other_parameters == pytest.approx(417_000_000, rel=0.02)
-    assert untold.other_parameters is None
-    assert model("gemma-2-9b").other_parameters == 0
+    assert siglip.encoder
+    assert siglip.encoder.parameters == pytest.approx(417_000_000, rel=0.02)
+    assert untold.encoder
+    assert untold.encoder.parameters is None
+    assert model("gemma-2-9b").encoder is None
 
 
 @pytest.mark.parametrize(

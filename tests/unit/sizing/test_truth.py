@@ -62,10 +62,10 @@ def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_say
         "sequence_bytes"
     ]
     if name in UNCOUNTED:
-        assert found.layer_parameters is None
+        assert found.parameters is None
         return
-    assert found.layer_parameters is not None
-    assert found.layer_parameters + (found.embeddings or 0) == pytest.approx(truth["parameters"], rel=0.003)
+    assert found.parameters is not None
+    assert found.parameters.total + (found.embeddings or 0) == pytest.approx(truth["parameters"], rel=0.003)
 
 
 def test_a_type_is_known_when_one_of_it_was_checked() -> None:

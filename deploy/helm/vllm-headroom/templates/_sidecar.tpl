@@ -11,7 +11,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
   command: [sh, -c, "vllm-headroom probe install /opt/headroom-probe || true"]
   resources:
     {{- toYaml .resources | nindent 4 }}
-  {{- include "vllm-headroom.security" $ | nindent 2 }}
+  {{- include "vllm-headroom.security" false | nindent 2 }}
   volumeMounts:
   - {name: headroom-probe, mountPath: /opt/headroom-probe}
   - {name: headroom-no-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
@@ -52,7 +52,7 @@ Its context is this chart's: (index .Subcharts "vllm-headroom") in the chart tha
     {{- if eq .gpu "dra" }}
     claims: [{name: gpu}]
     {{- end }}
-  {{- include "vllm-headroom.security" $ | nindent 2 }}
+  {{- include "vllm-headroom.security" (eq .gpu "amd") | nindent 2 }}
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
   - {name: headroom-state, mountPath: /var/lib/vllm-headroom}
@@ -103,13 +103,14 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- end -}}
 {{- end -}}
 
+{{/* Its context is whether the container has to see what other users' processes have open: AMD's driver lists no processes. */}}
 {{- define "vllm-headroom.security" -}}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: 65532
-  runAsGroup: 65532
+  runAsNonRoot: {{ not . }}
+  runAsUser: {{ ternary 0 65532 . }}
+  runAsGroup: {{ ternary 0 65532 . }}
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
-  capabilities: {drop: [ALL]}
+  capabilities: {drop: [ALL]{{ if . }}, add: [SYS_PTRACE]{{ end }}}
   seccompProfile: {type: RuntimeDefault}
 {{- end -}}

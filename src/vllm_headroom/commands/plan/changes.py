@@ -96,8 +96,7 @@ def _rounded(question: Question) -> Iterator[Option]:
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS):
         yield "--kv-cache-dtype", "fp8", "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
     if shape.quantisation is None:
-        quantised = replace(shape, weight_bytes_per_parameter=1.0, quantisation="fp8", plain_parameters=0)
-        yield "--quantization", "fp8", "weights are rounded", replace(question, shape=quantised)
+        yield "--quantization", "fp8", "weights are rounded", replace(question, shape=shape.quantised("fp8", 1.0))
 
 
 def _wider(question: Question) -> Iterator[Option]:

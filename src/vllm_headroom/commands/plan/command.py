@@ -92,7 +92,11 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
     offload = Value(read=_gibibytes, accepts="a number of GiB, such as 10")
-    add("--enable-expert-parallel", action="store_true", help="taken as it is: experts weigh the same either way")
+    add(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="each GPU has some experts whole: less room for their adapters",
+    )
     add("--cpu-offload-gb", metavar="GIB", type=offload, default=0.0, help="of each GPU's weights, on the host")
     add("--enable-lora", action="store_true", help="room for adapters")
     add("--max-loras", metavar="N", type=COUNT, default=1, help="default 1")

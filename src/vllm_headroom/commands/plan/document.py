@@ -44,6 +44,7 @@ def document(found: Estimate) -> dict[str, Any]:
         "lora_bytes": question.adapters_bytes,
         "unknown_architecture": question.shape.unknown_type,
         "budget_bytes": None if found.budget is None else int(found.budget),
+        "encoder_items": question.encoder_items,
         "activation_bytes": _bounds(found.activations),
         "cuda_graph_bytes": _bounds(found.graphs),
         "library_bytes": _bounds(LIBRARIES),

@@ -101,7 +101,7 @@ def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language
     """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
     changed: dict[str, Any] = {}
     if language_model_only:
-        changed["other_parameters"] = 0
+        changed["encoder"] = None
     if dtype != "auto":
         size = DTYPE_BYTES[dtype]
         changed["dtype_bytes"] = size
@@ -109,7 +109,5 @@ def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language
             changed["kv_dtype_bytes"] = size
         if shape.quantisation is None:
             changed["weight_bytes_per_parameter"] = size
-    if quantization is not None:
-        told = {"weight_bytes_per_parameter": QUANTISED_BYTES[quantization], "quantisation": quantization}
-        changed |= told | {"plain_parameters": 0}
-    return replace(shape, **changed)
+    served = replace(shape, **changed)
+    return served if quantization is None else served.quantised(quantization, QUANTISED_BYTES[quantization])

@@ -67,7 +67,8 @@ def _memory(found: Estimate) -> Iterator[str]:
     if question.cpu_offload_bytes:
         yield _line("  beside them on the host", question.cpu_offload_bytes)
     batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
-    yield _line("activations", found.activations, f"{batch} in a batch, or {logits}")
+    items = f", {question.encoder_items} images" if question.largest else ""
+    yield _line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
     yield _line("CUDA graphs", found.graphs)
     yield _line("CUDA libraries", LIBRARIES)
     left = (

@@ -18,6 +18,7 @@ def unknown(found: Estimate) -> list[str]:
         (question.gpu_memory_bytes, "the card (--gpu-memory)"),
         (found.weights, "the weights (--parameters)"),
         (None if question.more_weights else "", "the image or audio encoder's weights (--parameters)"),
+        (None if question.more_activations else "", "its largest image or sound (else --language-model-only)"),
         (found.activations, "the activations (--hidden-size and --vocabulary)"),
         (question.max_model_len, "the length (--max-model-len)"),
     )
@@ -120,8 +121,8 @@ def _left_out(found: Estimate) -> Iterator[str]:
         )
     if question.more_weights:
         yield "The weights are the language model's alone: an image or audio encoder's come on top."
-    if question.shape.other_parameters != 0:
-        yield "The profiling run of an image or audio encoder comes on top of the activations."
+    if question.more_activations:
+        yield "What vLLM's profiling takes of the encoder comes on top of the activations."
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
     if question.unified_memory:

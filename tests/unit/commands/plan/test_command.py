@@ -340,3 +340,14 @@ def test_an_encoder_of_images_is_weighed_or_asked_for(capsys: Capsys) -> None:
 
     assert counted["weights_bytes"] - without["weights_bytes"] == 2 * 411_070_464
     assert (untold.status, untold.document["unknown"]) == (2, ["the image or audio encoder's weights (--parameters)"])
+    assert (counted["encoder_items"], without["encoder_items"]) == (32, None)
+    assert counted["activation_bytes"]["low"] > without["activation_bytes"]["low"]
+
+
+def test_an_encoder_that_nobody_has_looked_up_is_not_vouched_for(capsys: Capsys) -> None:
+    room = ("--gpu-memory", "288GiB", "-tp", "8", "--max-model-len", "4096", "--json")
+    untold = plan(capsys, *of("kimi-k2.5"), *room)
+    without = plan(capsys, *of("kimi-k2.5"), *room, "--language-model-only")
+
+    assert untold.document["unknown"] == ["its largest image or sound (else --language-model-only)"]
+    assert (untold.status, without.status) == (2, 0)

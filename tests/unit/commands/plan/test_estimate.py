@@ -17,7 +17,7 @@ from vllm_headroom.sizing.overhead import NOTHING
 from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.units import GIB
 
-COUNTED = [name for name in NAMES if model(name).layer_parameters is not None]
+COUNTED = [name for name in NAMES if model(name).parameters is not None]
 questions = st.builds(
     lambda name, card, ranks, stages, length, seqs, tokens, ratio, unified: Question(
         shape=model(name),
