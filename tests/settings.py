@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from vllm_headroom.config.fields import about
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.sources import variable
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -23,3 +25,12 @@ def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, 
     settings = parser.read(argv, environ).settings
     assert isinstance(settings, kind)
     return settings
+
+
+def settings_table() -> str:
+    """Return docs' table of settings, in Markdown."""
+    rows = [
+        f"| `{variable(name)}` | {about(field, 'shown')} | {field.description} | {about(field, 'accepts')} |"
+        for name, field in Settings.model_fields.items()
+    ]
+    return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"

@@ -8,21 +8,21 @@ from dashboards.source.gpus import each_gpu
 from dashboards.source.grafana import LEGEND, Json, on_the_right, override, query, steps, values
 from dashboards.source.panels import stat, timeseries
 from dashboards.source.series import (
-    BY_TARGET,
     ENGINE,
     FREE,
     FREE_FLOOR,
     GPU,
     MIB,
+    PEAKS,
     RUNNING,
     STATE_VALUES,
     TARGET,
     TIME_TO_OOM_STEPS,
     TIME_TO_OOM_VALUES,
     ahead,
-    free_at_the_peak,
     leak_state,
     lowest_free,
+    rooms,
     still,
     time_to_oom,
 )
@@ -156,8 +156,6 @@ def _others() -> Json:
 
 def _room() -> Json:
     """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
-    empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
-    there = f"unless on ({BY_TARGET}) {empty}"
     return timeseries(
         "Headroom: free memory of each GPU, down to zero",
         "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
@@ -166,8 +164,7 @@ def _room() -> Json:
         "Where the time shown ends in the future (Look ahead, above), what a leak will leave is dashed, and dotted if "
         "it is as fast as it may be.",
         [
-            query(f"{FREE}{{{GPU}}} {there}", "GPU {{gpu}}"),
-            query(f"{free_at_the_peak(GPU)} {there}", "GPU {{gpu}} at its peaks"),
+            *rooms(),
             query(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
             query(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
             RUNNING,
@@ -179,7 +176,7 @@ def _room() -> Json:
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[
-            override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND),
+            PEAKS,
             override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
             override(
                 "/ at the least$/",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, Final
 
 from dashboards.source import around, tables
-from dashboards.source.colours import BAD, GOOD
+from dashboards.source.colours import BAD, GOOD, GPU_COLOURS
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import Json, query, steps
+from dashboards.source.grafana import Json, in_turn, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.ranking import AND_CHOSEN, NEVER, ranked
+from dashboards.source.ranking import AND_CHOSEN, BY_MODEL, NEVER, ranked
 from dashboards.source.series import (
     SIDECAR,
     STATE_NAMES,
@@ -20,6 +21,7 @@ from dashboards.source.series import (
 from dashboards.source.tables import MODEL
 
 LINES: Final = 5
+READ: Final = f'headroom_source_up{{{TARGET},source="engine"}}'
 
 
 def fleet() -> Json:
@@ -41,14 +43,15 @@ def fleet() -> Json:
 
 
 def _counts() -> list[Json]:
-    engines = f'headroom_source_up{{{TARGET},source="engine"}}{AND_CHOSEN}'
+    engines = f"{READ}{AND_CHOSEN}"
     return [
         stat(
             "Engines",
             "Engines whose sidecar answers.",
-            [query(f"count({engines})")],
+            [query(_there(f"count({engines})", READ))],
             unit="locale",
             width=3,
+            drawn=True,
             noValue="none",
         ),
         stat(
@@ -71,14 +74,19 @@ def _counts() -> list[Json]:
             mappings=[TIME_TO_OOM_VALUES],
             thresholds=TIME_TO_OOM_STEPS,
         ),
-        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
+        _trouble(
+            "No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines, READ
+        ),
         _trouble(
             "Sidecars down",
             "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
             f"{SIDECAR} == 0",
             SIDECAR,
+            SIDECAR,
         ),
-        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
+        _trouble(
+            "GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked(), ranked()
+        ),
     ]
 
 
@@ -100,20 +108,26 @@ def _time_to_oom() -> str:
         return f"group({ranked(matcher)})"
 
     least = ranked(',state=~"growing|leaking"')
-    seen = f'on () max(headroom_source_up{{{TARGET},source="engine"}}) == 1'
+    seen = f"on () max({READ}) == 1"
     return (
         f"min({least} < {NEVER}) or -1 * {any_in('stable|unsettled')} and {seen}"
         f" or -2 * {any_in('warming_up')} or -3 * {any_in('asleep')}"
     )
 
 
-def _trouble(title: str, description: str, bad: str, every: str) -> Json:
+def _there(number: str, series: str) -> str:
+    """Return an expression for a number over time, of which there is nothing unless `series` is there at its end."""
+    return f"{number} and on () group({series} @ end())"
+
+
+def _trouble(title: str, description: str, bad: str, every: str, series: str) -> Json:
     return stat(
         title,
         description,
-        [query(f"count({bad}) or 0 * count({every})")],
+        [query(_there(f"(count({bad}) or 0 * count({every}))", series))],
         unit="locale",
         width=3,
+        drawn=True,
         noValue="unknown",
         thresholds=steps((None, GOOD), (1, BAD)),
     )
@@ -124,7 +138,8 @@ def _over_time() -> list[Json]:
         _by_model(
             "Least time to out of memory, by model",
             "Of each model's GPUs the one that has least; only a growing or leaking GPU has one.",
-            f"bottomk({LINES}, namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}})",
+            f"namespace_model:headroom_time_to_oom_seconds:min{{{MODEL}}}",
+            least=True,
             unit="dtdurations",
             noValue="no leak seen",
             thresholds=steps((None, BAD), (3600, "transparent")),
@@ -133,7 +148,7 @@ def _over_time() -> list[Json]:
         _by_model(
             "Leaking GPUs, by model",
             "How many of each model's GPUs are in the state leaking.",
-            f"topk({LINES}, namespace_model:headroom_gpus_leaking:sum{{{MODEL}}} > 0)",
+            f"namespace_model:headroom_gpus_leaking:sum{{{MODEL}}}",
             unit="short",
             noValue="none",
             decimals=0,
@@ -143,7 +158,7 @@ def _over_time() -> list[Json]:
         _by_model(
             "Worst discrepancy, by model",
             "What engines hold beyond what they report, as a share of it, of each model's GPU that is furthest off.",
-            f"topk({LINES}, namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}})",
+            f"namespace_model:headroom_memory_discrepancy_ratio:max{{{MODEL}}}",
             unit="percentunit",
             noValue="unknown",
             custom={"axisSoftMin": 0, "axisSoftMax": 0.06},
@@ -151,7 +166,11 @@ def _over_time() -> list[Json]:
     ]
 
 
-def _by_model(title: str, description: str, expr: str, **more: Any) -> Json:
-    lines = query(expr, "{{namespace}} {{model_name}}")
-    text = f"{description} At most {LINES} lines at a time; from the recording rules."
-    return timeseries(title, text, [lines], width=8, height=9, **more)
+def _by_model(title: str, description: str, series: str, *, least: bool = False, **more: Any) -> Json:
+    """Return the lines of the models that were worst in the time shown: a query for each, and so a colour."""
+    which, over = ("bottomk", "min") if least else ("topk", "max")
+    foremost = [f"{which}({n}, {over}_over_time({series}[$__range] @ end()) > 0)" for n in range(1, LINES + 1)]
+    places = [foremost[0], *(f"({after} unless {before})" for before, after in pairwise(foremost))]
+    lines = [query(f"{series} and on ({BY_MODEL}) {place}", "{{namespace}} {{model_name}}") for place in places]
+    text = f"{description} The {LINES} worst of the time shown; from the recording rules."
+    return timeseries(title, text, lines, width=8, height=9, overrides=in_turn(GPU_COLOURS[:LINES]), **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 Json = dict[str, Any]
@@ -47,6 +48,17 @@ def override(name: str, /, **properties: Any) -> Json:
 def coloured(name: str, colour: str, /, **properties: Any) -> Json:
     """Return an override that always draws the series called `name` in this colour."""
     return override(name, color={"mode": "fixed", "fixedColor": colour}, **properties)
+
+
+def in_turn(colours: Sequence[str]) -> list[Json]:
+    """Return the overrides that draw the first query's series in the first colour, the second's in the second."""
+    return [
+        {
+            "matcher": {"id": "byFrameRefID", "options": "ABCDEFGHIJKL"[place]},
+            "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+        }
+        for place, colour in enumerate(colours)
+    ]
 
 
 def on_the_right(name: str, colour: str) -> Json:

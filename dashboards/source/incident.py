@@ -5,7 +5,7 @@ from __future__ import annotations
 from dashboards.source import around, tables
 from dashboards.source.colours import BAD, FINISHED_COLOUR, GOOD, RUNNING_COLOUR, WAITING_COLOUR, WARNING
 from dashboards.source.dashboard import Row, dashboard
-from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
+from dashboards.source.grafana import Json, coloured, query, steps, values
 from dashboards.source.health import RESIDENT, ROLE_LINES
 from dashboards.source.requests import PREEMPTIONS, WAITING
 from dashboards.source.series import (
@@ -14,13 +14,14 @@ from dashboards.source.series import (
     FREE,
     GPU,
     MIB,
+    PEAKS,
     RUNNING,
     SIDECAR,
     STATE_VALUES,
     TARGET,
-    free_at_the_peak,
     leak_state,
     lines_of_held,
+    rooms,
 )
 from dashboards.source.truth import HOLDERS
 from dashboards.source.wide import lines, states
@@ -108,21 +109,15 @@ def _ledger() -> Json:
 def _free() -> Json:
     return lines(
         "Free memory of each GPU",
-        "At the scrapes, and thin at the peaks between them; each step of the axis is double. "
-        "In the red, under 512 MiB, the next large prompt may end the engine.",
-        [
-            query(f"{FREE}{{{GPU}}}", "GPU {{gpu}}"),
-            query(free_at_the_peak(GPU), "GPU {{gpu}} at its peaks"),
-        ],
-        height=6,
+        "At the scrapes, and thin at the peaks between them, down to zero. In the red, under 512 MiB, the next large "
+        "prompt may end the engine. Nothing is drawn while it is down, loads or sleeps: the card is empty then.",
+        rooms(),
+        height=8,
         unit="bytes",
-        min=64 * MIB,  # an axis of doubles has no 0, and heeds no soft end
+        min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
-        custom={
-            "thresholdsStyle": {"mode": "area"},
-            "scaleDistribution": {"type": "log", "log": 2},
-        },
-        overrides=[override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND)],
+        custom={"thresholdsStyle": {"mode": "area"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
+        overrides=[PEAKS],
     )
 
 

@@ -101,13 +101,13 @@ def timeseries(
 ) -> Json:
     """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum.
 
-    What is of a GPU, by the name of its series, has that GPU's colour everywhere.
+    What is of a GPU or a rank of the engine's, by the name of its series, has that one's colour everywhere.
     """
-    if any(each["legendFormat"].startswith("GPU {{gpu}}") for each in queries):
-        more["overrides"] = [
-            *(coloured(f"/^GPU {gpu}\\b/", colour) for gpu, colour in enumerate(GPU_COLOURS)),
-            *more.get("overrides", ()),
-        ]
+    numbered = [head for head in ("GPU", "engine") if any(f"{head} {{{{" in each["legendFormat"] for each in queries)]
+    more["overrides"] = [
+        *(coloured(f"/\\b{head} {n}\\b/", colour) for head in numbered for n, colour in enumerate(GPU_COLOURS)),
+        *more.get("overrides", ()),
+    ]
     drawn = {
         "drawStyle": "bars" if bars else "line",
         "lineInterpolation": "linear",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dashboards.source.colours import BAD, GOOD, STATES, WARNING
-from dashboards.source.grafana import Json, coloured, query, steps, values
+from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 
 TARGET: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",pod=~"$pod",instance=~"$instance"'
 GPU: Final = f'{TARGET},gpu=~"$gpu"'
@@ -55,6 +55,19 @@ def free_at_the_peak(matchers: str) -> str:
         f"headroom_gpu_memory_free_bytes{{{matchers}}} + headroom_gpu_memory_used_bytes{{{matchers}}}"
         f" - headroom_gpu_memory_used_peak_bytes{{{matchers}}}"
     )
+
+
+def rooms() -> list[Json]:
+    """Return the queries of what is free on each GPU and what its peaks left, but of an engine that has taken none."""
+    empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
+    return [
+        query(f"{expr} unless on ({BY_TARGET}) {empty}", f"GPU {{{{gpu}}}}{name}")
+        for expr, name in ((f"{FREE}{{{GPU}}}", ""), (free_at_the_peak(GPU), " at its peaks"))
+    ]
+
+
+PEAKS: Final = override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND)
+"""How the second of `rooms` is drawn."""
 
 
 def lowest_free(matchers: str) -> str:

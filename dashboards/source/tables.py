@@ -72,29 +72,34 @@ def silent() -> Json:
         f"read; {ROWS} at most.",
         [query(f"topk({ROWS}, {with_link(f'({down} or {unread})')})")],
         [organized(IDENTITY, ("Value", "job"), {"source": "does not answer"})],
-        width=14,
+        width=10,
         height=7,
         noValue="everything answers",
         overrides=[OPEN, *NARROW, override("does not answer", custom__width=140)],
     )
 
 
-def alerts(width: int = 10) -> Json:
+def alerts(width: int = 14) -> Json:
     """Return the table of firing alerts; the runbooks' column is there where Prometheus has their address."""
     which = f'alertname=~"Headroom.+",alertstate="firing",{TARGET}'
     firing = " or ".join(
-        f'count by (alertname, severity) (ALERTS{{{which},severity="{each}"}})' for each, _ in SEVERITIES
+        f'{rank} * max by (alertname, severity, {BY_TARGET}) (ALERTS{{{which},severity="{each}"}})'
+        for rank, (each, _) in zip(range(len(SEVERITIES), 0, -1), SEVERITIES, strict=True)
     )
+    shown = with_link(f"topk({ROWS}, {firing})")
     texts = [(each, each, colour) for each, colour in SEVERITIES]
     return table(
         "Firing alerts",
-        "How often each alert fires now, the most severe first, and its runbook where an address of the runbooks was "
-        "given with the rules.",
-        [query(f"{_runbook(firing)} or on (alertname, severity) ({firing})")],
+        f"What fires now and for which engine, the most severe first, {ROWS} at most; and its runbook where an address "
+        "of the runbooks was given with the rules.",
+        [query(f"{_runbook(shown)} or on (open, alertname) ({shown})")],
         [
+            {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value", "desc": True}]}},
             organized(
-                ("severity", "alertname", "Value", "runbook"), ("address",), {"alertname": "alert", "Value": "firing"}
-            )
+                ("open", "severity", "alertname", "cluster", "namespace", "pod", "instance", "runbook"),
+                ("address", "job", "Value"),
+                {"alertname": "alert"},
+            ),
         ],
         width=width,
         height=7,
@@ -103,7 +108,8 @@ def alerts(width: int = 10) -> Json:
             override(
                 "severity", custom__width=90, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"}
             ),
-            override("firing", custom__width=70),
+            OPEN,
+            *NARROW[:3],
             leading("runbook", "what to do", "Runbook", CELL, targetBlank=True),
         ],
     )

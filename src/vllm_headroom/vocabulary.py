@@ -179,6 +179,10 @@ class Level(StrEnum):
     ALARM = "alarm"
 
 
+WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
+"""What people read of a level, on the page and in the terminal."""
+
+
 class Kind(StrEnum):
     """A Prometheus metric type."""
 

@@ -12,8 +12,8 @@ from tests.assets import alerts
 from tests.assets.alerts import Rule
 from tests.assets.console import ROOT
 from tests.conftest import Golden
+from tests.settings import settings_table
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.config.text import settings_table
 from vllm_headroom.parse.profile import INPUTS, Profile
 from vllm_headroom.parse.profiles import PROFILES
 

@@ -19,7 +19,6 @@ from vllm_headroom.daemon.state.file import encode
 from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.leak.gpus import Tracks
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import Life, Snapshot
 from vllm_headroom.trace.parse import snapshots
@@ -48,7 +47,7 @@ class Day:
 def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
     day = stepped([each for each in snapshots(lines(name)) if isinstance(each, Snapshot)])
     written = len(encode(kept(day.memory, day.last))) - len(encode(kept(without_gpus(day.memory), day.last)))
-    held = size(day.memory.gpus) - size(Tracks())
+    held = size(day.memory.gpus) - size({})
 
     results.at_most(60, f"leak detector, per sample and GPU: {name}, 24 h", 1e6 * day.seconds_per_sample, " µs")
     results.at_most(64, f"its state per GPU in the file: {name}, 24 h", written / 1024, " KiB")
@@ -99,7 +98,7 @@ def kept(memory: LeakMemory, last: Snapshot) -> SavedState:
 
 
 def without_gpus(memory: LeakMemory) -> LeakMemory:
-    return replace(memory, gpus=Tracks())
+    return replace(memory, gpus={})
 
 
 def size(thing: Any, seen: set[int] | None = None) -> int:

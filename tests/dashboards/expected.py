@@ -10,6 +10,8 @@ from tests.dashboards.grafana import Json, every_query
 from tests.dashboards.store import BARE, TARGETS
 
 EVERYWHERE: Final = frozenset(TARGETS)
+TIME, LEAKING = "Least time to out of memory, by model", "Leaking GPUs, by model"
+WORST: Final = "Worst discrepancy, by model"
 LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
 
 
@@ -35,10 +37,20 @@ EMPTY: Final = (
             "headroom-fleet": {
                 "GPUs, worst first": ("B", "C", "D"),
                 "Models, worst first": ("E", "F"),
-                "Least time to out of memory, by model": (),
-                "Leaking GPUs, by model": (),
+                TIME: (),
+                LEAKING: (),
             },
         },
+    ),
+    Empty(
+        why="a target is one model, but every namespace is that of bare metal",
+        over=EVERYWHERE - {BARE},
+        queries={"headroom-fleet": {TIME: ("B", "C"), LEAKING: ("B", "C"), WORST: ("B", "C", "D", "E")}},
+    ),
+    Empty(
+        why="three models leak",
+        over=EVERYWHERE,
+        queries={"headroom-fleet": {TIME: ("D", "E"), LEAKING: ("D", "E")}},
     ),
     Empty(
         why="nothing is wrong for long enough",
@@ -145,7 +157,7 @@ EMPTY: Final = (
         },
     ),
     Empty(
-        why="no scenario has a container with a limit, a probe, or what an engine left behind, and none here idles",
+        why="no scenario has a limit, a probe, a broken GPU, a leak of the host's, or leftovers; none here idles",
         over=EVERYWHERE,
         queries={
             "headroom": {
@@ -154,23 +166,17 @@ EMPTY: Final = (
                 "Who holds the memory of GPU $gpu": ("left behind",),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
+                "Host leak rate": (),
+                "XID errors since the sidecar started": (),
                 "KV cache in use, with load": ("{{model_name}} engine {{engine}}, held by no request",),
-            }
+            },
+            "headroom-incident": {"XID errors and restarts": ("GPU {{gpu}} XID {{xid}}",)},
         },
     ),
     Empty(
         why="it has not slept",
         over=EVERYWHERE - {"asleep"},
         queries={"headroom": {"Kept by an engine that sleeps": ()}},
-    ),
-    Empty(why="no scenario leaks host memory", over=EVERYWHERE, queries={"headroom": {"Host leak rate": ()}}),
-    Empty(
-        why="no scenario breaks a GPU",
-        over=EVERYWHERE,
-        queries={
-            "headroom": {"XID errors since the sidecar started": ()},
-            "headroom-incident": {"XID errors and restarts": ("GPU {{gpu}} XID {{xid}}",)},
-        },
     ),
 )
 

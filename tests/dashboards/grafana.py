@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,18 +30,22 @@ ALL: Final = "$__all"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """One query; `where` is its panel's title, or the name of its variable or annotation."""
+    """One query; `where` is its panel's title, or the name of its variable or annotation.
+
+    `alone` is whether no other query of the panel has its legend.
+    """
 
     where: str
     expr: str
     legend: str = ""
     ref: str = ""
     instant: bool = False
+    alone: bool = True
 
     @property
     def name(self) -> str:
-        """What tells it from the panel's others: its legend, or its reference where Grafana makes the legend."""
-        return self.legend if self.legend not in {"", AUTO} else self.ref
+        """What tells it from the panel's others: its legend, or its reference where that does not tell."""
+        return self.legend if self.alone and self.legend not in {"", AUTO} else self.ref
 
 
 def load(name: str) -> Json:
@@ -57,6 +62,7 @@ def panels(dashboard: Json) -> list[Json]:
 
 def queries(panel: Json) -> list[Query]:
     """Return a panel's queries."""
+    legends = Counter(target.get("legendFormat", "") for target in panel.get("targets", ()))
     return [
         Query(
             where=panel["title"],
@@ -64,6 +70,7 @@ def queries(panel: Json) -> list[Query]:
             legend=target.get("legendFormat", ""),
             ref=target["refId"],
             instant=target.get("instant", False),
+            alone=legends[target.get("legendFormat", "")] == 1,
         )
         for target in panel.get("targets", ())
     ]

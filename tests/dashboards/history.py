@@ -10,10 +10,10 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.commands.demo.page import VllmCollector
+from vllm_headroom.commands.demo.page import SimulatedEngine
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.run import present
 from vllm_headroom.commands.demo.scenario import TABLE, Scenario
@@ -24,9 +24,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.collector import HeadroomCollector, registry
-from vllm_headroom.model import Failure
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.vocabulary import Reason, Source
 
 SAMPLE_SECONDS: Final = 15
 """Between two samples: with the daemon's own 5 s it would take three times as long."""
@@ -54,23 +52,6 @@ class SteppedClock:
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         self.seconds = monotonic_seconds
-
-
-class SimulatedEngine:
-    """The page of the simulated engine, without a web server."""
-
-    def __init__(self, world: World, epoch_seconds: float) -> None:
-        self._world = world
-        self._registry = CollectorRegistry()
-        self._registry.register(VllmCollector(world, epoch_seconds))
-
-    async def fetch(self) -> str | Failure:
-        if not self._world.serves:
-            return Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="it is down")
-        return generate_latest(self._registry).decode()
-
-    async def close(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +87,7 @@ def scrapes(
     began = ends_seconds - hours * 3600
     clock = SteppedClock(began)
     now = present(World(scenario, seed), clock)
-    engine = SimulatedEngine(now(), began) if page is None else RecordedEngine(page)
+    engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
     sampler = Sampler(
         sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began)),
         parse=parse_engines,
@@ -119,7 +100,6 @@ def scrapes(
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
             clock.seconds = began + step * SAMPLE_SECONDS
-            now()  # the engine's page does not bring the world to the present by itself
             runner.run(sampler.tick())
             if step * SAMPLE_SECONDS % scrape_seconds == 0:
                 yield clock.seconds, list(shown.collect())

@@ -29,8 +29,7 @@ def test_over_all_targets_only_that_has_no_data_which_never_has(prometheus: Prom
     never = set.intersection(*(expected_empty(dashboard, target) for target in TARGETS))
 
     found = without_data(prometheus, dashboard, {})
-    assert found >= never
-    assert found == never or any(is_ranked(each) for each in variables(dashboard) if each["type"] == "query")
+    assert found <= never or any(is_ranked(each) for each in variables(dashboard) if each["type"] == "query")
 
 
 def without_data(prometheus: Prometheus, dashboard: Json, chosen: Mapping[str, str]) -> set[tuple[str, str]]:

@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 WITHOUT_LOAD = {"Dynamo"}
 """Engines whose page tells no load, without which no leak is told from work."""
 
-OF_LEAKS = re.compile(r"ALERTS|headroom_leak_state")
+OF_LEAKS = re.compile(r"ALERTS|headroom_leak_state|leaking")
 """Queries of what is there only when something leaks, or an alert fires."""
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)

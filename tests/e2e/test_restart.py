@@ -144,7 +144,7 @@ def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
         assert running.stop()[0] == 0
     saved = read(tmp_path)
     assert saved is not None
-    assert any(track.verdict for track in saved.memory.leak.gpus.tracks.values())
+    assert any(track.verdict for track in saved.memory.leak.gpus.values())
     write(tmp_path, replace(saved, saved_at_seconds=time.time()))  # not from the future: its engine has to tell
 
     with daemon(*demo, STATE_DIR=str(tmp_path)) as running:

@@ -31,7 +31,7 @@ VIDEO = {"shortest_edge": 4096, "longest_edge": 25165824}
 
 def info(kind: type, config: Any) -> Any:
     """Return vLLM's way to see a model's inputs, without a checkpoint."""
-    made = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     no_limits = Settings(limit_per_prompt={})
     made.ctx = Settings(
         get_merged_mm_kwargs=dict, model_config=Settings(get_multimodal_config=lambda: no_limits, max_model_len=0)

@@ -12,6 +12,11 @@ from vllm_headroom.commands.terminal import console, draws
 WIDTH: Final = 110
 """Where no terminal is narrower."""
 
+HEAD: Final = 9
+"""Columns of the words on the left: what was seen, what to do."""
+
+NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
+
 
 def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
     """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
@@ -23,6 +28,11 @@ def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def headed(head: str, body: str) -> list[str]:
+    """Return the lines of a text behind a word, as all words of an answer stand in one column."""
+    return wrapped(f"   {head:<{HEAD - 3}}", body)
 
 
 def paragraphs(parts: Iterable[Iterable[str]]) -> Iterator[str]:

@@ -96,10 +96,10 @@ def setting(default: object, description: str, *, accepts: str, word: str, shown
     return Field(default, description=description, json_schema_extra={**about}, **rules)
 
 
-def seconds(default: float | None, low: float, high: float, description: str) -> Any:  # noqa: ANN401 - as pydantic's Field
+def seconds(default: float | None, low: float, high: float, description: str, *, shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a duration of `low` to `high` seconds."""
     accepts = f"a number of seconds from {low:g} to {high:g}"
-    return setting(default, description, accepts=accepts, word="SECONDS", ge=low, le=high)
+    return setting(default, description, accepts=accepts, word="SECONDS", shown=shown, ge=low, le=high)
 
 
 def size(default: str | None, description: str, *, example: str = "", shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field

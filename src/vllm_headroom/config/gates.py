@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel
 
 from vllm_headroom.config.fields import seconds, setting
 
 
-def _switch(low: float, high: float, description: str) -> Any:  # noqa: ANN401 - as pydantic's Field
-    accepts = f"a number of seconds from {low:g} to {high:g}"
-    return setting(None, description, accepts=accepts, word="SECONDS", shown="always open", ge=low, le=high)
-
-
 class GateSettings(BaseModel):
     """The settings of the gates; unset, a gate is always open."""
 
-    gate_ready_seconds: float | None = _switch(
-        60, 86400, "Close /gate/ready while the engine may be out of memory within this time."
+    gate_ready_seconds: float | None = seconds(
+        None,
+        60,
+        86400,
+        "Close /gate/ready while the engine may be out of memory within this time.",
+        shown="always open",
     )
     gate_ready_most_seconds: float = seconds(
         900, 60, 86400, "The longest that /gate/ready stays closed; then it stays open for as long."
     )
-    gate_live_seconds: float | None = _switch(
+    gate_live_seconds: float | None = seconds(
+        None,
         3600,
         604800,
         "Let /gate/live fail when an engine surely leaks and the quietest hour before its end is here, at most once in"
         " this time.",
+        shown="always open",
     )
     gate_name: str = setting(
         "",

@@ -12,12 +12,9 @@ from vllm_headroom.units import duration_seconds, share, size_bytes, vllm_number
 
 if TYPE_CHECKING:
     import httpx
-if TYPE_CHECKING:
-    import httpx
 
 LAST_PORT: Final = 65535
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
-
 
 T = TypeVar("T")
 MOST: Final = 2**53

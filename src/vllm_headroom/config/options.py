@@ -46,11 +46,12 @@ class Parser(argparse.ArgumentParser):
     def add_settings(self, kind: type[Settings]) -> None:
         """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
         from vllm_headroom.config.fields import about, setting_value  # noqa: PLC0415 - most commands have no settings
-        from vllm_headroom.config.sources import option, variable  # noqa: PLC0415 - the same
-        from vllm_headroom.config.text import SOURCES, own_first  # noqa: PLC0415 - the same
+        from vllm_headroom.config.settings import Settings  # noqa: PLC0415 - the same
+        from vllm_headroom.config.sources import SOURCES, option, variable  # noqa: PLC0415 - the same
 
         self._settings = kind
-        self._values = {name: setting_value(kind, name) for name in own_first(kind)}
+        own_first = sorted(kind.model_fields, key=lambda name: name in Settings.model_fields)
+        self._values = {name: setting_value(kind, name) for name in own_first}
         self.add_argument("--config", metavar="FILE", type=A_CONFIG, help="read settings from it, as HEADROOM_CONFIG")
         self.add_argument("--print-config", action="store_true", help="show what is in force, as such a file, and exit")
         group = self.add_argument_group("settings", SOURCES)

@@ -11,6 +11,14 @@ from vllm_headroom.config.given import PREFIX, Found, Given, unknown
 CONFIG: Final = "config"
 """The option that is no setting: it names the file."""
 
+SOURCES: Final = """\
+Each is an option, an environment variable and a key of the YAML file:
+  --sample-interval-seconds 5
+  HEADROOM_SAMPLE_INTERVAL_SECONDS=5
+  sample_interval_seconds: 5
+The command line beats the environment, and the environment beats the file.
+An empty environment variable counts as not set."""
+
 SERVICE_VARIABLE: Final = re.compile(
     r"HEADROOM_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)"
 )

@@ -16,7 +16,7 @@ from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, Ending, GraceTime, Heartbeat, every, live, signals
+from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.store import Keeper
@@ -68,11 +68,11 @@ async def run(parts: Parts, settings: Settings) -> int:
         for line in error.lines:
             log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
         return CANNOT_LISTEN
-    ending = Ending()
+    ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     shape = settings.model_shape
     if shape is not None and not shape.keeps_every_token and settings.kv_bytes_per_token is None:
         log.warning("KV cache known in tokens only", problem=NO_BYTES)
-    with signals(partial(ending.ask, STOPPED)):
+    with signals(partial(end, ending, STOPPED)):
         try:
             log.info("listening", port=listener.getsockname()[1], version=version())
             return await _run(parts, settings, listener, ending, door)
@@ -89,7 +89,9 @@ async def _close(parts: Parts) -> None:
                 await parts.asked.close()
 
 
-async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending: Ending, door: Door | None) -> int:
+async def _run(
+    parts: Parts, settings: Settings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
+) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
     canary = canary_of(parts, settings.canary_interval_seconds)
@@ -118,7 +120,7 @@ async def _run(parts: Parts, settings: Settings, listener: socket.socket, ending
             log.info("first sample published", look_at=home, scrape=f"{home}metrics")
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
-            ending.ask(BEYOND_REPAIR)
+            end(ending, BEYOND_REPAIR)
         await _record(sampler, views, recorder, flight)
 
     served = _answers(sampler, views, heartbeat, flight, clock)

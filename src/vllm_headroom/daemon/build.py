@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 
+@cache  # looked up in the distribution's files, and told on every page
 def version() -> str:
     """Return the version of the installed distribution."""
     return metadata.version("vllm-headroom")

@@ -18,7 +18,7 @@ from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
-from vllm_headroom.trace.writing import Call, Writing
+from vllm_headroom.trace.writing import Call, Writing, real
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 log = structlog.get_logger()
@@ -148,7 +148,8 @@ class Flight:
         }
 
     def _look_back(self) -> None:
-        """Find the last incident of an earlier process."""
+        """Find the last incident of an earlier process, in the folder that was set, be it by a link."""
+        self._folder = real(self._folder)
         found = newest_in(self._folder)
         self.last = None if found is None else _last(*found)
 

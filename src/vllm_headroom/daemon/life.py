@@ -80,22 +80,10 @@ class GraceTime:
         return now - self._since >= self._grace_seconds
 
 
-class Ending:
-    """The first reason to stop, and the exit status it means."""
-
-    def __init__(self) -> None:
-        self.status = STOPPED
-        self._event = asyncio.Event()
-
-    def ask(self, status: int) -> None:
-        """Stop with this status, unless a stop was asked for before."""
-        if not self._event.is_set():
-            self.status = status
-            self._event.set()
-
-    async def wait(self) -> None:
-        """Wait until a stop is asked for."""
-        await self._event.wait()
+def end(ending: asyncio.Future[int], status: int) -> None:
+    """Ask for the end with this status, unless it was asked for before."""
+    if not ending.done():
+        ending.set_result(status)
 
 
 @contextlib.contextmanager
@@ -119,7 +107,7 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 async def live(
-    loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: Ending
+    loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
     """Serve and turn the loops until the end is asked for; return the exit status.
 
@@ -128,8 +116,8 @@ async def live(
     async with asyncio.TaskGroup() as group:
         serving = group.create_task(server.serve(listener))
         turning = [group.create_task(loop) for loop in loops]
-        await ending.wait()
+        status = await ending
         for task in turning:
             task.cancel()
         serving.cancel()
-    return ending.status
+    return status

@@ -10,7 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.model import Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import Role
 
-_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.HOST_MEMORY_USED, "used_bytes"),
     (catalog.HOST_MEMORY_LIMIT, "limit_bytes"),
     (catalog.HOST_OOM_KILLS, "oom_kills"),
@@ -34,7 +34,7 @@ def _by_role(snapshot: Snapshot) -> Iterator[Sample]:
 
 
 def _container(host: HostMemory) -> Iterator[Sample]:
-    for metric, attribute in _FACTS:
+    for metric, attribute in FACTS:
         value: int | None = getattr(host, attribute)
         if value is not None:
             yield Sample(metric, (), float(value))

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from math import floor, isfinite
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.life.signs import owned
 from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, Inside, Sample, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, Inside, Sample, Snapshot
 from vllm_headroom.vocabulary import MemoryPart
 
 TokenBytes = Callable[[str, int | None], int | None]
@@ -25,34 +24,31 @@ def kv_cache(
     `model` tells them from the cache's dtype on the page, and where that cannot be, there are tokens and no bytes. What
     is per running request is absent while nothing runs or nothing is held.
     """
-    if isinstance(snapshot.engines, Failure):
+    page = snapshot.page
+    if page is None:
         return ()
-    gpus, known = _gpus(snapshot), _measured(snapshot) if bytes_per_token is None else bytes_per_token
+    gpus, known = _gpus(snapshot, page), _measured(snapshot, page) if bytes_per_token is None else bytes_per_token
     return tuple(
         sample
-        for engine in named(snapshot.engines)
+        for engine in named(page)
         for sample in _of_engine(engine, _known(engine, model, gpus) if known is None else known)
     )
 
 
-def _gpus(snapshot: Snapshot) -> int | None:
+def _gpus(snapshot: Snapshot, page: EnginePage) -> int | None:
     """Return the GPUs of one engine, at the most; None where they are not known."""
-    if isinstance(snapshot.gpus, Failure) or isinstance(snapshot.engines, Failure):
-        return None
-    engines = {engine.engine for engine in snapshot.engines.engines}
-    return -(-sum(gpu.attribution is not None for gpu in snapshot.gpus) // max(1, len(engines))) or None
+    engines = {engine.engine for engine in page.engines}
+    return -(-len(snapshot.owned) // max(1, len(engines))) or None
 
 
-def _measured(snapshot: Snapshot) -> float | None:
+def _measured(snapshot: Snapshot, page: EnginePage) -> float | None:
     """Return what all KV caches take over the tokens that all engines can hold; None where one of them is unknown.
 
     A cache that sleep has dropped is unknown, not free.
     """
-    if isinstance(snapshot.engines, Failure):
-        return None
-    inside = [gpu.inside or Inside() for gpu in owned(snapshot)]
+    inside = [gpu.inside or Inside() for gpu in snapshot.owned]
     held_bytes = together(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
-    tokens = together(engine.kv_capacity_tokens for engine in named(snapshot.engines))
+    tokens = together(engine.kv_capacity_tokens for engine in named(page))
     return held_bytes / tokens if held_bytes and tokens else None
 
 
@@ -60,6 +56,14 @@ def _known(engine: EngineReading, model: TokenBytes | None, gpus: int | None) ->
     if model is None or engine.kv_cache_dtype is None:
         return None
     return model(engine.kv_cache_dtype, gpus)
+
+
+def tokens_per_request(engine: EngineReading) -> float | None:
+    """Return what a running request holds on average; None while nothing runs or nothing is held."""
+    if not engine.running or not engine.kv_used_ratio or engine.kv_capacity_tokens is None:
+        return None
+    tokens = engine.kv_used_ratio * engine.kv_capacity_tokens / engine.running
+    return tokens if isfinite(tokens) else None
 
 
 def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator[Sample]:
@@ -70,9 +74,9 @@ def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator
         return
     more = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
     yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor(more)) if isfinite(more) else more)
-    if capacity_tokens is None:
+    tokens = tokens_per_request(engine)
+    if tokens is None:
         return
-    tokens = engine.kv_used_ratio * capacity_tokens / engine.running
     yield Sample(catalog.ENGINE_KV_TOKENS_PER_REQUEST, labels, tokens)
     if bytes_per_token is not None:
         yield Sample(catalog.ENGINE_KV_BYTES_PER_REQUEST, labels, tokens * bytes_per_token)

@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, Sample, Snapshot
+from vllm_headroom.model import EngineReading, Sample, Snapshot
 
 WINDOW_SECONDS: Final = 300.0
 STEPS: Final = 60
@@ -50,7 +50,7 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
     counts = {key: _aged(old, now) for key, old in state.engines.items()}
-    engines = () if isinstance(snapshot.engines, Failure) else snapshot.engines.engines
+    engines = snapshot.page.engines if snapshot.page else ()
     for engine in engines:
         key = engine_labels(engine)
         if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
+from enum import StrEnum
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named
-from vllm_headroom.model import EngineReading, Failure, Gpu, Metric, Sample, Snapshot
+from vllm_headroom.model import EngineReading, Gpu, Metric, Sample, Snapshot
 
 _GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_USED_PEAK, "used_peak_bytes"),
@@ -39,12 +40,16 @@ def engine_labels(engine: EngineReading) -> tuple[str, str]:
     return engine.model_name, engine.engine
 
 
+def states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
+    """Return a sample of each state that a series can be in: 1 of the one it is in, 0 of the others."""
+    return tuple(Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in type(found))
+
+
 def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    samples = [sample for gpu in gpus for sample in _of_gpu(gpu)]
-    if not isinstance(snapshot.engines, Failure):
-        page = snapshot.engines
+    samples = [sample for gpu in snapshot.devices for sample in _of_gpu(gpu)]
+    page = snapshot.page
+    if page is not None:
         samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
         samples += [sample for engine in named(page) for sample in _of_engine(engine, page.profile)]
     return tuple(samples)

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.life.signs import owned
 from vllm_headroom.derive.page_facts import awake, life
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
 """Memory goes after the page says that the engine sleeps, on some cards seconds after (vllm-project/vllm#37533)."""
@@ -37,24 +36,25 @@ def sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Samp
     state = _followed(state, snapshot)
     samples = tuple(
         Sample(catalog.SLEEP_RESIDUE, gpu_labels(gpu), float(state.least_bytes[gpu.reading.uuid]))
-        for gpu in owned(snapshot)
+        for gpu in snapshot.owned
         if gpu.reading.uuid in state.least_bytes
     )
     return state, samples
 
 
 def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
-    if isinstance(snapshot.engines, Failure):
+    page = snapshot.page
+    if page is None:
         return state
-    now, named = snapshot.monotonic_seconds, life(snapshot.engines)
+    now, named = snapshot.monotonic_seconds, life(page)
     if named != state.life:
         state = SleepState(life=named)
-    if awake(snapshot.engines) is not False:
-        return replace(state, since_seconds=None, settled=False)
+    if awake(page) is not False:
+        return SleepState(life=state.life, least_bytes=state.least_bytes)
     since = now if state.since_seconds is None else state.since_seconds
     if now - since < SETTLED_SECONDS:
         return replace(state, since_seconds=since)
-    held = {gpu.reading.uuid: gpu.held_bytes for gpu in owned(snapshot) if gpu.held_bytes is not None}
+    held = {gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None}
     least = state.least_bytes if state.settled else {}
     least = least | {uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()}
     return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)

@@ -60,11 +60,10 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         text = f"The GPUs cannot be read: {snapshot.gpus.message}"
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_ended(text), alert="HeadroomSourceDown")
         return
-    owned = [gpu for gpu in snapshot.gpus if gpu.attribution is not None]
-    if not owned:
+    if not snapshot.owned:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
-    for gpu in sorted(owned, key=lambda each: each.reading.index):
+    for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
         yield _gpu(values, gpu.reading, snapshot.life)
         for leftover in gpu.leftovers:
             yield Verdict(
@@ -85,22 +84,22 @@ def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return growing.of_gpu(values, gpu, uuid, sure=state == LeakState.LEAKING)
-    free = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid)
-    room = "" if free is None else f"; {size(free)} are free"
     level, text = QUIET.get(state, NOT_TOLD)
     text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
         text = f"{text} and holds {size(held)}"
+    free, room = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid), ""
+    if free is not None:
+        low = life is not None and free < min(LOW_BYTES, LOW_SHARE * dict(life.first_rooms).get(uuid, 0))
+        level, alert = (Level.WARNING, "HeadroomGpuMemoryLow") if low else (level, None)
+        room = f"; {'only ' if low else ''}{size(free)} are free"
     to_wake = None if life is None else dict(life.to_wake).get(uuid)
     if to_wake is not None:
         text = f"{text}; to wake takes {size(to_wake)}"
         if free is not None and free < to_wake:
             level, room = Level.WARNING, f"{room}: {size(to_wake - free)} are missing"
     others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
-    if free is not None and life is not None and free < min(LOW_BYTES, LOW_SHARE * dict(life.first_rooms).get(uuid, 0)):
-        level, alert = Level.WARNING, "HeadroomGpuMemoryLow"
-        room = f"; only {size(free)} are free"
     if others < NEIGHBOUR_BYTES:
         return said(level=level, sentence=f"{text}{room}.", alert=alert)
     text = f"{text}; other processes hold {size(others)} of it{room}."

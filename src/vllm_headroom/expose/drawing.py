@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import ceil
 from operator import itemgetter
 from typing import Final
 
 Point = tuple[float, float | None]
 """Seconds and a value; None where it could not be read."""
+
+Curve = tuple[Sequence[float], Sequence[float | None]]
+"""Times in their order, and the value at each."""
 
 Stretch = list[tuple[float, float]]
 """Points to be joined by a line."""
@@ -44,8 +47,8 @@ class Frame:
         return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
 
     def y(self, value: float) -> float:
-        """Return how far from the upper edge a value is."""
-        return self.height * (1 - min(max(value / (self.top or 1.0), 0.0), 1.0))
+        """Return how far from the upper edge a value is; what is above the top is cut off by the picture's edge."""
+        return self.height * (1 - value / (self.top or 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +61,28 @@ class Forecast:
     least_seconds: float | None = None
 
 
-def thinned(points: Sequence[Point], columns: int) -> list[Stretch]:
+def through(points: Iterable[Point]) -> Curve:
+    """Return the curve through these points; in a trace the clock may have been set back."""
+    ordered = sorted(points, key=itemgetter(0))
+    return [seconds for seconds, _ in ordered], [value for _, value in ordered]
+
+
+def thinned(curve: Curve, columns: int) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
     Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
     """
-    if not points:
-        return []
-    points = sorted(points, key=_SECONDS)  # in a trace the clock may have been set back
-    begin, width = points[0][0], (points[-1][0] - points[0][0]) / columns or 1.0
+    times, values = curve
+    size = max(1, ceil(len(values) / columns))
     stretches: list[Stretch] = [[]]
-    first = 0
-    for column in range(columns + 1):
-        after = bisect_left(points, begin + (column + 1) * width, lo=first, key=_SECONDS)
-        known = [(seconds, value) for seconds, value in points[first:after] if value is not None]
-        if known:
-            stretches[-1] += sorted({min(known, key=_VALUE), max(known, key=_VALUE)})
-        elif after > first and stretches[-1]:
+    for first in range(0, len(values), size):
+        part = values[first : first + size]
+        if known := [value for value in part if value is not None]:
+            found = {(times[first + part.index(value)], value) for value in (min(known), max(known))}
+            stretches[-1] += sorted(found)
+        elif stretches[-1]:
             stretches.append([])
-        first = after
     return [stretch for stretch in stretches if stretch]
-
-
-_SECONDS: Final = itemgetter(0)
-_VALUE: Final = itemgetter(1)
 
 
 def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
@@ -133,8 +134,7 @@ def _until(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, flo
 
 
 def _path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
-    points = [f"{frame.x(seconds):.1f} {frame.y(value):.1f}" for seconds, value in stretch]
-    return f"M{'L'.join(points)}" if points else ""
+    return "M" + "L".join([f"{frame.x(seconds):.1f} {frame.y(value):.1f}" for seconds, value in stretch])
 
 
 def picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:

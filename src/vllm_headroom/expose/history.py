@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, isnan, nan
+from math import isfinite, isnan, nan
 from typing import Final
 
-from vllm_headroom.expose.drawing import Point
+from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.model import Failure, Gpu, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level
 
@@ -80,17 +80,17 @@ class History:
             self._add("running", running, max)
         self._note(snapshot, verdicts)
 
-    def free(self, uuid: str) -> list[Point]:
-        """Return the free memory of a GPU, oldest first, in bytes."""
-        return self._points(f"free {uuid}")
+    def free(self, uuid: str) -> Curve:
+        """Return the free memory of a GPU in bytes."""
+        return self._curve(f"free {uuid}")
 
-    def free_at_peak(self, uuid: str) -> list[Point]:
-        """Return what was free when most of a GPU was in use, oldest first, in bytes."""
-        return self._points(f"peak {uuid}")
+    def free_at_peak(self, uuid: str) -> Curve:
+        """Return what was free when most of a GPU was in use, in bytes."""
+        return self._curve(f"peak {uuid}")
 
-    def running(self) -> list[Point]:
-        """Return the running requests, oldest first."""
-        return self._points("running")
+    def running(self) -> Curve:
+        """Return the running requests."""
+        return self._curve("running")
 
     def kept(self) -> KeptHistory:
         """Return what a later process takes up."""
@@ -124,18 +124,18 @@ class History:
             for curve in self._curves.values():
                 curve[slot] = nan
 
-    def _points(self, name: str) -> list[Point]:
+    def _curve(self, name: str) -> Curve:
         curve, newest = self._curves.get(name), self._minute
         if curve is None or newest is None:
-            return []
+            return (), ()
         oldest = newest - POINTS + 1
-        values = [*curve[oldest % POINTS :], *curve[: oldest % POINTS]]
-        first = next((place for place, value in enumerate(values) if isfinite(value)), POINTS)
+        floats = (curve[oldest % POINTS :] + curve[: oldest % POINTS]).tolist()
+        values: Sequence[float | None] = floats
+        if not isfinite(sum(floats)):  # 1e39 requests, which a page may claim, are infinite as these floats
+            values = [value if isfinite(value) else None for value in floats]
+        first = next((place for place, value in enumerate(values) if value is not None), POINTS)
         times = range((oldest + first) * STEP_SECONDS, (newest + 1) * STEP_SECONDS, STEP_SECONDS)
-        # 1e39 requests, which a page may claim, are infinite as these floats. To ask isfinite takes twice as long, and
-        # this is half of a page.
-        known = [value if -inf < value < inf else None for value in values[first:]]
-        return list(zip(times, known, strict=True))
+        return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
         """Note the verdicts that changed; the figures in them change always."""

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Answer
+from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.expose.history import STEP_SECONDS
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Metric, Values, worst
@@ -37,7 +38,7 @@ def document(view: View) -> dict[str, Any]:
         "version": view.version,
         "t": None if view.snapshot is None else view.snapshot.time_seconds,
         "age_seconds": None if view.snapshot is None else view.age_seconds,
-        "level": worst(view.verdicts),
+        "level": worst(view.said),
         "verdicts": [
             {
                 "subject": each.subject,
@@ -46,7 +47,7 @@ def document(view: View) -> dict[str, Any]:
                 "alert": each.alert,
                 "runbook": view.runbook(each.alert),
             }
-            for each in view.verdicts
+            for each in view.said
         ],
         "problems": _problems(view),
         "last_incident": _incident(view.last_incident),
@@ -122,9 +123,17 @@ def _history(view: View) -> dict[str, Any]:
     return {
         "step_seconds": STEP_SECONDS,
         "gpus": [
-            {"uuid": uuid, "free_bytes": history.free(uuid), "free_at_peak_bytes": history.free_at_peak(uuid)}
+            {
+                "uuid": uuid,
+                "free_bytes": _points(history.free(uuid)),
+                "free_at_peak_bytes": _points(history.free_at_peak(uuid)),
+            }
             for uuid in uuids
         ],
-        "running": history.running(),
+        "running": _points(history.running()),
         "events": [{"t": event.seconds, "level": event.level, "text": event.text} for event in history.events],
     }
+
+
+def _points(curve: Curve) -> list[tuple[float, float | None]]:
+    return list(zip(*curve, strict=True))

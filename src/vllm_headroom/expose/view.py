@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from vllm_headroom.expose.history import History
 from vllm_headroom.model import Snapshot, Values, Verdict
+from vllm_headroom.vocabulary import Level
+
+NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,16 @@ class View:
     notice: str = ""
     runbooks: str | None = None
     last_incident: Incident | None = None
+
+    @property
+    def said(self) -> tuple[Verdict, ...]:
+        """What is to be said at this moment: of what was seen before the loop stopped nothing is known now."""
+        verdicts = self.verdicts if self.snapshot is not None else (NO_SAMPLE,)
+        if self.unwell is None:
+            return verdicts
+        text = f"The sidecar does not sample: {self.unwell}; what stands below is old."
+        stopped = Verdict(subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale")
+        return (stopped, *(replace(each, level=Level.UNKNOWN) for each in verdicts))
 
     def runbook(self, alert: str | None) -> str | None:
         """Return where the runbook of an alert is; None where that is not known."""

@@ -33,6 +33,21 @@ class Snapshot:
     host: HostMemory | None = None
 
     @property
+    def page(self) -> EnginePage | None:
+        """The engine's page, None where it could not be read."""
+        return None if isinstance(self.engines, Failure) else self.engines
+
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """The GPUs, none where they could not be read."""
+        return () if isinstance(self.gpus, Failure) else self.gpus
+
+    @property
+    def owned(self) -> tuple[Gpu, ...]:
+        """The GPUs that are the engine's."""
+        return tuple(gpu for gpu in self.devices if gpu.attribution is not None)
+
+    @property
     def failures(self) -> tuple[Failure, ...]:
         """Why sources could not be read, of those that could not."""
         parts = (self.engines, self.gpus, self.processes, self.probe)

@@ -88,10 +88,9 @@ def wanted_samples(page: str, names_pattern: str) -> list[Sample] | Failure:
 
 def _wanted_lines(page: str, names_pattern: str) -> list[str] | Failure:
     """Return the lines to parse, or which bound they break: what a page may cost is decided before it is parsed."""
-    first, others = _first(names_pattern).match(page), _line(names_pattern).finditer(page)
     lines: list[str] = []
     characters = 0
-    for found in (first, *others) if first else others:
+    for found in _line(names_pattern).finditer(f"\n{page}"):
         line = found[1]
         lines.append(line)
         characters += len(line)
@@ -125,11 +124,6 @@ def _of_series(series: str) -> tuple[Sample, ...]:
 
 def _parsed(line: str) -> tuple[Sample, ...]:
     return tuple(sample for family in text_string_to_metric_families(line) for sample in family.samples)
-
-
-@cache
-def _first(names_pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"((?:{names_pattern})[{{ \t].*)")
 
 
 @cache

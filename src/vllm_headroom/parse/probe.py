@@ -98,10 +98,7 @@ def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
         raise WrongFieldError("uuid", None, "the UUID of a device")
     return AllocatorReading(
         uuid=uuid,
-        total_bytes=size(entry, "total"),
-        allocated_bytes=size(entry, "allocated"),
-        reserved_bytes=size(entry, "reserved"),
-        inactive_split_bytes=size(entry, "inactive_split"),
+        **_bytes(entry, "total", "allocated", "reserved", "inactive_split"),
         retries=size(entry, "retries"),
         ooms=size(entry, "ooms"),
     )
@@ -109,22 +106,19 @@ def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
 
 def _parts(entry: dict[str, Any]) -> EngineParts:
     return EngineParts(
-        weights_bytes=size(entry, "weights"),
-        kv_cache_bytes=size(entry, "kv_cache"),
-        cuda_graphs_bytes=size(entry, "cuda_graphs"),
-        activation_peak_bytes=size(entry, "activation_peak"),
-        requested_bytes=size(entry, "requested"),
+        **_bytes(entry, "weights", "kv_cache", "cuda_graphs", "activation_peak", "requested"),
         asleep=truth(entry, "asleep"),
-        pool=within(entry, "pool", _pool),
+        pool=within(entry, "pool", lambda pool: PoolReading(**_bytes(pool, "weights", "kv_cache"))),
     )
-
-
-def _pool(entry: dict[str, Any]) -> PoolReading:
-    return PoolReading(weights_bytes=size(entry, "weights"), kv_cache_bytes=size(entry, "kv_cache"))
 
 
 def _scheduler(entry: dict[str, Any]) -> SchedulerReading:
     return SchedulerReading(steps_total=size(entry, "steps_total"), max_num_seqs=size(entry, "max_num_seqs"))
+
+
+def _bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
+    """Return sizes by their fields' names, which say the unit: `total` is `total_bytes`."""
+    return {f"{name}_bytes": size(entry, name) for name in names}
 
 
 def _host(entry: dict[str, Any]) -> HostBlock:
@@ -145,8 +139,5 @@ def _oom(entry: dict[str, Any]) -> OomRecord:
         at_seconds=_needed(entry, "t"),
         seen=size(entry, "seen"),
         uuid=_text(entry, "uuid"),
-        asked_bytes=size(entry, "asked"),
-        free_bytes=size(entry, "free"),
-        allocated_bytes=size(entry, "allocated"),
-        reserved_bytes=size(entry, "reserved"),
+        **_bytes(entry, "asked", "free", "allocated", "reserved"),
     )

@@ -17,8 +17,7 @@ from vllm_headroom.model import (
     Inside,
     Leftover,
 )
-from vllm_headroom.parse.fields import WrongFieldError, each, number, size, text, truth, within
-from vllm_headroom.trace.fields import known
+from vllm_headroom.parse.fields import LARGEST, WrongFieldError, each, number, size, text, truth, within
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 NO_PID: Final = 0
@@ -52,9 +51,8 @@ def engine_entry(engine: EngineReading) -> dict[str, Any]:
 
 def engine_of(entry: Mapping[str, Any], place: int) -> EngineReading:
     """Return an engine; one without a name is known by its place in the list."""
-    facts = {fact: read(entry, name) for fact, name, read in _FACTS}
-    unnamed_as = {"model_name": "unknown", "engine": str(place)}
-    return EngineReading(**facts | {name: named for name, named in unnamed_as.items() if facts[name] is None})
+    facts = {fact: value for fact, name, read in _FACTS if name in entry and (value := read(entry, name)) is not None}
+    return EngineReading(**{"model_name": "unknown", "engine": str(place)} | facts)
 
 
 def gpu_entry(gpu: Gpu) -> dict[str, Any]:
@@ -172,3 +170,20 @@ def host_of(entry: Mapping[str, Any]) -> HostMemory:
     """Return the host memory; how it was known is not in a trace."""
     facts = {fact: size(entry, name) for fact, name in _HOST}
     return HostMemory(basis=None, **facts)
+
+
+def known(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry to be written, without what is unknown, so that each of its fields can be read again.
+
+    No reader takes a number beyond LARGEST, or text that cannot be shown: one is left out, the other is escaped.
+    """
+    return {field: _written(value) for field, value in entry.items() if value is not None and not _beyond(value)}
+
+
+def _beyond(value: object) -> bool:
+    return isinstance(value, float) and value > LARGEST
+
+
+def _written(value: object) -> object:
+    is_shown = not isinstance(value, str) or value.isprintable()
+    return value if is_shown else str(value).encode("unicode_escape").decode()

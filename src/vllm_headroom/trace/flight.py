@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
 from vllm_headroom.trace.recorder import FOREIGN, append
 from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.trace.writing import make
 from vllm_headroom.units import MIB
 
 FLIGHT_BYTES: Final = 22 * MIB
@@ -38,7 +39,7 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 
 def keep(folder: Path, written: bytes) -> None:
     """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # nobody who means well puts one into a folder that is the daemon's alone
         raise ValueError(FOREIGN)
@@ -52,7 +53,8 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     """
     header, incidents = line({**HEADER, INCIDENT: known}), folder / INCIDENTS
     samples = _stretch(_lines(folder), seconds, int(share_of(folder) * INCIDENT_BYTES) - len(header))
-    incidents.mkdir(parents=True, exist_ok=True)
+    make(folder)
+    make(incidents)
     file = incidents / name_of(seconds)
     unfinished = incidents / "unfinished"
     unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed

@@ -10,11 +10,11 @@ from typing import Any, Final, NoReturn
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
 from vllm_headroom.parse.fields import WrongFieldError, each, within
 from vllm_headroom.trace.entries import engine_of, gpu_of, host_of, process_of
-from vllm_headroom.trace.fields import time_of
 from vllm_headroom.trace.write import HEADER
 from vllm_headroom.vocabulary import Reason, Source
 
 (FORMAT,) = HEADER
+YEAR_10000: Final = 253_402_300_800
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 
 _GPUS_FAILED: Final = Failure(
@@ -100,7 +100,7 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
     or engine without an index or a name is known by its place in the list.
     """
     try:
-        time = time_of(record)
+        time = _time(record)
         gpus = each(record, "gpus", gpu_of)
         engines = each(record, "engines", engine_of)
         processes = each(record, "processes", process_of)
@@ -117,6 +117,14 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
         processes=_known(processes),
         host=host,
     )
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    """Return `t`, which every record has."""
+    value = record.get("t")
+    if (type(value) is int or type(value) is float) and 0 <= value < YEAR_10000:
+        return float(value)
+    raise WrongFieldError("t", value, "seconds since the epoch")
 
 
 def _known(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:

@@ -14,6 +14,7 @@ from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.sleep import SleepState, sleep
 from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
@@ -67,12 +68,20 @@ class Watch:
         """Whether there ever was an alarm."""
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
 
-    def course(self, series: _SeriesName) -> Course:
-        """Return the course of a GPU, by its UUID, or of a host role that was seen."""
-        return self._gpus.get(series) or self._host[series]
+    @property
+    def lives(self) -> Lives:
+        """The lives of the engine up to the newest sample."""
+        return self._life.lives
 
-    def step(self, snapshot: Snapshot) -> None:
-        """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now."""
+    def course(self, series: _SeriesName) -> Course:
+        """Return the course of a GPU, by its UUID, or of a host role; of one that was never seen nothing is known."""
+        return self._gpus.get(series) or self._host.get(series) or Course()
+
+    def step(self, snapshot: Snapshot) -> Snapshot:
+        """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now.
+
+        Return the snapshot with what is known of the engine's life then.
+        """
         if not self.samples:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
@@ -87,6 +96,7 @@ class Watch:
         for sample in samples:
             if sample.metric.name in STATES and sample.value:
                 self._follow(sample, before)
+        return snapshot
 
     def _rest(self, snapshot: Snapshot) -> None:
         """Keep what an engine holds while it sleeps, and what nobody holds of its KV cache while it is idle."""
@@ -103,8 +113,10 @@ class Watch:
         if place:
             self._indices[name] = int(place[0])
         course = (self._gpus if place else self._host).setdefault(name, Course())
-        track = _tracks(self._memory, on_gpu=bool(place)).get(name)  # none before the engine has worked
-        old = _tracks(before, on_gpu=bool(place)).get(name)
+        old, track = (
+            (memory.gpus if place else memory.host).get(name)  # none before the engine has worked
+            for memory in (before, self._memory)
+        )
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
         inside = self._memory.inside.get(name) if place else None
@@ -134,10 +146,6 @@ def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | N
 
 def _detector() -> Derivation[LeakMemory]:
     return next(each for each in derivations() if each.name == "leak")
-
-
-def _tracks(memory: LeakMemory, *, on_gpu: bool) -> dict[str, Track]:
-    return (memory.gpus if on_gpu else memory.host).tracks
 
 
 def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

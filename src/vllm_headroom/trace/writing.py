@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,18 @@ Call = Callable[[Callable[[], None], float], Awaitable[None]]
 """Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
 
 
+def make(folder: Path) -> None:
+    """Make a folder that is the daemon's alone; raises OSError, also where a link is in its place."""
+    if folder.is_symlink():
+        raise OSError(errno.ELOOP, "a link is in the place of the folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def real(folder: Path) -> Path:
+    """Return the folder that this path leads to now, itself where that cannot be told."""
+    return Path(os.path.realpath(folder))
+
+
 class Writing:
     """Makes file operations by way of `call`, `seconds` long at most; in the log `what` is written, to `file`."""
 
@@ -31,22 +45,24 @@ class Writing:
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
-        """Return whether the operation worked, which may raise OSError, or ValueError with a text for the operator."""
-        problem: str | None = None
-        try:
-            await self._call(operation, self._seconds)
-        except TimeoutError:
-            problem = HANGS
-        except OSError as error:
-            problem = error.strerror or str(error)
-        except ValueError as error:
-            problem = str(error)
-        self._tell(problem)
-        return problem is None
-
-    def _tell(self, problem: str | None) -> None:
-        before, self._problem = self._problem, problem
+        """Return whether the operation worked, and tell when that changes."""
+        before = self._problem
+        self._problem = problem = await attempted(self._call, operation, self._seconds)
         if problem is not None and before is None:
             log.warning(self._begins, file=str(self._file), problem=problem)
         elif problem is None and before is not None:
             log.info(self._ends, file=str(self._file))
+        return problem is None
+
+
+async def attempted(call: Call, operation: Callable[[], None], seconds: float) -> str | None:
+    """Return what went wrong with an operation that may raise OSError, or ValueError with a text for the operator."""
+    try:
+        await call(operation, seconds)
+    except TimeoutError:
+        return HANGS
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -59,6 +59,36 @@ def test_a_costly_page_is_a_failure_of_its_own_kind(text: str) -> None:
         running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
 
 
+ENGINES, CHARACTERS, SHARED = (
+    "parse.engines.MOST_ENGINES",
+    "parse.exposition.MOST_CHARACTERS",
+    "parse.engines.MOST_SHARED",
+)
+LINE, DEADLINE = "parse.exposition.LONGEST_LINE", "daemon.sampler.PARSE_SECONDS"
+
+
+@pytest.mark.parametrize(
+    ("name", "lifted", "says"),
+    [
+        ("models-times-settings", (ENGINES, DEADLINE), "readings of what they share"),
+        ("models-times-settings", (ENGINES, SHARED), "was not understood within 2 s"),
+        ("a-label-of-escapes", (LINE, DEADLINE), "characters of those that are read"),
+        ("many-labels", (CHARACTERS, DEADLINE), "engines and models apart"),
+    ],
+)
+def test_behind_the_bound_that_a_page_breaks_first_stands_another(
+    name: str, lifted: tuple[str, ...], says: str
+) -> None:
+    with (
+        EngineServer(page(COSTLY[name])) as engine,
+        daemon(ENGINE_URL=engine.url, module="tests.e2e.attacks.unprotected", WITHOUT=",".join(lifted)) as running,
+    ):
+        seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
+
+        assert seen.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
+        assert says in running.log()
+
+
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 FLOODS = {
     "hints-without-an-answer": (b"", b"HTTP/1.1 100 Continue\r\n\r\n", "incomplete"),

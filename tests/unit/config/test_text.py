@@ -3,13 +3,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.settings import load
+from tests.settings import load, settings_table
 from vllm_headroom.commands.demo.settings import DemoSettings
 from vllm_headroom.config.fields import about
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import option, variable
-from vllm_headroom.config.text import settings_table
 from vllm_headroom.config.yaml_file import settings_yaml
 
 

@@ -307,6 +307,19 @@ def test_the_record_is_never_written_through_a_link(tmp_path: Path, *, there: bo
     assert not other.exists() or other.read_bytes() == b""
 
 
+@pytest.mark.parametrize("linked", ["state", "state/incidents"])
+def test_an_incident_is_never_set_aside_through_a_link(tmp_path: Path, linked: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (tmp_path / linked).parent.mkdir(exist_ok=True)
+    (tmp_path / linked).symlink_to(other)
+
+    with pytest.raises(OSError, match="a link is in the place"):
+        set_aside(tmp_path / "state", 1_760_000_000.0, {})
+
+    assert list(other.iterdir()) == []
+
+
 FILLED = """
 import resource, sys
 from pathlib import Path

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.samples import gpu
-from vllm_headroom.daemon.life import Ending, GraceTime, Heartbeat, every
+from vllm_headroom.daemon.life import GraceTime, Heartbeat, end, every
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -117,10 +117,9 @@ def test_a_missing_driver_never_ends_the_daemon() -> None:
 
 def test_the_first_reason_to_stop_is_the_one_that_counts() -> None:
     async def ask_twice() -> int:
-        ending = Ending()
-        ending.ask(3)
-        ending.ask(0)
-        await ending.wait()
-        return ending.status
+        ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        end(ending, 3)
+        end(ending, 0)
+        return await ending
 
     assert asyncio.run(ask_twice()) == 3

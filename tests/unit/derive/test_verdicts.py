@@ -295,3 +295,15 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
     assert verdict.sentence == f"GPU 0: the engine sleeps{says}"
     assert verdict.level is level
+
+
+def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
+    life = Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", 9 * GIB),), first_rooms=(("GPU-a", 5 * GIB),))
+    at = replace(seen(), life=life)
+
+    verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)
+
+    assert verdict.sentence == (
+        "GPU 0: the engine sleeps; to wake takes 9 GiB; only 256 MiB are free: 8.75 GiB are missing."
+    )
+    assert verdict.alert == "HeadroomGpuMemoryLow"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from vllm_headroom.expose.drawing import Forecast, Frame, ahead, curve, line, picture, thinned, upright, zero
+from vllm_headroom.expose.drawing import Forecast, Frame, ahead, curve, line, picture, thinned, through, upright, zero
 
 FRAME = Frame(begin=0.0, end=100.0, top=10.0, width=100.0, height=10.0)
 
@@ -22,18 +22,13 @@ def test_an_area_reaches_down_to_zero() -> None:
 
 
 def test_gaps_are_gaps() -> None:
-    stretches = thinned([(0.0, 1.0), (10.0, None), (20.0, None), (30.0, 1.0)], 4)
+    stretches = thinned(through([(0.0, 1.0), (10.0, None), (20.0, None), (30.0, 1.0)]), 4)
 
     assert line(FRAME, stretches, kind="line").count("M") == 2
 
 
 def test_nothing_to_draw_is_nothing() -> None:
     assert (line(FRAME, [], kind="line"), curve(FRAME, [])) == ("", "")
-
-
-def test_values_beyond_the_frame_stay_at_its_edge() -> None:
-    assert FRAME.y(99.0) == 0.0
-    assert FRAME.y(-1.0) == 10.0
 
 
 def test_a_forecast_reaches_zero_when_it_says() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 from tests.samples import failure, gpu, snapshot
+from vllm_headroom.expose.drawing import Curve, Point
 from vllm_headroom.expose.history import MOST_EVENTS, POINTS, STEP_SECONDS, History
 from vllm_headroom.model import Snapshot, Verdict
 from vllm_headroom.vocabulary import Level, Source
@@ -20,6 +21,10 @@ def at(seconds: float, *, used: int = 900, peak: int | None = None) -> Snapshot:
     return replace(snapshot(gpus=(gpu(used=used, used_peak_bytes=peak),)), time_seconds=BEGIN + seconds)
 
 
+def points(curve: Curve) -> list[Point]:
+    return list(zip(*curve, strict=True))
+
+
 def history(*snapshots: Snapshot) -> History:
     made = History()
     for each in snapshots:
@@ -30,42 +35,46 @@ def history(*snapshots: Snapshot) -> History:
 def test_a_minute_keeps_its_lowest() -> None:
     seen = history(at(0, used=900), at(5, used=950), at(10, used=910), at(60, used=800))
 
-    assert seen.free("GPU-a") == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
+    assert points(seen.free("GPU-a")) == [(BEGIN, 50.0), (BEGIN + 60, 200.0)]
 
 
 def test_what_a_peak_left_is_apart() -> None:
-    assert history(at(0, used=900, peak=990)).free_at_peak("GPU-a") == [(BEGIN, 10.0)]
-    assert history(at(0, used=900, peak=100)).free_at_peak("GPU-a") == [(BEGIN, 100.0)]
-    assert history(at(0)).free_at_peak("GPU-a") == []
+    assert points(history(at(0, used=900, peak=990)).free_at_peak("GPU-a")) == [(BEGIN, 10.0)]
+    assert points(history(at(0, used=900, peak=100)).free_at_peak("GPU-a")) == [(BEGIN, 100.0)]
+    assert points(history(at(0)).free_at_peak("GPU-a")) == []
 
 
 def test_minutes_without_a_reading_are_gaps() -> None:
     unread = replace(at(60), gpus=failure(Source.NVML))
 
-    assert history(at(0), unread, at(120)).free("GPU-a") == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+    assert points(history(at(0), unread, at(120)).free("GPU-a")) == [
+        (BEGIN, 100.0),
+        (BEGIN + 60, None),
+        (BEGIN + 120, 100.0),
+    ]
 
 
 def test_after_a_day_the_oldest_is_forgotten() -> None:
     seen = history(at(0, used=1), at(DAY - 60), at(DAY))
 
-    assert [point for point in seen.free("GPU-a") if point[1] is not None] == [
+    assert [point for point in points(seen.free("GPU-a")) if point[1] is not None] == [
         (BEGIN + DAY - 60, 100.0),
         (BEGIN + DAY, 100.0),
     ]
 
 
 def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
-    assert history(at(0), at(3 * DAY)).free("GPU-a") == [(BEGIN + 3 * DAY, 100.0)]
+    assert points(history(at(0), at(3 * DAY)).free("GPU-a")) == [(BEGIN + 3 * DAY, 100.0)]
 
 
 def test_a_clock_that_is_set_back_begins_anew() -> None:
-    assert history(at(600), at(0)).free("GPU-a") == [(BEGIN, 100.0)]
+    assert points(history(at(600), at(0)).free("GPU-a")) == [(BEGIN, 100.0)]
 
 
 def test_a_gpu_of_others_is_not_followed() -> None:
     others = replace(at(0), gpus=(gpu(attribution=None),))
 
-    assert history(others).free("GPU-a") == []
+    assert points(history(others).free("GPU-a")) == []
 
 
 def test_the_most_requests_of_a_minute_are_kept() -> None:
@@ -73,7 +82,7 @@ def test_the_most_requests_of_a_minute_are_kept() -> None:
     for seconds, running in ((0, 4.0), (5, 9.0), (10, 1.0)):
         made.step(at(seconds), (), running)
 
-    assert made.running() == [(BEGIN, 9.0)]
+    assert points(made.running()) == [(BEGIN, 9.0)]
 
 
 def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
@@ -98,7 +107,7 @@ def test_a_later_process_goes_on_from_what_was_kept() -> None:
     after.take_up(before.kept())
     after.step(at(120), (), None)
 
-    assert after.free("GPU-a") == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+    assert points(after.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
 
 
 def test_a_number_beyond_any_is_no_point() -> None:
@@ -106,4 +115,4 @@ def test_a_number_beyond_any_is_no_point() -> None:
     for seconds, running in ((0, 4.0), (60, 1e300), (120, 5.0)):
         made.step(at(seconds), (), running)
 
-    assert made.running() == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]
+    assert points(made.running()) == [(BEGIN, 4.0), (BEGIN + 60, None), (BEGIN + 120, 5.0)]

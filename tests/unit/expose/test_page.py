@@ -11,11 +11,12 @@ import pytest
 from tests.samples import engine, failure, page, snapshot
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.history import History
+from vllm_headroom.expose.history import Event, History
 from vllm_headroom.expose.page import html, landing_page
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Sample
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.units import GIB
+from vllm_headroom.vocabulary import Level, Source
 
 GPU = ("0", "GPU-a")
 EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
@@ -38,8 +39,8 @@ def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
         )
     )
 
-    assert "<td class=number>3.00 GiB</td>" in shown
-    assert "<td class=number>not known</td>" in shown
+    assert "<td>3.00 GiB</td>" in shown
+    assert "<td>not known</td>" in shown
 
 
 def test_a_failed_source_says_its_cause() -> None:
@@ -53,7 +54,7 @@ def test_a_failed_source_says_its_cause() -> None:
     shown = landing_page(view(samples, at=silent))
 
     assert "<b class=alarm>failed</b>" in shown
-    assert "<td>12.5 ms</td><td>1 min 0 s before</td><td class=text>unreachable: it failed</td>" in shown
+    assert "<td>12.5 ms</td><td>1 min 0 s before</td><td>unreachable: it failed</td>" in shown
 
 
 def test_the_leak_is_the_first_thing_that_is_read() -> None:
@@ -75,11 +76,35 @@ def test_the_forecast_is_drawn_where_there_is_one() -> None:
     assert 'class="zero"' in healthy
 
 
+def test_the_first_sample_of_all_draws_a_line_across_the_figure() -> None:
+    first = day(minutes=1, late=20.0)
+
+    path = re.search(r'class="line" d="M([^"]*)"', landing_page(first))
+
+    assert path is not None
+    assert [point.split()[0] for point in path[1].split("L")] == ["0.0", "1000.0"]
+
+
+@pytest.mark.parametrize(("free", "top"), [(79.5, "80 GiB"), (10.0, "11.5 GiB")])
+def test_the_axis_ends_at_the_card(free: float, top: str) -> None:
+    assert f"<i>{top}</i>" in landing_page(day(free=free * GIB))
+
+
 def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
     shown = landing_page(day(unwell="not turned for 40 s"))
 
     assert "<title>ALARM: sidecar" in shown
     assert "The sidecar does not sample: not turned for 40 s" in shown
+    assert ("<li class=good>" in shown, "<li class=unknown>" in shown) == (False, True)
+
+
+def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
+    seen = day(gpus=2)
+    seen.history.events = (Event(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
+
+    first, second = landing_page(seen).split("<b>GPU 1</b>")
+
+    assert ('class="mark"' in first, 'class="mark"' in second) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +145,7 @@ def test_a_notice_is_shown() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 8, 16])
 def test_a_day_of_many_gpus_is_a_small_page(gpus: int) -> None:
-    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}), hours=24)).encode()) <= 60_000
+    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}))).encode()) <= 60_000
 
 
 def test_every_element_is_closed() -> None:

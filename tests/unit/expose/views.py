@@ -43,15 +43,22 @@ def device(index: int, free: float) -> Gpu:
     )
 
 
-def day(*, gpus: int = 1, leaking: frozenset[int] = frozenset(), hours: int = 24, **known: Any) -> View:
-    """Return the end of a day on which the GPUs in `leaking` lost 6 MB a minute."""
-    history, minutes = History(), 60 * hours
+def day(
+    *,
+    gpus: int = 1,
+    leaking: frozenset[int] = frozenset(),
+    minutes: int = 24 * 60,
+    free: float = 10e9,
+    late: float = 0.0,
+    **known: Any,
+) -> View:
+    """Return the end of a day on which the GPUs in `leaking` lost 6 MB a minute, `late` seconds into its minute."""
+    history = History()
     for minute in range(minutes):
         lost = 6e6 * minute
-        seen = tuple(device(index, 10e9 - (lost if index in leaking else 0.0)) for index in range(gpus))
-        at = replace(
-            snapshot(gpus=seen), time_seconds=NOW - 60.0 * (minutes - 1 - minute), life=Life(state=EngineState.SERVING)
-        )
+        seen = tuple(device(index, free - (lost if index in leaking else 0.0)) for index in range(gpus))
+        time = NOW + late - 60.0 * (minutes - 1 - minute)
+        at = replace(snapshot(gpus=seen), time_seconds=time, life=Life(state=EngineState.SERVING))
         history.step(at, (), float(minute % 50))
     return view(_samples(seen, leaking), at=at, history=history, **known)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,8 +12,8 @@ import pynvml
 import pytest
 
 from tests.fakes.amd_tree import GIB, AmdTree
-from tests.fakes.nvml.library import FakeGpu, FakeNvml
-from tests.fakes.nvml.reader import in_process, reasons
+from tests.fakes.nvml.library import FakeNvml
+from tests.fakes.nvml.reader import reasons
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, Vendor
 from vllm_headroom.scrape.gpus import Gpus
@@ -21,13 +21,6 @@ from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 CARDS = ("0000:c1:00.0", "0000:e5:00.0")
-
-
-@pytest.fixture
-def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    gpus = [FakeGpu(uuid=f"GPU-{letter}", used_bytes=GIB) for letter in "ab"]
-    with in_process(tmp_path, monkeypatch, gpus) as fake:
-        yield fake
 
 
 @pytest.fixture

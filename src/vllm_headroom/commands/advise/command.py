@@ -8,10 +8,9 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.flags import Version, version_of
 from vllm_headroom.commands.advise.history.history import History
 from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import Settings, Version, version_of
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.progress import reading

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from vllm_headroom.commands.advise.lives import Ending, Start
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.model import HostMemory, Leftover
-from vllm_headroom.vocabulary import LeakLocation, LeakState
+from vllm_headroom.trace.course import Moment
+from vllm_headroom.vocabulary import LeakState
 
 
 class Origin(StrEnum):
@@ -28,20 +29,14 @@ class Shortage(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leak:
-    """What the leak detector says of one series, a GPU or a role of processes; `leaked` is whether there was an alarm.
+    """What the leak detector says of one series, a GPU or a role of processes.
 
-    The figures are of its last moment, None where it does not say; `ended_seconds` is None where it did not end.
+    `alarm` is the newest moment of its alarm, None where there was none; `ended_seconds` is None where it did not end.
     """
 
     state: LeakState
-    leaked: bool = False
+    alarm: Moment | None = None
     ended_seconds: float | None = None
-    bytes_per_second: float | None = None
-    bytes_per_request: float | None = None
-    leaked_bytes: float | None = None
-    time_to_oom_seconds: float | None = None
-    time_to_oom_seconds_lower: float | None = None
-    location: LeakLocation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,100 +55,36 @@ class Spell:
     ended_engine: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """An amount over the time: at its end, at the least and at the most."""
+
+    now: float
+    least: float
+    most: float
+
+    def widened(self, now: float) -> Extent:
+        """Return it with one more reading."""
+        return Extent(now, min(now, self.least), max(now, self.most))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
     """One GPU of the engine's, in bytes.
 
-    `usable_bytes` is what CUDA calls its total. What others hold is None where the engine's share is not known, 0 up to
-    SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
+    `usable_bytes` is what CUDA calls its total. What `others` hold is None where the engine's share is not known, 0 up
+    to SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
     """
 
     index: int
     uuid: str
     leak: Leak
     usable_bytes: float | None = None
-    room_bytes: float | None = None
     least_room_bytes: float | None = None
-    others_bytes: float | None = None
-    least_others_bytes: float | None = None
-    most_others_bytes: float | None = None
+    others: Extent | None = None
     spells: tuple[Spell, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     roomy_running: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullFacts:
-    """The time in which the KV cache was full: how long, what was done in it, and the middle of what ran.
-
-    On a page: since the engine's start, for `finished` and `preemptions`; now, for `running` and `tokens`.
-    """
-
-    seconds: float | None
-    finished: float
-    preemptions: float
-    running: float
-    tokens: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CappedFacts:
-    """The time in which requests waited although the KV cache had room, because no more than `running` may run."""
-
-    seconds: float
-    running: float
-    kv_used_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixFacts:
-    """The prefix cache: tokens looked up and found, in `seconds`; on a page since the engine's start, seconds unknown.
-
-    `recent_ratio` is hits over queries of the last five minutes, on a page. `blocked_ratio` is the share of the time in
-    which requests waited.
-    """
-
-    queries: float
-    hits: float
-    seconds: float | None
-    blocked_ratio: float
-    recent_ratio: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrandedFacts:
-    """What an idle engine's KV cache still held: lastly, at the first of the times in which it only rose, how often."""
-
-    ratio: float
-    first_ratio: float
-    rises: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """One engine (one data-parallel rank).
-
-    Tokens are those of a running request in the KV cache, averaged over the requests that ran at that moment: their
-    middle and their 99th percentile while the cache was not full. `calm_running` is the most requests that ran then
-    without a preemption. `kv_known` and `preemptions_known` tell whether the page says these at all.
-    """
-
-    model_name: str
-    engine: str
-    awake: bool | None = None
-    capacity_tokens: float | None = None
-    capacity_bytes: float | None = None
-    kv_known: bool = False
-    preemptions_known: bool = False
-    most_running: float | None = None
-    finished: float | None = None
-    usual_tokens: float | None = None
-    high_tokens: float | None = None
-    calm_running: float | None = None
-    full: FullFacts | None = None
-    capped: CappedFacts | None = None
-    prefix: PrefixFacts | None = None
-    stranded: StrandedFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +94,32 @@ class HostFacts:
     process: str
     leak: Leak
     held_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A start of the engine that ended before it served: what it held at the most, what was left at the least.
+
+    `room_before_bytes` is what was left before it; None where not known.
+    """
+
+    most_held_bytes: float
+    least_room_bytes: float | None
+    most_others_bytes: float
+    room_before_bytes: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """An end of an engine that served: what ran and what was left of a GPU at the last sample, None where not known.
+
+    `orphan_bytes` is what processes of its own went on to hold.
+    """
+
+    seconds: float
+    running: float | None
+    room_bytes: float | None
+    orphan_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

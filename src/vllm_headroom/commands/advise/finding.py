@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts
-from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
+from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.settings import Flag
 
 
 class Cause(StrEnum):
@@ -64,6 +65,14 @@ class Advice:
     evidence: tuple[Evidence, ...]
     changes: tuple[Change, ...]
     remark: str | None = None
+
+
+def lowered(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
+    """Return an option with a lower value; None where that is none, or not lower than what is set now."""
+    now = facts.settings.now(flag)
+    if value <= 0 or (now is not None and value >= now):
+        return None
+    return Change(flag=flag, value=value, now=now, text=text, cost=cost)
 
 
 def several(*changes: Change | None) -> tuple[Change, ...]:

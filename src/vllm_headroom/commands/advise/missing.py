@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, Leak, Origin
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
+from vllm_headroom.commands.advise.facts import Facts, Leak, Origin
 from vllm_headroom.commands.advise.finding import Advice, called
-from vllm_headroom.commands.advise.flags import NEWEST, Flag, spelt
 from vllm_headroom.commands.advise.limits import PREFIX_SECONDS, SHORTEST_SECONDS, STALE_SECONDS
 from vllm_headroom.commands.advise.rules.crash import crash, sudden
 from vllm_headroom.commands.advise.rules.prefix import believed, busy, enough, rarely_hits
+from vllm_headroom.commands.advise.settings import NEWEST, Flag, spelt
 from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import LeakState
 
@@ -42,7 +43,7 @@ def missing(facts: Facts) -> Iterator[str]:
     if not facts.gpus:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
-        if gpu.room_bytes is None and gpu.least_room_bytes is None:
+        if gpu.least_room_bytes is None:
             yield f"GPU {gpu.index}: its memory was not read"
         yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
     for host in facts.hosts:

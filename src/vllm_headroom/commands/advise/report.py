@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Change
-from vllm_headroom.commands.advise.flags import Flag, spelt
+from vllm_headroom.commands.advise.settings import Flag, spelt
 from vllm_headroom.commands.advise.verdict import Answer
-from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.text import headed, wrapped
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration, instant
-
-HEAD: Final = 9
-"""Columns of the words on the left: what was seen, what to do."""
 
 
 def text(answer: Answer) -> list[str]:
@@ -22,7 +19,7 @@ def text(answer: Answer) -> list[str]:
     lines = [_source(answer.facts)]
     for number, advice in enumerate(answer.advice, start=1):
         lines += ["", *_advice(number, advice)]
-    end = [*_end(answer), *(line for note in answer.notes for line in _wrapped("note", note))]
+    end = [*_end(answer), *(line for note in answer.notes for line in headed("note", note))]
     lines += ["", *end] if answer.advice and end else end
     return lines
 
@@ -38,17 +35,17 @@ def _source(facts: Facts) -> str:
 def _advice(number: int, advice: Advice) -> Iterator[str]:
     yield from wrapped("", f"{number}. {advice.summary}", indent=3)
     for evidence in advice.evidence:
-        yield from _wrapped("seen", evidence.text)
+        yield from headed("seen", evidence.text)
     for place, change in enumerate(advice.changes):
         yield from _change("then" if place else "first", change)
     if advice.remark is not None:
-        yield from _wrapped("mind", advice.remark)
+        yield from headed("mind", advice.remark)
 
 
 def _change(head: str, change: Change) -> Iterator[str]:
     what = change.text if change.flag is None else f"{written(change)}: {change.text}"
-    yield from _wrapped(head, what)
-    yield from _wrapped("", f"costs {change.cost}")
+    yield from headed(head, what)
+    yield from headed("", f"costs {change.cost}")
 
 
 def written(change: Change) -> str:
@@ -76,11 +73,7 @@ def _end(answer: Answer) -> Iterator[str]:
     elif answer.missing:
         yield "Whether there is more cannot be told. Missing:"
     for missing in answer.missing:
-        yield from _wrapped("", missing)
-
-
-def _wrapped(head: str, body: str) -> list[str]:
-    return wrapped(f"   {head:<{HEAD - 3}}", body)
+        yield from headed("", missing)
 
 
 def document(answer: Answer) -> dict[str, Any]:

@@ -1,11 +1,91 @@
-"""What an engine was started with."""
+"""What an engine was started with: vLLM's version, and the options that are advised."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
 
-from vllm_headroom.commands.advise.flags import OLDEST, SIZES_CACHE_IN_BYTES, Version
 from vllm_headroom.model import EnginePage
+
+Version = tuple[int, int, int]
+
+
+class Flag(StrEnum):
+    """The options of `vllm serve` that may be advised; no other is ever named."""
+
+    GPU_MEMORY_UTILIZATION = "--gpu-memory-utilization"
+    MAX_NUM_SEQS = "--max-num-seqs"
+    MAX_MODEL_LEN = "--max-model-len"
+    MAX_NUM_BATCHED_TOKENS = "--max-num-batched-tokens"
+    ENFORCE_EAGER = "--enforce-eager"
+    TENSOR_PARALLEL_SIZE = "--tensor-parallel-size"
+    NO_ENABLE_PREFIX_CACHING = "--no-enable-prefix-caching"
+    KV_CACHE_MEMORY_BYTES = "--kv-cache-memory-bytes"
+    MM_PROCESSOR_CACHE_GB = "--mm-processor-cache-gb"
+
+
+OLDEST: Final[Version] = (0, 4, 0)
+"""The oldest version whose page is read."""
+
+NEWEST: Final[Version] = (0, 33, 0)
+"""The newest version whose options were looked at."""
+
+FIRST: Final[dict[Flag, Version]] = {
+    Flag.GPU_MEMORY_UTILIZATION: OLDEST,
+    Flag.MAX_NUM_SEQS: OLDEST,
+    Flag.MAX_MODEL_LEN: OLDEST,
+    Flag.MAX_NUM_BATCHED_TOKENS: OLDEST,
+    Flag.ENFORCE_EAGER: OLDEST,
+    Flag.TENSOR_PARALLEL_SIZE: OLDEST,
+    Flag.NO_ENABLE_PREFIX_CACHING: (0, 6, 5),
+    Flag.KV_CACHE_MEMORY_BYTES: (0, 10, 2),
+    Flag.MM_PROCESSOR_CACHE_GB: (0, 11, 0),
+}
+"""The first version that has each (vllm/engine/arg_utils.py of its wheel); `--mm-processor-cache-gb` may be older.
+Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which vLLM's own guide names, exists in none
+(vllm-project/vllm#55834).
+"""
+
+COUNTS_PREFIXES: Final[Version] = (0, 7, 3)
+SIZES_CACHE_IN_BYTES: Final[Version] = (0, 10, 2)
+TELLS_SLEEP: Final[Version] = (0, 11, 1)
+"""What is on a page tells at least how new its vLLM is: prefix cache counters, the label kv_cache_memory_bytes and
+engine_sleep_state are in no older one.
+"""
+
+COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
+"""Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
+
+_VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
+_EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
+
+
+def version_of(text: str) -> Version | None:
+    """Return the version, or None where the text is none or one of no release, as nightlies call themselves.
+
+    A candidate or a development version counts as the release before: what is new in a release may not be in it yet.
+    """
+    found = _VERSION.fullmatch(text.strip())
+    if found is None:
+        return None
+    version = (int(found[1]), int(found[2]), int(found[3] or 0))
+    if _EARLIER.match(found[4]):
+        version = _before(version)
+    return version if version >= OLDEST else None
+
+
+def _before(version: Version) -> Version:
+    major, minor, patch = version
+    if patch:
+        return (major, minor, patch - 1)
+    return (major, minor - 1, 0) if minor else (major, 0, 0)
+
+
+def spelt(version: Version) -> str:
+    """Return the version as vLLM writes it."""
+    return ".".join(map(str, version))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +104,11 @@ class Settings:
     max_num_seqs: int | None = None
     max_model_len: int | None = None
     max_num_batched_tokens: int | None = None
+
+    def now(self, flag: Flag) -> float | None:
+        """Return what an option is set to."""
+        value: float | None = getattr(self, flag.removeprefix("--").replace("-", "_"))
+        return value
 
     @property
     def known(self) -> Version:

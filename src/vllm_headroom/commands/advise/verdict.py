@@ -8,26 +8,25 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice
-from vllm_headroom.commands.advise.flags import FIRST, Flag, spelt
 from vllm_headroom.commands.advise.missing import missing, notes
 from vllm_headroom.commands.advise.rules.blocks import kv_block_leak
-from vllm_headroom.commands.advise.rules.cache import kv_cache_blow_out, too_many_requests, too_small_a_cache
+from vllm_headroom.commands.advise.rules.cache import full_cache
 from vllm_headroom.commands.advise.rules.crash import crash
 from vllm_headroom.commands.advise.rules.host import host_memory_short
 from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
-from vllm_headroom.commands.advise.rules.leftovers import left_behind
 from vllm_headroom.commands.advise.rules.prefix import prefix_cache
 from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
-from vllm_headroom.commands.advise.rules.starting import does_not_start, start_up
-from vllm_headroom.commands.advise.rules.tenant import another_tenant
+from vllm_headroom.commands.advise.rules.starting import failing_starts
+from vllm_headroom.commands.advise.rules.tenant import another_tenant, left_behind
 from vllm_headroom.commands.advise.rules.waiting import too_few_requests
+from vllm_headroom.commands.advise.settings import FIRST, Flag, spelt
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.vocabulary import LeakState
 
 Rule = Callable[[Facts], Advice | None]
 
 LEAKS: Final[tuple[Rule, ...]] = (gpu_leak, host_leak)
-EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (left_behind, another_tenant, start_up, does_not_start, kv_block_leak)
+EVEN_WITH_A_LEAK: Final[tuple[Rule, ...]] = (left_behind, another_tenant, failing_starts, kv_block_leak)
 """What fits whether the engine leaks or not, but without a figure for an option: that would be the leak's."""
 
 WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
@@ -36,9 +35,7 @@ WITHOUT_A_LEAK: Final[tuple[Rule, ...]] = (
     configuration_overshoot,
     chronic,
     burst,
-    kv_cache_blow_out,
-    too_many_requests,
-    too_small_a_cache,
+    full_cache,
     too_few_requests,
     prefix_cache,
 )
@@ -64,7 +61,7 @@ class Answer:
 def judge(facts: Facts) -> Answer:
     """Ask every rule; nothing to change is said only where nothing that matters is unknown."""
     leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
-    growing = any(leak.leaked or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
+    growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
     found = _ask(LEAKS, facts)
     always = _ask(EVEN_WITH_A_LEAK, facts)
     found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)

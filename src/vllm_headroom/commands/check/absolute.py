@@ -21,28 +21,20 @@ NO_REPORT: Final = (
 
 def discrepancies(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
     """Yield the highest discrepancy of each GPU; nothing can be told where it was not said what to expect."""
-    for uuid, old in paired(record, before):
-        name = record.gpus[uuid].name
-        excess = record.excesses.highest.get(uuid)
-        past = None if before is None or old is None else before.excesses.highest.get(old)
-        missing = doubt(record, record.excesses.coverage.get(uuid), name) if record.excesses.expected else NO_REPORT
+    for gpu, past in paired(record, before):
+        value = None if gpu.excess is None else gpu.excess.ratio
+        missing = doubt(record, gpu.told, gpu.name) if record.expects else NO_REPORT
         yield Judgement(
             limit=DISCREPANCY,
-            of=name,
-            verdict=compared(None if excess is None else excess.ratio, most, missing),
+            of=gpu.name,
+            verdict=compared(value, most, missing),
             unit=Unit.RATIO,
-            value=None if excess is None else excess.ratio,
+            value=value,
             most=most,
-            baseline=None if past is None else past.ratio,
-            found=_percent(excess),
+            baseline=None if past is None or past.excess is None else past.excess.ratio,
             allowed=f"{100 * most:.3g}%",
-            before=None if past is None else _percent(past),
-            why=missing or _excess_words(excess),
+            why=missing or _excess_words(gpu.excess),
         )
-
-
-def _percent(excess: Excess | None) -> str:
-    return "unknown" if excess is None else f"{excess.ratio:+.2%}"
 
 
 def _excess_words(excess: Excess | None) -> str:
@@ -54,45 +46,38 @@ def _excess_words(excess: Excess | None) -> str:
 
 def costs(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
     """Yield what a running request costs on each GPU at the highest load with enough readings."""
-    for uuid, old in paired(record, before):
-        name = record.gpus[uuid].name
-        cost = record.gpus[uuid].costs.busiest
-        past = None if before is None or old is None else before.gpus[old].costs.busiest
-        missing = doubt(record, record.gpus[uuid].coverage, name)
+    for gpu, past in paired(record, before):
+        cost, old = gpu.costs.busiest, None if past is None else past.costs.busiest
+        missing = doubt(record, gpu.coverage, gpu.name)
         if cost is None and missing is None:
             missing = f"no load has {READINGS} readings, after {LEAST_REQUESTS:,.0f} requests: run each for longer"
         value = None if cost is None else cost.bytes_per_request
         comparable = None if too_little(record) else value  # full load was hardly reached
         yield Judgement(
             limit=COST,
-            of=name,
+            of=gpu.name,
             verdict=compared(comparable, most, missing),
             unit=Unit.BYTES,
             value=value,
             most=most,
-            baseline=None if past is None else past.bytes_per_request,
-            found="unknown" if cost is None else _cost(cost),
-            allowed=size(most),
-            before=None if past is None else _cost(past),
-            why=missing or _held(cost),
+            baseline=None if old is None else old.bytes_per_request,
+            found=_at_load(cost),
+            before=_at_load(old),
+            why=missing or ("" if cost is None else f"{size(cost.held_bytes)} held at this load"),
         )
 
 
-def _held(cost: Cost | None) -> str:
-    return "" if cost is None else f"{size(cost.held_bytes)} held at this load"
+def _at_load(cost: Cost | None) -> str | None:
+    return None if cost is None else f"{size(cost.bytes_per_request)} at {cost.running:.3g} running"
 
 
-def _cost(cost: Cost) -> str:
-    return f"{size(cost.bytes_per_request)} at {cost.running:.3g} running"
-
-
-def preemptions(record: Record, before: Record | None, most: float) -> Judgement:
-    """Return how often a request was preempted.
+def preemptions(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
+    """Yield how often a request was preempted.
 
     Of few requests it is exceeded only where it would be if all that are missing to enough had come without one.
     """
     missing = doubt(record, record.engine, "the engine")
-    value, past = per_thousand(record), None if before is None else per_thousand(before)
+    value = per_thousand(record)
     if value is None:
         verdict, why = Verdict.CANNOT_TELL, missing or "the engine does not say how often it preempted a request"
     else:
@@ -101,17 +86,13 @@ def preemptions(record: Record, before: Record | None, most: float) -> Judgement
         counted = f"{total:,.0f} in all, of {done:,.0f} requests"
         so_far = f"{missing}; above the limit so far, {counted}" if value > most else missing
         why = counted if missing is None or verdict is Verdict.NOT_GOOD else so_far or ""
-    return Judgement(
+    yield Judgement(
         limit=PREEMPTIONS,
-        of="",
         verdict=verdict,
         unit=Unit.COUNT,
         value=value,
         most=most,
-        baseline=past,
-        found="unknown" if value is None else f"{value:.3g}",
-        allowed=f"{most:.3g}",
-        before=None if past is None else f"{past:.3g}",
+        baseline=None if before is None else per_thousand(before),
         why=why,
     )
 
@@ -122,19 +103,15 @@ def per_thousand(record: Record) -> float | None:
     return None if preempted is None or not done else 1000 * preempted / done
 
 
-def restarts(record: Record, before: Record | None, most: int) -> Judgement:
-    """Return how often the engine began anew."""
+def restarts(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
+    """Yield how often the engine began anew."""
     missing = too_little(record) or unread(record, record.engine, "the engine")
-    return Judgement(
+    yield Judgement(
         limit=RESTARTS,
-        of="",
         verdict=compared(record.restarts, most, missing),
         unit=Unit.COUNT,
         value=float(record.restarts),
         most=most,
         baseline=None if before is None else float(before.restarts),
-        found=str(record.restarts),
-        allowed=str(most),
-        before=None if before is None else str(before.restarts),
         why=missing or "",
     )

@@ -1,4 +1,4 @@
-"""The command `check`."""
+"""The command `check`: its options, and what it does with them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,93 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.check.excess import Report
-from vllm_headroom.commands.check.judge import judge
+from vllm_headroom.commands.check.judge import JUDGES, judge
 from vllm_headroom.commands.check.judgement import Judgement, overall
-from vllm_headroom.commands.check.options import DESCRIPTION, EXAMPLES, Limits, limits_of, options
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.reports import broken, commands, report
 from vllm_headroom.commands.check.text import document, table
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.progress import reading
+from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
+from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.read import recorded
+
+DESCRIPTION: Final = """\
+The gate for CI: says whether an engine kept its limits while a trace of it was
+recorded, and beside it what an older version did. A limit is kept, exceeded, or
+cannot be judged on this trace; only when all are kept has it passed.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0 when every limit is kept, 1 when one is exceeded, and 2
+when one cannot be judged or the trace cannot be read.
+
+Example:
+  vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
+    --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
+"""
+
+NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
+NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
+TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
+SIZE: Final = size("1MiB")
+ONE_OUTPUT: Final = "--json and --format cannot both be given"
+ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
+
+
+def limits_of(given: Namespace) -> dict[str, float]:
+    """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
+    limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
+    problems = {
+        NO_LIMIT: limits.keys() == {"max_restarts"},
+        NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
+        TWICE_STDIN: given.trace == given.baseline == "-",
+        ONE_OUTPUT: given.json and given.format is not None,
+        ONE_REPORT: given.gpu_memory_utilization is not None and given.reported_bytes is not None,
+    }
+    if any(problems.values()):
+        raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
+    return limits
+
+
+def options(parser: Parser) -> None:
+    """Add the options to the parser."""
+    traces = parser.add_argument_group("traces")
+    traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
+    traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
+    _add_limits(parser)
+    _add_report(parser)
+    output = parser.add_argument_group("output").add_argument
+    output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
+    formats = choice(("text", "github"))
+    output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
+
+
+def _add_limits(parser: Parser) -> None:
+    add = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
+    add("--max-leak-per-thousand-requests", metavar="SIZE", type=SIZE, help="GPU memory, by the leak detector")
+    add("--max-host-leak-per-thousand-requests", metavar="SIZE", type=SIZE, help="host memory, in the same way")
+    add("--max-discrepancy", metavar="SHARE", type=SHARE, help="GPU memory held beyond what the engine was told to use")
+    add("--max-bytes-per-request", metavar="SIZE", type=SIZE, help="GPU memory over running requests, at full load")
+    count = Value(read=_count, accepts="a number, 0 or more")
+    add("--max-preemptions-per-thousand-requests", metavar="N", type=count, help="as vLLM counts them")
+    growth = "GPU and host memory at the same load, and as little KV cache less"
+    add("--max-growth-over-baseline", metavar="SHARE", type=SHARE, help=growth)
+    add("--max-restarts", metavar="N", type=whole(0), default=0, help="of the engine during the trace; 0 if not given")
+
+
+def _add_report(parser: Parser) -> None:
+    add = parser.add_argument_group("what the engine was told to use of each GPU, for --max-discrepancy").add_argument
+    add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
+    add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
+
+
+def _count(text: str) -> float:
+    count = float(text)
+    if not 0 <= count < float("inf"):
+        raise ValueError
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +111,7 @@ def _run(given: Namespace) -> Checked:
     limits = limits_of(given)
     try:
         traces = [
-            (name, _read(option, name, given, limits))
+            (name, _read(option, name, given))
             for option, name in (("--trace", given.trace), ("--baseline", given.baseline))
             if name is not None
         ]
@@ -47,10 +124,14 @@ def _run(given: Namespace) -> Checked:
     return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
-def _read(option: str, name: str, given: Namespace, limits: Limits) -> Record:
+def _read(option: str, name: str, given: Namespace) -> Record:
     """Return the trace that an option names; raises BadInput, which names the option."""
     expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
-    record = Record(expected, keeps_gpus=limits.leak_bytes is not None, keeps_host=limits.host_leak_bytes is not None)
+    record = Record(
+        expected,
+        keeps_gpus=given.max_leak_per_thousand_requests is not None,
+        keeps_host=given.max_host_leak_per_thousand_requests is not None,
+    )
     try:
         for snapshot in recorded(name, reading):
             record.step(snapshot)

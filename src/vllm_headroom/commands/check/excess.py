@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.check.series import Coverage
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.model import Failure, Snapshot
 
@@ -31,42 +30,27 @@ class Excess:
     seconds: float
 
 
-class Excesses:
-    """The highest discrepancy of each GPU, by UUID, and for how long there was one."""
+def excesses(snapshot: Snapshot, report: Report) -> Iterator[tuple[str, Excess]]:
+    """Yield the UUID of each GPU of which it is said what to use, and the discrepancy, by the daemon's derivation."""
+    found = discrepancy(_told(snapshot, report), configured_bytes=report.reported_bytes)
+    in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
+    for sample in found:
+        if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
+            n_bytes = in_bytes[sample.labels]
+            yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
 
-    def __init__(self, report: Report) -> None:
-        self.highest: dict[str, Excess] = {}
-        self.coverage: dict[str, Coverage] = {}
-        self._report = report
 
-    @property
-    def expected(self) -> bool:
-        """Whether anybody, the operator or the engine, says what the engine should use."""
-        return self._report != Report() or bool(self.highest)
-
-    def step(self, snapshot: Snapshot) -> None:
-        """Ask the daemon's own derivation, and keep the highest."""
-        for uuid, excess in self._of(snapshot):
-            self.coverage.setdefault(uuid, Coverage()).step(excess.seconds)
-            before = self.highest.get(uuid)
-            if before is None or excess.ratio > before.ratio:
-                self.highest[uuid] = excess
-
-    def _of(self, snapshot: Snapshot) -> Iterator[tuple[str, Excess]]:
-        found = discrepancy(self._told(snapshot), configured_bytes=self._report.reported_bytes)
-        in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
-        for sample in found:
-            if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
-                n_bytes = in_bytes[sample.labels]
-                yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
-
-    def _told(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
-        if self._report == Report() or isinstance(snapshot.engines, Failure):
-            return snapshot
-        ratio = self._report.utilization_ratio
-        engines = tuple(
-            replace(engine, gpu_memory_utilization_ratio=ratio, kv_cache_memory_bytes=None, memory_bytes=None)
-            for engine in snapshot.engines.engines
+def _told(snapshot: Snapshot, report: Report) -> Snapshot:
+    """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
+    if report == Report() or isinstance(snapshot.engines, Failure):
+        return snapshot
+    engines = tuple(
+        replace(
+            engine,
+            gpu_memory_utilization_ratio=report.utilization_ratio,
+            kv_cache_memory_bytes=None,
+            memory_bytes=None,
         )
-        return replace(snapshot, engines=replace(snapshot.engines, engines=engines))
+        for engine in snapshot.engines.engines
+    )
+    return replace(snapshot, engines=replace(snapshot.engines, engines=engines))

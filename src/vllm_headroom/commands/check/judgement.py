@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Final
 
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.units import size
 
 
 class Unit(StrEnum):
@@ -37,26 +38,51 @@ class Judgement:
     """One limit on one GPU, role or engine, which `of` names; it is empty where the limit is on all together.
 
     `value`, its bounds `most` and `least` and `baseline` are in `unit`, None where unknown or where there is none.
-    `found`, `allowed` and `before` are the same for people. `why` says what it was measured on, or what is missing.
+    `found`, `allowed` and `before` say value, bound and baseline to people where they are more than the figure in its
+    unit. `why` says what it was measured on, or what is missing.
     """
 
     limit: str
-    of: str
+    of: str = ""
     verdict: Verdict
     unit: Unit
-    value: float | None
-    most: float | None
+    value: float | None = None
+    most: float | None = None
     least: float | None = None
     baseline: float | None = None
-    found: str
-    allowed: str
+    found: str | None = None
+    allowed: str | None = None
     before: str | None = None
-    why: str
+    why: str = ""
 
     @property
     def name(self) -> str:
         """The limit and what it is on."""
         return f"{self.limit}, {self.of}" if self.of else self.limit
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """What was found, what is allowed, and what the baseline had; empty where there is none of the last two."""
+        return (
+            self.found or written(self.value, self.unit) or "unknown",
+            self.allowed or written(self.most, self.unit),
+            self.before or written(self.baseline, self.unit),
+        )
+
+
+def written(figure: float | None, unit: Unit) -> str:
+    """Return a figure for people; nothing where there is none."""
+    if figure is None:
+        return ""
+    match unit:
+        case Unit.BYTES:
+            return size(figure)
+        case Unit.RATIO:
+            return f"{figure:+.2%}"
+        case Unit.TOKENS:
+            return f"{figure:,.0f} tokens"
+        case Unit.COUNT:
+            return f"{figure:.3g}" if figure < 1000 else f"{figure:,.0f}"  # noqa: PLR2004 - from there on 1e+03
 
 
 def overall(judgements: Iterable[Judgement]) -> Verdict:

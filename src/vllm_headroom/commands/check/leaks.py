@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 from vllm_headroom.commands.check.doubts import doubt
-from vllm_headroom.commands.check.judgement import Judgement, Unit
-from vllm_headroom.commands.check.record import Record
+from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
+from vllm_headroom.commands.check.record import Record, paired
 from vllm_headroom.commands.check.sensitivity import faintest
 from vllm_headroom.commands.check.series import Series
 from vllm_headroom.commands.verdict import Verdict
@@ -21,44 +22,44 @@ NO_RATE: Final = "the detector's alarm: it grows while no requests finish"
 LONGER: Final = "record for longer, or send more requests"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    verdict: Verdict
-    value: float | None
-    found: str
-    why: str
+def gpu_leaks(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
+    """Yield the leak per thousand requests of each GPU; `most` is in bytes."""
+    for gpu, past in paired(record, before):
+        yield _leak(LEAK, record, gpu, past, most)
 
 
-def leak(limit: str, record: Record, series: Series, past: Series | None, most: float) -> Judgement:
-    """Return the judgement on one series' leak per thousand requests; `most` is in bytes."""
-    course, before = series.course, None if past is None else past.course
-    told = _alarm(course.last, most) if course.last else _quiet(course, record, series, most)
-    return Judgement(
+def host_leaks(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
+    """Yield the same of each role of the engine's processes."""
+    for role, series in sorted(record.host.items()):
+        yield _leak(HOST_LEAK, record, series, None if before is None else before.host.get(role), most)
+
+
+def _leak(limit: str, record: Record, series: Series, past: Series | None, most: float) -> Judgement:
+    told = Judgement(
         limit=limit,
         of=series.name,
-        verdict=told.verdict,
+        verdict=Verdict.CANNOT_TELL,
         unit=Unit.BYTES,
-        value=told.value,
         most=most,
-        baseline=None if before is None else _per_thousand(_newest(before)),
-        found=told.found,
-        allowed=size(most),
-        before=None if before is None else _words(before),
-        why=told.why,
+        baseline=None if past is None else _per_thousand(_newest(past.course)),
+        found=NONE_SEEN,
+        before=None if past is None else _words(past.course),
     )
+    found = series.course.last
+    return _quiet(told, record, series, most) if found is None else _alarm(told, found, most)
 
 
-def _alarm(found: Moment, most: float) -> _Told:
+def _alarm(told: Judgement, found: Moment, most: float) -> Judgement:
     """Judge an alarm: it fails at its best figure, and passes only when its whole interval is below the limit."""
     value, ends = _per_thousand(found), _interval(found)
     if value is None or ends is None or found.leaked_bytes is None:
-        return _Told(verdict=Verdict.NOT_GOOD, value=None, found="a leak", why=NO_RATE)
+        return replace(told, verdict=Verdict.NOT_GOOD, found="a leak", why=NO_RATE)
     low, high = ends
     why = f"the detector's alarm; 95 %: {size(low)} to {size(high)}, {size(found.leaked_bytes)} in all"
     verdict = Verdict.NOT_GOOD if value > most else Verdict.GOOD if high <= most else Verdict.CANNOT_TELL
     if verdict is Verdict.CANNOT_TELL:
         why += f"; {LONGER}"
-    return _Told(verdict=verdict, value=value, found=size(value), why=why)
+    return replace(told, verdict=verdict, value=value, found=None, why=why)
 
 
 def _interval(found: Moment) -> tuple[float, float] | None:
@@ -70,25 +71,24 @@ def _interval(found: Moment) -> tuple[float, float] | None:
     return value * low / rate, value * high / rate
 
 
-def _quiet(course: Course, record: Record, series: Series, most: float) -> _Told:
+def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judgement:
     """Judge a series without an alarm: it passes when a leak at the limit would not have gone unseen."""
-    if course.undecided:
+    if series.course.undecided:
         why = f"an early warning, and steady growth takes an hour or more to be called a leak: {LONGER}"
-        value = _per_thousand(_newest(course))
-        return _Told(verdict=Verdict.CANNOT_TELL, value=value, found=_words(course), why=why)
+        value = _per_thousand(_newest(series.course))
+        return replace(told, value=value, found=_words(series.course), why=why)
     missing = doubt(record, series.coverage, series.name)
     if missing is not None:
-        return _Told(verdict=Verdict.CANNOT_TELL, value=None, found=NONE_SEEN, why=missing)
+        return replace(told, why=missing)
     seen = faintest(series.readings, most / THOUSAND)
     least = inf if seen is None else THOUSAND * seen
     done = f"in {duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
     if least <= most:
-        why = f"one of {size(least)} or more would have been seen {done}"
-        return _Told(verdict=Verdict.GOOD, value=None, found=NONE_SEEN, why=why)
+        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(least)} or more would have been seen {done}")
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
         why += f", only one of {size(least)} or more: record about {least / most:.0f} times as many"
-    return _Told(verdict=Verdict.CANNOT_TELL, value=None, found=NONE_SEEN, why=why)
+    return replace(told, why=why)
 
 
 def _words(course: Course) -> str:

@@ -2,36 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.commands.check.doubts import doubt
-from vllm_headroom.commands.check.judgement import CAPACITY, GROWTH, HOST_GROWTH, Judgement, Unit, compared
+from vllm_headroom.commands.check.judgement import (
+    CAPACITY,
+    GROWTH,
+    HOST_GROWTH,
+    PART_GROWTH,
+    Judgement,
+    Unit,
+    compared,
+    written,
+)
 from vllm_headroom.commands.check.record import Record, paired
 from vllm_headroom.commands.check.series import Cost, Series
 from vllm_headroom.units import size
+from vllm_headroom.vocabulary import MemoryPart
 
 SAME_SIZE: Final = 0.01
 """Within this share two GPUs are of one size: drivers reserve a little more or less."""
 
+COMPARED: Final = (MemoryPart.WEIGHTS, MemoryPart.CUDA_GRAPHS, MemoryPart.OTHER_TENSORS, MemoryPart.OUTSIDE_TORCH)
+"""The KV cache takes what these leave, and has its own limit; what is cached or fragmented comes and goes with load."""
 
-def growths(record: Record, before: Record, ratio: float) -> Iterator[Judgement]:
-    """Yield the growth of each GPU's memory and each role's at the same load, and what each KV cache lost.
+
+def growths(record: Record, before: Record | None, ratio: float) -> Iterator[Judgement]:
+    """Yield the growth of each GPU's memory and each role's at the same load, what each KV cache lost, and the parts'.
 
     A role or an engine that only one of the traces has cannot be compared; there is nothing to say of one that neither
     has.
     """
+    if before is None:
+        return
     unlike = _unlike(record, before)
-    for uuid, old in paired(record, before):
-        series, past = record.gpus[uuid], None if old is None else before.gpus[old]
-        missing = unlike or _doubt(record, series, before, past)
-        yield _growth(GROWTH, series.name, series, past, ratio=ratio, missing=missing)
+    for gpu, past in paired(record, before):
+        missing = unlike or _doubt(record, gpu, before, past)
+        yield _growth(GROWTH, gpu.name, gpu, past, ratio=ratio, missing=missing)
     for role in sorted(record.host.keys() | before.host.keys()):
         here, there = record.host.get(role), before.host.get(role)
         missing = unlike or _doubt(record, here, before, there)
         yield _growth(HOST_GROWTH, role, here, there, ratio=ratio, missing=missing)
     for engine in sorted(record.capacity_tokens.keys() | before.capacity_tokens.keys()):
         yield _capacity(engine, record.capacity_tokens.get(engine), before.capacity_tokens.get(engine), ratio, unlike)
+    for gpu, past in paired(record, before):
+        yield from () if past is None else _parts(gpu, past, ratio)
 
 
 def _unlike(record: Record, before: Record) -> str | None:
@@ -78,8 +94,7 @@ def _growth(
         most=most,
         allowed=f"{100 * ratio:.3g}% more",
         baseline=then,
-        found=_change(now, then, size),
-        before=None if then is None else size(then),
+        found=_change(now, then, Unit.BYTES),
         why=missing or _at(pair),
     )
 
@@ -113,21 +128,35 @@ def _capacity(engine: str, now: float | None, then: float | None, ratio: float, 
         verdict=compared(None if now is None else -now, None if least is None else -least, missing),
         unit=Unit.TOKENS,
         value=now,
-        most=None,
         least=least,
         allowed=f"{100 * ratio:.3g}% less",
         baseline=then,
-        found=_change(now, then, _tokens),
-        before=None if then is None else _tokens(then),
+        found=_change(now, then, Unit.TOKENS),
         why=missing or "",
     )
 
 
-def _change(now: float | None, then: float | None, shown: Callable[[float], str]) -> str:
-    if now is None:
-        return "unknown"
-    return f"{shown(now)}, {now / then - 1:+.2%}" if then else shown(now)
+def _change(now: float | None, then: float | None, unit: Unit) -> str | None:
+    return f"{written(now, unit)}, {now / then - 1:+.2%}" if now is not None and then else None
 
 
-def _tokens(count: float) -> str:
-    return f"{count:,.0f} tokens"
+def _parts(gpu: Series, past: Series, ratio: float) -> Iterator[Judgement]:
+    """Yield the growth of each part that both traces know, by a share of what the parts of the baseline are together.
+
+    A part alone may be small: twice as much of little is nothing.
+    """
+    here, there = gpu.parts.means, past.parts.means
+    for part in (part for part in COMPARED if part in here and part in there):
+        now, then = here[part], there[part]
+        most = then + ratio * sum(there.values())
+        yield Judgement(
+            limit=PART_GROWTH,
+            of=f"{gpu.name}, {part}",
+            verdict=compared(now, most, None),
+            unit=Unit.BYTES,
+            value=now,
+            most=most,
+            baseline=then,
+            found=f"{size(now)}, {now - then:+,.0f} bytes",
+            why="by the probe inside the engine, the mean while it served",
+        )

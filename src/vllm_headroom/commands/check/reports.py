@@ -30,9 +30,10 @@ def broken(why: str) -> bytes:
 
 def message(judgement: Judgement) -> str:
     """Return what was found and what is allowed, in a line."""
-    allowed = f", at most {judgement.allowed}" if judgement.allowed else ""
-    before = f", baseline {judgement.before}" if judgement.before is not None else ""
-    return f"{judgement.name}: {judgement.found}{allowed}{before}"
+    found, allowed, before = judgement.words
+    at_most = f", at most {allowed}" if allowed else ""
+    baseline = f", baseline {before}" if before else ""
+    return f"{judgement.name}: {found}{at_most}{baseline}"
 
 
 def _suite(cases: Sequence[ET.Element]) -> bytes:

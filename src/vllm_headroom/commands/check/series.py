@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from vllm_headroom.commands.check.excess import Excess
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
+from vllm_headroom.model import Inside
 from vllm_headroom.trace.course import Course
+from vllm_headroom.vocabulary import MemoryPart
 
 LONGEST_STEP_SECONDS: Final = 300.0
 """The longest sampling interval that can be set: what lies further apart was not watched in between."""
@@ -85,20 +89,40 @@ class Costs:
         return next(reversed(self.at_load.values()), None)
 
 
+class Parts:
+    """The mean of each part of one GPU over a trace, while the engine served."""
+
+    def __init__(self) -> None:
+        self._sums: Counter[MemoryPart] = Counter()
+        self._counts: Counter[MemoryPart] = Counter()
+
+    def step(self, inside: Inside) -> None:
+        """Add one sample."""
+        for part, part_bytes in inside.parts:
+            self._sums[part] += part_bytes
+            self._counts[part] += 1
+
+    @property
+    def means(self) -> dict[MemoryPart, float]:
+        """The parts that were known at all."""
+        return {part: total / self._counts[part] for part, total in self._sums.items()}
+
+
 class Series:
-    """What was read of the memory of one GPU or one role.
+    """What was read of the memory of one GPU or one role, which `key` names in the trace.
 
     `course` is what the detector says of it. `readings` are what the detector is fed, and only kept if `keeps` says so.
-    `total_bytes` is the GPU's size.
+    Of a GPU alone, `total_bytes` is its size, `excess` its highest discrepancy, known for so long as `told` says.
     """
 
-    def __init__(self, name: str, course: Course, *, keeps: bool) -> None:
-        self.name = name
+    def __init__(self, key: str, name: str, course: Course, *, keeps: bool) -> None:
+        self.key, self.name = key, name
         self.course = course
-        self.coverage = Coverage()
-        self.costs = Costs()
+        self.coverage, self.told = Coverage(), Coverage()
+        self.costs, self.parts = Costs(), Parts()
         self.readings: list[Observation] = []
         self.total_bytes: int | None = None
+        self.excess: Excess | None = None
         self._keeps = keeps
 
     def step(self, seen: Observation, running: float | None) -> None:
@@ -110,3 +134,9 @@ class Series:
         self.coverage.step(seen.seconds)
         if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
             self.costs.step(seen.held_bytes, running)
+
+    def exceeds(self, excess: Excess) -> None:
+        """Add a discrepancy."""
+        self.told.step(excess.seconds)
+        if self.excess is None or excess.ratio > self.excess.ratio:
+            self.excess = excess

@@ -36,7 +36,7 @@ def told(judgements: Sequence[Judgement]) -> str:
 def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> list[str]:
     """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
     rows = [HEADS, *map(_row, judgements)]
-    rows = [row[:-1] for row in rows] if all(judgement.before is None for judgement in judgements) else rows
+    rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
     shown = [lines[0]]
@@ -47,8 +47,7 @@ def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement])
 
 
 def _row(judgement: Judgement) -> tuple[str, ...]:
-    mark = MARKS[judgement.verdict]
-    return mark, judgement.limit, judgement.of, judgement.found, judgement.allowed, judgement.before or ""
+    return MARKS[judgement.verdict], judgement.limit, judgement.of, *judgement.words
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from math import exp
 from typing import Final
@@ -10,9 +9,9 @@ from typing import Final
 from vllm_headroom.commands.demo.memory import MIB
 from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
 from vllm_headroom.model import EngineProcess, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
+from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Role
 
-PEAK_SECONDS: Final = 60.0
 UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 NEIGHBOUR_PID: Final = 90_000
 PAGE_BYTES: Final = 4_096
@@ -33,7 +32,7 @@ class SimulatedGpus:
 
     def __init__(self, now: Callable[[], World]) -> None:
         self._now = now
-        self._seen: deque[tuple[float, int]] = deque()
+        self._peak = Peak()
 
     async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
         """Return one reading of the device."""
@@ -43,7 +42,7 @@ class SimulatedGpus:
             uuid=UUID,
             name="Simulated H100 80GB",
             memory=_memory(world),
-            used_peak_bytes=max(used_bytes for _, used_bytes in self._seen),
+            used_peak_bytes=self._peak.highest_bytes(world.seconds),
             utilization_ratio=world.board.utilization_ratio,
             temperature_celsius=float(round(world.board.temperature_celsius)),
             power_watts=round(world.board.power_watts, 1),
@@ -60,9 +59,7 @@ class SimulatedGpus:
 
     def _look(self) -> World:
         world = self._now()
-        self._seen.append((world.seconds, world.used_bytes))
-        while self._seen[0][0] < world.seconds - PEAK_SECONDS:
-            self._seen.popleft()
+        self._peak.add(world.seconds, world.used_bytes)
         return world
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.commands.demo.clock import ScaledClock
+from vllm_headroom.commands.demo.page import SimulatedEngine
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import Scenario
-from vllm_headroom.commands.demo.server import engine_application, serving
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
-from vllm_headroom.scrape.http.reader import PageReader
+
+log = structlog.get_logger()
 
 
 def present(world: World, clock: Clock) -> Callable[[], World]:
@@ -30,24 +30,17 @@ def present(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-log = structlog.get_logger()
-
-TIMEOUT_SECONDS: Final = 10.0
-"""Generous: the simulated engine answers in milliseconds, on the loop that asks."""
-
-
 async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)
     epoch_seconds = clock.time()
     now = present(World(scenario), clock)
-    async with serving(engine_application(now, epoch_seconds)) as url:
-        parts = Parts(
-            engine=PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS),
-            gpus=SimulatedGpus(now),
-            processes=SimulatedProcesses(now, epoch_seconds),
-            clock=clock,
-            notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
-        )
-        return await app.run(parts, settings)
+    parts = Parts(
+        engine=SimulatedEngine(now, epoch_seconds),
+        gpus=SimulatedGpus(now),
+        processes=SimulatedProcesses(now, epoch_seconds),
+        clock=clock,
+        notice=f"simulated: scenario {scenario.name} at {speed:g}\N{MULTIPLICATION SIGN}",
+    )
+    return await app.run(parts, settings)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.finding import Finding, all_available
+from vllm_headroom.commands.doctor.finding import Finding
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -42,13 +42,13 @@ def _options(parser: Parser) -> None:
     parser.add_settings(Settings)
 
 
-async def _run(given: Namespace) -> tuple[Finding, ...]:
+async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
-    return await examine(given.settings)
+    return document(await examine(given.settings), version())
 
 
-async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> tuple[Finding, ...]:
-    """Look at everything at the same time, and return one finding for each name."""
+async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
+    """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),
         listen_port(settings.listen_host, settings.listen_port, settings.web_config_file),
@@ -56,30 +56,30 @@ async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> tup
         trace_file(settings.trace_file),
         probe_files(settings.probe_dir),
     )
-    return (
-        engine(sight),
-        engine_inputs(sight),
-        reported_memory(sight, settings.reported_bytes),
-        kv_bytes(sight, settings.kv_bytes_per_token, settings.model_shape),
-        nvml(sight),
-        gpus(sight),
-        gpu_attribution(sight, settings.selection),
-        processes(sight),
-        process_memory(sight),
-        probe(files, sight),
-        port,
-        state,
-        trace,
-    )
+    return {
+        "engine": engine(sight),
+        "engine_inputs": engine_inputs(sight),
+        "reported_memory": reported_memory(sight, settings.reported_bytes),
+        "kv_bytes": kv_bytes(sight, settings.kv_bytes_per_token, settings.model_shape),
+        "nvml": nvml(sight),
+        "gpus": gpus(sight),
+        "gpu_attribution": gpu_attribution(sight, settings.selection),
+        "processes": processes(sight),
+        "process_memory": process_memory(sight),
+        "probe": probe(files, sight),
+        "listen_port": port,
+        "state_dir": state,
+        "trace_file": trace,
+    }
 
 
-COMMAND: Final[Command[tuple[Finding, ...]]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=_options,
     run=_run,
     text=text,
-    document=lambda findings: document(findings, version()),
-    status=lambda findings: 0 if all_available(findings) else 1,
+    document=lambda found: found,
+    status=lambda found: 0 if found["ok"] else 1,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import VLLM, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.look import PATIENCE_SECONDS
@@ -51,14 +51,13 @@ def engine(sight: Sight) -> Finding:
     if isinstance(sight.page, Failure):
         return _unreadable(sight, sight.page)
     if sight.page.engines:
-        return Finding(name=Name.ENGINE, state=State.OK, text=_answering(sight, sight.page))
+        return Finding(State.OK, _answering(sight, sight.page))
     fixes = [_elsewhere(sight)]
     if sight.version is not None:
         fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
     return Finding(
-        name=Name.ENGINE,
-        state=State.MISSING,
-        text=f"{sight.url} answers, but {nothing_found(sight.page)}",
+        State.MISSING,
+        f"{sight.url} answers, but {nothing_found(sight.page)}",
         details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
         absent=WITHOUT_THE_PAGE,
         fixes=tuple(fixes),
@@ -76,9 +75,8 @@ def _answering(sight: Sight, page: EnginePage) -> str:
 def _unreadable(sight: Sight, failure: Failure) -> Finding:
     gave_up = failure.reason is Reason.TIMEOUT and sight.daemon_waits_seconds > PATIENCE_SECONDS
     return Finding(
-        name=Name.ENGINE,
-        state=State.UNKNOWN if gave_up else State.MISSING,
-        text=failure.message,
+        State.UNKNOWN if gave_up else State.MISSING,
+        failure.message,
         details=tuple(_hints(sight, gave_up=gave_up)),
         absent=WITHOUT_AN_ANSWER,
         fixes=(*((WAIT,) if _is_loading(sight) else ()), *engine_fixes(failure.reason, _elsewhere(sight))),

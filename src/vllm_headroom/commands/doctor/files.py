@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import POD, setting
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line
-from vllm_headroom.trace.writing import HANGS
+from vllm_headroom.trace.writing import attempted
 
 FILE_SECONDS: Final = 2.0
 """As the daemon waits for its state: beyond this the volume counts as hung."""
@@ -30,28 +30,27 @@ async def state_dir(folder: Path | None) -> Finding:
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
             " is kept for vllm-headroom postmortem"
         )
-        return Finding(name=Name.STATE_DIR, state=State.NOT_APPLICABLE, text=text)
+        return Finding(State.NOT_APPLICABLE, text)
     problem = await _problem(partial(_write_into, folder))
-    return _judged(Name.STATE_DIR, folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))
+    return _judged(folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))
 
 
 async def trace_file(file: Path | None) -> Finding:
     """Tell whether samples can be recorded."""
-    name = Name.TRACE_FILE
     if file is None:
         text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
-        return Finding(name=name, state=State.NOT_APPLICABLE, text=text)
+        return Finding(State.NOT_APPLICABLE, text)
     problem = await _problem(partial(_record_in, file))
     if problem == FOREIGN:
-        return _judged(name, file, problem, (setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
-    return _judged(name, file, problem, _volume("HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"))
+        return _judged(file, problem, (setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
+    return _judged(file, problem, _volume("HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"))
 
 
-def _judged(name: Name, path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Finding:
+def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Finding:
     user = f"user {os.getuid()}"
     if problem is None:
-        return Finding(name=name, state=State.OK, text=f"{path} can be written by {user}")
-    return Finding(name=name, state=State.MISSING, text=f"{path} cannot be written by {user}: {problem}", fixes=fixes)
+        return Finding(State.OK, f"{path} can be written by {user}")
+    return Finding(State.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
 
 
 def _volume(variable: str, value: str) -> tuple[Fix, ...]:
@@ -71,15 +70,7 @@ def _volume(variable: str, value: str) -> tuple[Fix, ...]:
 
 async def _problem(attempt: Callable[[], None]) -> str | None:
     """Return what went wrong; on a thread of its own, since a volume can hang."""
-    try:
-        await Worker[None]("files").call(attempt, FILE_SECONDS)
-    except TimeoutError:
-        return HANGS
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
-    return None
+    return await attempted(Worker[None]("files").call, attempt, FILE_SECONDS)
 
 
 def _write_into(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import ASK_KFD, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
@@ -22,24 +22,23 @@ def nvml(sight: Sight) -> Finding:
     """Tell whether NVML answers, and of which driver it is."""
     if isinstance(sight.readings, Failure):
         return Finding(
-            name=Name.NVML,
-            state=State.MISSING,
-            text=sight.readings.message,
+            State.MISSING,
+            sight.readings.message,
             absent=WITHOUT_NVML,
             fixes=nvml_fixes(sight.readings.reason),
         )
     if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
-        return Finding(name=Name.NVML, state=State.NOT_APPLICABLE, text=text)
+        return Finding(State.NOT_APPLICABLE, text)
     version = sight.readings.driver_version
     text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
-    return Finding(name=Name.NVML, state=State.OK, text=text)
+    return Finding(State.OK, text)
 
 
 def gpus(sight: Sight) -> Finding:
     """Tell which GPUs are visible, and whether each can be read."""
     if isinstance(sight.readings, Failure):
-        return Finding(name=Name.GPUS, state=State.UNKNOWN, text=NO_NVML)
+        return Finding(State.UNKNOWN, NO_NVML)
     devices = sight.readings.devices
     details = tuple(
         f"{called(device)} {device.name}".rstrip() + _unified(device) + _trouble(device) for device in devices
@@ -49,12 +48,11 @@ def gpus(sight: Sight) -> Finding:
     )
     unread = [device for device in devices if _trouble(device)]
     if not unread:
-        return Finding(name=Name.GPUS, state=State.OK, text=f"{len(devices)} visible", details=details)
+        return Finding(State.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
     return Finding(
-        name=Name.GPUS,
-        state=State.MISSING,
-        text=f"{len(devices)} visible, of which {len(unread)} cannot be read",
+        State.MISSING,
+        f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),
         fixes=gpu_fixes(failures[0]) if failures else _untold_fixes(unread),

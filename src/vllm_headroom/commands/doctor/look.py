@@ -13,8 +13,8 @@ from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine
 from vllm_headroom.daemon.parts import page_reader
 from vllm_headroom.model import EnginePage, Failure, ProcessReadings
+from vllm_headroom.parse.openai import server_version
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.parse.version import server_version
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.proc.files import command
 from vllm_headroom.scrape.proc.servers import served_port

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import VLLM, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
@@ -62,7 +62,7 @@ def engine_inputs(sight: Sight) -> Finding:
     """Tell which inputs the page does not offer, and which series are absent for it."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
-        return Finding(name=Name.ENGINE_INPUTS, state=State.UNKNOWN, text=NO_PAGE)
+        return Finding(State.UNKNOWN, NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
     wanted = needed(page)
     profile = profile_of(page.profile)
@@ -72,13 +72,12 @@ def engine_inputs(sight: Sight) -> Finding:
         *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
     )
     if not wanted:
-        return Finding(name=Name.ENGINE_INPUTS, state=State.OK, text=offered, details=details)
+        return Finding(State.OK, offered, details=details)
     has_served = any(engine.prompt_tokens_total for engine in page.engines)
     later = "" if has_served else "; no request has been served yet, and some come with the first"
     return Finding(
-        name=Name.ENGINE_INPUTS,
-        state=State.MISSING if has_served else State.UNKNOWN,
-        text=f"{offered}, not {', '.join(wanted)}{later}",
+        State.MISSING if has_served else State.UNKNOWN,
+        f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
         absent=lost(wanted, page),
         fixes=(_newer(profile) if has_served else _first_request(sight, page),),
@@ -93,20 +92,19 @@ def _newer(profile: Profile) -> Fix:
 
 def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
     """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
-    name, page = Name.REPORTED_MEMORY, sight.page
+    page = sight.page
     if isinstance(page, Failure) or not page.engines:
-        return Finding(name=name, state=State.UNKNOWN, text=NO_PAGE)
+        return Finding(State.UNKNOWN, NO_PAGE)
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
     for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
-        return Finding(name=name, state=State.OK, text=_report(sample.labels[-1], sample.value))
+        return Finding(State.OK, _report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = profile_of(page.profile).product
     given = f"{product} was given --kv-cache-memory-bytes"
     untold = f"{product} does not tell one gpu_memory_utilization"
     return Finding(
-        name=name,
-        state=State.MISSING,
-        text=f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
+        State.MISSING,
+        f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
         absent=WITHOUT_A_REPORT,
         fixes=(
             setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
@@ -150,16 +148,16 @@ def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
 def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Finding:
     """Tell whether the KV cache can be known in bytes: with a model, ask the derivation."""
     if bytes_per_token is not None:
-        return Finding(name=Name.KV_BYTES, state=State.OK, text=f"{bytes_per_token:g} bytes per token are set")
+        return Finding(State.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
         return _unknown_bytes("vLLM tells its KV cache in tokens, and how many bytes a token takes is not set")
     if isinstance(sight.page, Failure) or not sight.page.engines:
-        return Finding(name=Name.KV_BYTES, state=State.UNKNOWN, text=NO_PAGE)
+        return Finding(State.UNKNOWN, NO_PAGE)
     gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
     told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
     if catalog.ENGINE_KV_CAPACITY_BYTES in told:
-        return Finding(name=Name.KV_BYTES, state=State.OK, text="HEADROOM_MODEL_CONFIG tells the bytes per token")
+        return Finding(State.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
     return _unknown_bytes(
         "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
@@ -167,4 +165,4 @@ def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | No
 
 
 def _unknown_bytes(text: str) -> Finding:
-    return Finding(name=Name.KV_BYTES, state=State.MISSING, text=text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+    return Finding(State.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)

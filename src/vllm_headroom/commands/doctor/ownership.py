@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,
     SAY_WHICH_PORT,
@@ -42,37 +43,31 @@ NOT_TRACED: Final = (
     "the engine's processes are seen, but not what they have open, which alone tells a container who is on AMD's cards"
 )
 DOWN: Final = "needs the engine to run, see engine"
-Why = tuple[State, str, tuple[Fix, ...]]
 
 
 def gpu_attribution(sight: Sight, selection: Selection) -> Finding:
     """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
     if isinstance(sight.readings, Failure):
-        return Finding(name=Name.GPU_ATTRIBUTION, state=State.UNKNOWN, text=NO_NVML)
-    state, text, fixes = _judged(sight, selection)
-    owned = any(gpu.attribution for gpu in sight.gpus)
-    return Finding(
-        name=Name.GPU_ATTRIBUTION,
-        state=state,
-        text=text,
+        return Finding(State.UNKNOWN, NO_NVML)
+    return replace(
+        _judged(sight, selection),
         details=tuple(f"{called(gpu.reading)} {HOW[gpu.attribution]}" for gpu in sight.gpus),
-        absent=() if owned else OF_OWNED_GPUS,
-        fixes=fixes,
+        absent=() if any(gpu.attribution for gpu in sight.gpus) else OF_OWNED_GPUS,
     )
 
 
-def _judged(sight: Sight, selection: Selection) -> Why:
+def _judged(sight: Sight, selection: Selection) -> Finding:
     owned = [gpu for gpu in sight.gpus if gpu.attribution]
     names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return State.MISSING, text, (_named(sight), *SEE_THE_GPUS)
+        return Finding(State.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
     if not owned:
         return _none(sight)
     if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
-        return State.UNKNOWN, ALONE, (_named(sight), *SEE_THE_GPUS)
-    return State.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's", ()
+        return Finding(State.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
+    return Finding(State.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
 
 
 def _is_elsewhere(sight: Sight) -> bool:
@@ -88,28 +83,29 @@ def _could_be_told(sight: Sight) -> bool:
     return listed and pids_are_true(sight.readings, sight.processes)
 
 
-def _none(sight: Sight) -> Why:
+def _none(sight: Sight) -> Finding:
     """Return why automatic attribution took none of several GPUs."""
     processes, name_them = sight.processes, _named(sight)
     if isinstance(processes, Failure):
-        return State.MISSING, NOT_ATTRIBUTED, (*(SEE_THE_PROCESSES if processes == HIDDEN else ()), name_them)
+        share = SEE_THE_PROCESSES if processes == HIDDEN else ()
+        return Finding(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
-        return State.MISSING, AMBIGUOUS, (*SAY_WHICH_PORT, name_them)
+        return Finding(State.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
     if isinstance(sight.page, Failure):
-        return State.UNKNOWN, DOWN, (name_them,)
+        return Finding(State.UNKNOWN, DOWN, fixes=(name_them,))
     if not processes.engine:
         share = () if processes.sees_host_pids else SEE_THE_PROCESSES
-        return State.MISSING, NOT_ATTRIBUTED, (*share, name_them)
+        return Finding(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if _could_be_told(sight):
-        return State.MISSING, NOT_ON_ANY, (*SEE_THE_GPUS, name_them)
+        return Finding(State.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
     return _unmatched(sight, name_them)
 
 
-def _unmatched(sight: Sight, name_them: Fix) -> Why:
+def _unmatched(sight: Sight, name_them: Fix) -> Finding:
     """Return why the engine's processes are not found on GPUs though they are seen."""
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
-        return State.MISSING, NOT_TRACED, (*TRACE_THEM, SEE_HOST_PIDS, name_them)
-    return State.MISSING, NOT_LISTED, (NEWER_DRIVER, SEE_HOST_PIDS, name_them)
+        return Finding(State.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
+    return Finding(State.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
 
 
 def _named(sight: Sight) -> Fix:

@@ -11,7 +11,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
@@ -39,7 +39,7 @@ async def listen_port(host: str, port: int, web_config: Path | None = None) -> F
     """
     if port == 0:
         text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
-        return Finding(name=Name.LISTEN_PORT, state=State.NOT_APPLICABLE, text=text)
+        return Finding(State.NOT_APPLICABLE, text)
     serving = await _serving("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
@@ -56,11 +56,11 @@ async def listen_port(host: str, port: int, web_config: Path | None = None) -> F
         fix = _another_port(port) if error.errno == errno.EACCES else ANOTHER_HOST
         return _refused(f"no daemon can listen on {where}: {problem}", fix)
     text = f"port {port} is free: no daemon is running here"
-    return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+    return Finding(State.OK, text)
 
 
 def _refused(text: str, fix: Fix) -> Finding:
-    return Finding(name=Name.LISTEN_PORT, state=State.MISSING, text=text, absent=("headroom_*",), fixes=(fix,))
+    return Finding(State.MISSING, text, absent=("headroom_*",), fixes=(fix,))
 
 
 def _another_port(port: int) -> Fix:
@@ -78,7 +78,7 @@ async def _serving(host: str, port: int, web_config: Path | None) -> Finding | N
         return None
     version = samples[0].labels.get("version", "")
     text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
-    return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+    return Finding(State.OK, text)
 
 
 async def _locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Finding | None:
@@ -93,13 +93,13 @@ async def _locked(failure: Failure, host: str, port: int, web_config: Path | Non
         return None
     if web_config is not None and shown == _own_certificate(web_config):
         text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-        return Finding(name=Name.LISTEN_PORT, state=State.OK, text=text)
+        return Finding(State.OK, text)
     return _untold(f"port {port} speaks TLS")
 
 
 def _untold(found: str) -> Finding:
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one cannot be told from here"
-    return Finding(name=Name.LISTEN_PORT, state=State.UNKNOWN, text=text)
+    return Finding(State.UNKNOWN, text)
 
 
 def _certificate(host: str, port: int) -> bytes | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import COMPOSE, POD
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.inside.present import told
@@ -53,7 +53,7 @@ def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Fi
     processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
     found = told(files, processes, time.time())
     if found is None:
-        return Finding(name=Name.PROBE, state=State.NOT_APPLICABLE, text=OFF)
+        return Finding(State.NOT_APPLICABLE, OFF)
     if isinstance(found, Failure):
         return _missing(found.message, (), *FIXES)
     stopped = tuple(f"{_called(each)} has stopped: {each.stopped}" for each in _of_now(found) if each.stopped)
@@ -63,13 +63,11 @@ def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Fi
     if details:
         return _missing(f"{_counted(found.present)}, but not all", details, *RESTART)
     telling = any(process.devices for process in found.present)
-    return Finding(name=Name.PROBE, state=State.OK, text=_counted(found.present), details=() if telling else (NO_GPU,))
+    return Finding(State.OK, _counted(found.present), details=() if telling else (NO_GPU,))
 
 
 def _missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Finding:
-    return Finding(
-        name=Name.PROBE, state=State.MISSING, text=text, details=details, absent=FROM_PROBE, fixes=tuple(fixes)
-    )
+    return Finding(State.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
 
 
 def _of_now(found: ProbeReadings) -> tuple[ProbedProcess, ...]:

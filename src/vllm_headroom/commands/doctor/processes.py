@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,
     NODE,
@@ -51,7 +51,7 @@ def processes(sight: Sight) -> Finding:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
         text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
-        return Finding(name=Name.PROCESSES, state=State.OK, text=text, details=tuple(_host(sight, found)))
+        return Finding(State.OK, text, details=tuple(_host(sight, found)))
     if found.ambiguous_roots:
         return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
@@ -79,22 +79,21 @@ def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
 
 def process_memory(sight: Sight) -> Finding:
     """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
-    name, readings, found = Name.PROCESS_MEMORY, sight.readings, sight.processes
+    readings, found = sight.readings, sight.processes
     if isinstance(readings, Failure):
-        return Finding(name=name, state=State.UNKNOWN, text=NO_NVML)
+        return Finding(State.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
-        return Finding(name=name, state=State.UNKNOWN, text=NO_PROC)
+        return Finding(State.UNKNOWN, NO_PROC)
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
-        return Finding(name=name, state=State.UNKNOWN, text="the driver does not tell its version")
+        return Finding(State.UNKNOWN, "the driver does not tell its version")
     if not process_memory_is_true(readings, found):
         is_its_pid = pids_are_true(readings, found)
         what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
         return Finding(
-            name=name,
-            state=State.MISSING,
-            text=f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
+            State.MISSING,
+            f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
             " and takes all that is in use on the engine's GPUs for the engine's",
             absent=WITHOUT_HOLDERS,
             fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
@@ -103,14 +102,14 @@ def process_memory(sight: Sight) -> Finding:
     if untold:
         text = f"the memory of each process is not told on {', '.join(untold)}"
         fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Finding(name=name, state=State.MISSING, text=text, absent=WITHOUT_HOLDERS, fixes=fixes)
+        return Finding(State.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
     told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
     text = f"{told} tells each process's own memory, seen from {_namespace(found)}"
-    return Finding(name=name, state=State.OK, text=text)
+    return Finding(State.OK, text)
 
 
 def _without(state: State, text: str, *fixes: Fix) -> Finding:
-    return Finding(name=Name.PROCESSES, state=state, text=text, absent=WITHOUT_PROCESSES, fixes=fixes)
+    return Finding(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
 
 
 def _fixes(failure: Failure) -> tuple[Fix, ...]:

@@ -1,33 +1,32 @@
-"""Findings as text for people, and as JSON."""
+"""What --json prints of the findings, and the same as text for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State, all_available
+from vllm_headroom.commands.doctor.finding import Finding, State
 from vllm_headroom.commands.text import wrapped
+
+Found = Mapping[str, Any]
+"""A part of what --json prints."""
 
 MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
 
-def text(findings: tuple[Finding, ...]) -> list[str]:
-    """Return a line for each finding with its mark, what else there is to say below it, and the sum."""
-    lines = [line for finding in findings for line in _lines(finding)]
-    return [*lines, *(("",) if lines[-1] else ()), _sum(findings)]
+def document(findings: Mapping[str, Finding], version: str) -> dict[str, Any]:
+    """Return what --json prints of the findings by name; `ok` is null where it is not known or does not apply."""
+    checks = [_check(name, finding) for name, finding in findings.items()]
+    is_all = all(check["state"] in {State.OK, State.NOT_APPLICABLE} for check in checks)
+    return {"ok": is_all, "version": version, "checks": checks}
 
 
-def document(findings: tuple[Finding, ...], version: str) -> dict[str, Any]:
-    """Return what --json prints; `ok` is null where it is not known or does not apply."""
-    return {"ok": all_available(findings), "version": version, "checks": [_check(finding) for finding in findings]}
-
-
-def _check(finding: Finding) -> dict[str, Any]:
+def _check(name: str, finding: Finding) -> dict[str, Any]:
     state = finding.state
     return {
-        "name": finding.name,
+        "name": name,
         "state": state,
         "ok": {State.OK: True, State.MISSING: False}.get(state),
         "found": finding.text if state is State.OK else None,
@@ -39,26 +38,28 @@ def _check(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _lines(finding: Finding) -> Iterator[str]:
-    yield from wrapped(f"{MARKS[finding.state]:<8} {finding.name:<16} ", finding.text)
-    for detail in finding.details:
+def text(found: Found) -> list[str]:
+    """Return a line for each check with its mark, what else there is to say below it, and the sum."""
+    lines = [line for check in found["checks"] for line in _lines(check)]
+    return [*lines, *(("",) if lines[-1] else ()), _sum(found)]
+
+
+def _lines(check: Found) -> Iterator[str]:
+    told = check["found"] or check["missing"] or check["reason"]
+    yield from wrapped(f"{MARKS[check['state']]:<8} {check['name']:<16} ", told)
+    for detail in check["details"]:
         yield from wrapped(f"{INDENT}  ", detail)
-    if finding.absent:
-        yield from wrapped(f"{INDENT}absent   ", ", ".join(finding.absent))
-    for index, fix in enumerate(finding.fixes):
-        yield from _fix(fix, "or" if index else "fix")
-    if finding.absent or finding.fixes:
+    if check["absent"]:
+        yield from wrapped(f"{INDENT}absent   ", ", ".join(check["absent"]))
+    for index, fix in enumerate(check["fix"]):
+        yield from wrapped(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix['where']}:")
+        yield from (f"{INDENT}{'':<8}   {line}" for line in fix["lines"])
+    if check["absent"] or check["fix"]:
         yield ""
 
 
-def _fix(fix: Fix, word: str) -> Iterator[str]:
-    yield from wrapped(f"{INDENT}{word:<8} ", f"{fix.where}:")
-    yield from (f"{INDENT}{'':<8}   {line}" for line in fix.lines)
-
-
-def _sum(findings: tuple[Finding, ...]) -> str:
-    missing = sum(finding.state is State.MISSING for finding in findings)
-    unknown = sum(finding.state is State.UNKNOWN for finding in findings)
-    if all_available(findings):
+def _sum(found: Found) -> str:
+    if found["ok"]:
         return "Everything is available."
-    return f"{missing} missing and {unknown} unknown, of {len(findings)}."
+    states = [check["state"] for check in found["checks"]]
+    return f"{states.count(State.MISSING)} missing and {states.count(State.UNKNOWN)} unknown, of {len(states)}."

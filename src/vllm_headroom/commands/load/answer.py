@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final
 
+from vllm_headroom.parse.openai import error_of, json_object
 from vllm_headroom.vocabulary import CONTROLS
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
@@ -52,7 +52,8 @@ class Answer:
 
 def refusal(status: int, body: bytes) -> Answer:
     """Return what a status other than 200 means."""
-    said = _error_text(body)
+    text = body.decode(errors="replace")
+    said = error_of(json_object(text)) or text
     otherwise = Outcome.REJECTED if status in BUSY else Outcome.FAILED
     return _failed(said, f"{status}: {said}" if said else str(status), otherwise)
 
@@ -60,18 +61,6 @@ def refusal(status: int, body: bytes) -> Answer:
 def broken(said: str) -> Answer:
     """Return what an error within a stream means."""
     return _failed(said, said, Outcome.FAILED)
-
-
-def error_of(said: dict[str, Any]) -> str | None:
-    """Return the error that an object of the server's tells of, whole; None where it tells of none."""
-    error = said.get("error")
-    if isinstance(error, dict):
-        return str(error.get("message", error))
-    if error is not None:
-        return str(error)
-    if said.get("object") == "error":
-        return str(said.get("message"))
-    return None
 
 
 def shown(text: str) -> str:
@@ -83,13 +72,3 @@ def shown(text: str) -> str:
 def _failed(said: str, text: str, otherwise: Outcome) -> Answer:
     outcome = Outcome.OUT_OF_MEMORY if OUT_OF_MEMORY.search(said) else otherwise
     return Answer(outcome=outcome, text=shown(text), engine_dead=ENGINE_DEAD.search(said) is not None)
-
-
-def _error_text(body: bytes) -> str:
-    text = body.decode(errors="replace")
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    error = error_of(said) if isinstance(said, dict) else None
-    return text if error is None else error

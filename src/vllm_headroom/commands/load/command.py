@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.options import DESCRIPTION, EXAMPLES, options, order
-from vllm_headroom.commands.load.report import Report
 from vllm_headroom.commands.load.text import text
+from vllm_headroom.commands.verdict import Verdict
 
 
-async def _run(given: Namespace) -> Report:
+async def _run(given: Namespace) -> dict[str, Any]:
     from vllm_headroom.commands.load.compose import load  # noqa: PLC0415 - --help need not wait for the sampler
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
 
@@ -20,13 +19,13 @@ async def _run(given: Namespace) -> Report:
     return await load(order(given))
 
 
-COMMAND: Final[Command[Report]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
     options=options,
     run=_run,
-    text=lambda report: text(document(report)),
-    document=document,
-    status=lambda report: report.verdict.status,
+    text=text,
+    document=lambda found: found,
+    status=lambda found: Verdict(found["verdict"]).status,
 )

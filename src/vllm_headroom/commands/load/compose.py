@@ -7,21 +7,20 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 from random import Random, SystemRandom
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
 from vllm_headroom.commands.load.clients import Clients, Pace
-from vllm_headroom.commands.load.limits import limits, raise_descriptors, too_many
+from vllm_headroom.commands.load.document import document
+from vllm_headroom.commands.load.limits import limits, raise_descriptors
 from vllm_headroom.commands.load.options import Order
-from vllm_headroom.commands.load.progress import screen
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
-from vllm_headroom.commands.load.report import Report
 from vllm_headroom.commands.load.run import Run, streams_at_most
-from vllm_headroom.commands.load.sampling import GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
-from vllm_headroom.commands.load.status import report_of
-from vllm_headroom.commands.load.target import Target, find, first_model, is_local
+from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
+from vllm_headroom.commands.load.target import Target, find, is_local, offered_model
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
@@ -32,6 +31,7 @@ from vllm_headroom.scrape.http.reader import PageReader, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.vocabulary import Reason, Source
 
 INTERRUPTED: Final = 130
 """What shells call the status of a process that Ctrl-C ended."""
@@ -41,8 +41,8 @@ PAGE_SECONDS: Final = 10.0
 """How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
 
 
-async def load(order: Order) -> Report:
-    """Put the load on the server; raises BadInput before the first request where that cannot be done."""
+async def load(order: Order) -> dict[str, Any]:
+    """Put the load on the server, and return the document; raises BadInput where that cannot be done."""
     try:
         tls = trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
@@ -75,27 +75,31 @@ async def load(order: Order) -> Report:
                 clients=clients,
                 pace=pace,
                 sampling=sampling,
-                screen=screen(),
+                screen=Screen(),
                 now=clock.monotonic,
             )
             steps = await run.steps()
     finally:
         await asker.close()
         await sampling.close()
-    return report_of(order, model, steps, sampling, stopped=clients.stopped)
+    return document(order, model, steps, sampling.whole, sampling.watch, stopped=clients.stopped)
 
 
 def _check_limits(order: Order, *, tls: bool) -> None:
-    found, needed = limits(raise_descriptors(), tls=tls), streams_at_most(order.concurrency)
-    if problem := too_many(needed, found):
-        raise BadInput(f"--concurrency {order.concurrency} {problem}")
-    tell(f"{needed} streams at most; this process can hold {found[0].streams}, {found[0].name} ends first")
+    needed = streams_at_most(order.concurrency)
+    held, name = limits(raise_descriptors(), tls=tls)[0]
+    if needed > held:
+        raise BadInput(
+            f"--concurrency {order.concurrency} needs {needed} streams at once, and this process can hold {held}:"
+            f" {name} ends first"
+        )
+    tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
 
 
 async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:
     if order.model is not None:
         return order.model
-    model = await first_model(order.url, tls, bearer)
+    model = await offered_model(order.url, tls, bearer)
     longest = order.prompt_tokens.most + order.output_tokens.most
     if model.most_tokens is not None and longest > model.most_tokens:
         raise BadInput(
@@ -116,10 +120,10 @@ def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
         if here or order.gpus
-        else GpusElsewhere(),
+        else Elsewhere(Source.NVML, Reason.NO_DEVICES),
         processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
         if here
-        else ProcessesElsewhere(),
+        else Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
         probe=None if order.probe_dir is None or not here else Probe(order.probe_dir, parse=parse_probe),
         clock=clock,
     )

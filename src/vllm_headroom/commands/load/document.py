@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.answer import Outcome
-from vllm_headroom.commands.load.observed import Labels, Observed
+from vllm_headroom.commands.load.judge import faults, growth, verdict
+from vllm_headroom.commands.load.observed import Labels, Observed, Span
+from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.quantiles import Quantiles
-from vllm_headroom.commands.load.report import Kind, Memory, Report
 from vllm_headroom.commands.load.run import Step
-from vllm_headroom.model import Metric
+from vllm_headroom.model import Failure, Metric
+from vllm_headroom.trace.course import Course
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import Source
 
 SHARES: Final = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+ENGINE_DIED: Final = "the engine died: its web server says so"
+NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
 
 
-def document(report: Report) -> dict[str, Any]:
-    """Return the object; None is what is unknown."""
+def document(
+    order: Order, model: str, steps: Sequence[Step], whole: Observed, watch: Watch, *, stopped: bool
+) -> dict[str, Any]:
+    """Return the object, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
+    outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
+    texts = sum((step.tally.texts for step in steps), Counter[tuple[Outcome, str]]())
+    gpus = [
+        {"gpu": int(index), "uuid": uuid} | _memory(span, whole, watch.course(uuid))
+        for (index, uuid), span in sorted(whole.held.items())
+    ]
+    host = [
+        {"process": role} | _memory(span, whole, watch.course(role)) for (role,), span in sorted(whole.host.items())
+    ]
+    ended = whole.ended or (ENGINE_DIED if any(step.tally.engine_dead for step in steps) else None)
+    found = list(faults(outcomes, ended, (*gpus, *host), stopped=stopped))
     return {
-        "verdict": report.verdict,
-        "faults": list(report.faults),
-        "interrupted": report.stopped,
-        "target": report.target,
-        "model": report.model,
-        "asked": report.asked,
-        "requests": _requests(report.outcomes),
-        "said": [
-            {"outcome": outcome, "text": text, "count": count} for (outcome, text), count in report.texts.most_common()
-        ],
-        "steps": [_step(step) for step in report.steps],
-        "preemptions": report.preemptions,
-        "gpus": [_memory(memory) for memory in report.memory if memory.kind is Kind.GPU],
-        "host": [_memory(memory) for memory in report.memory if memory.kind is Kind.HOST],
-        "unread": list(report.unread),
-        "samples": report.samples,
-        "trace": report.trace,
+        "verdict": verdict(outcomes, is_faulty=bool(found), stopped=stopped),
+        "faults": found,
+        "interrupted": stopped,
+        "target": str(order.url),
+        "model": model,
+        "asked": str(order),
+        "requests": _requests(outcomes),
+        "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
+        "steps": [_step(step) for step in steps],
+        "preemptions": whole.grown(catalog.ENGINE_PREEMPTIONS),
+        "gpus": gpus,
+        "host": host,
+        "unread": list(_unread(whole, str(order.page))),
+        "samples": whole.samples,
+        "trace": str(order.trace),
     }
 
 
@@ -72,12 +90,11 @@ def _rate(count: int | None, seconds: float) -> float | None:
 
 
 def _engine(observed: Observed) -> dict[str, float | None]:
-    preemptions = observed.engine(catalog.ENGINE_PREEMPTIONS)
     return {
         "running_most": _most(observed, catalog.ENGINE_RUNNING),
         "waiting_most": _most(observed, catalog.ENGINE_WAITING),
         "kv_used_ratio_most": _most(observed, catalog.ENGINE_KV_USED),
-        "preemptions": None if preemptions is None else preemptions.grown,
+        "preemptions": observed.grown(catalog.ENGINE_PREEMPTIONS),
     }
 
 
@@ -96,22 +113,32 @@ def _gpu(labels: Labels, observed: Observed) -> dict[str, Any]:
     }
 
 
-def _memory(memory: Memory) -> dict[str, Any]:
-    gpu = {"gpu": int(memory.name), "uuid": memory.uuid} if memory.kind is Kind.GPU else {"process": memory.name}
-    growth = memory.growth
-    per_request = growth.bytes_per_request
-    return gpu | {
-        "before_bytes": memory.span.first,
-        "most_bytes": memory.span.most,
-        "after_bytes": memory.span.last,
-        "delta_bytes": memory.delta_bytes,
-        "requests_finished": memory.finished,
-        "delta_bytes_per_thousand_requests": memory.bytes_per_thousand_requests,
-        "verdict": growth.verdict,
-        "reason": growth.reason,
-        "leak_state": growth.state,
-        "leak_bytes_per_thousand_requests": None if per_request is None else 1000 * per_request,
+def _memory(span: Span, whole: Observed, course: Course) -> dict[str, Any]:
+    """Return one series over the whole run: how it changed, and what the detector says of it."""
+    delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
+    leak = None if course.last is None else course.last.bytes_per_request
+    judged, reason = growth(course, whole.seconds)
+    return {
+        "before_bytes": span.first,
+        "most_bytes": span.most,
+        "after_bytes": span.last,
+        "delta_bytes": delta_bytes,
+        "requests_finished": finished,
+        "delta_bytes_per_thousand_requests": 1000 * delta_bytes / finished if finished else None,
+        "verdict": judged,
+        "reason": reason,
+        "leak_state": course.state,
+        "leak_bytes_per_thousand_requests": None if leak is None else 1000 * leak,
     }
+
+
+def _unread(whole: Observed, page: str) -> Iterator[str]:
+    for source, (count, failure) in whole.failures.items():
+        why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
+        yield f"{source} in {count} of {whole.samples} samples: {why}"
+    gpus = () if whole.last is None or isinstance(whole.last.gpus, Failure) else whole.last.gpus
+    if gpus and all(gpu.attribution is None for gpu in gpus):
+        yield f"nvml: {NOT_CHOSEN}"
 
 
 def _quantiles(values: Quantiles) -> dict[str, float | None]:

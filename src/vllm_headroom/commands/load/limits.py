@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from vllm_headroom.scrape.proc.files import own_pid
+from vllm_headroom.scrape.proc.host import reading_of
 
 OWN_DESCRIPTORS: Final = 64
 """For what is opened besides streams: the sampler's files, /proc, the trace."""
@@ -20,12 +22,8 @@ TLS_STREAM_BYTES: Final = 128 * 2**10
 MOST: Final = 2**31
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """Something that ends: `streams` is how many it is enough for."""
-
-    streams: int
-    name: str
+Limit = tuple[int, str]
+"""How many streams something is enough for, and its name."""
 
 
 def raise_descriptors() -> int:
@@ -37,27 +35,17 @@ def raise_descriptors() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def limits(
-    descriptors: int, *, tls: bool, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> tuple[Limit, ...]:
+def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
     """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
     ports = _local_ports(proc)
-    memory = _free_bytes(proc, cgroup)
+    memory = _free_bytes(proc)
     found = (
-        Limit(streams=max(0, descriptors - open_now - OWN_DESCRIPTORS), name=f"ulimit -n {descriptors}"),
-        None if ports is None else Limit(streams=ports, name=f"{ports} local ports (net.ipv4.ip_local_port_range)"),
-        None if memory is None else Limit(streams=memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), name="memory"),
+        (max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}"),
+        None if ports is None else (ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"),
+        None if memory is None else (memory // (TLS_STREAM_BYTES if tls else STREAM_BYTES), "memory"),
     )
-    return tuple(sorted((limit for limit in found if limit), key=lambda limit: limit.streams))
-
-
-def too_many(streams: int, found: tuple[Limit, ...]) -> str | None:
-    """Return why so many streams cannot be held; None where they can."""
-    first = found[0]
-    if streams <= first.streams:
-        return None
-    return f"needs {streams} streams at once, and this process can hold {first.streams}: {first.name} ends first"
+    return sorted(limit for limit in found if limit)
 
 
 def _local_ports(proc: Path) -> int | None:
@@ -68,23 +56,13 @@ def _local_ports(proc: Path) -> int | None:
         return None
 
 
-def _free_bytes(proc: Path, cgroup: Path) -> int | None:
+def _free_bytes(proc: Path) -> int | None:
     """Return what the machine calls available, or what is left of the container's limit where that is less."""
-    found = [_available(proc), _left(cgroup)]
-    return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
-
-
-def _available(proc: Path) -> int | None:
     try:
-        lines = (proc / "meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
+        here = reading_of(proc, own_pid(proc))
+    except OSError:
         return None
-
-
-def _left(cgroup: Path) -> int | None:
-    try:
-        most, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return None if most == "max" else max(0, int(most) - int(used))
-    except (OSError, ValueError):
-        return None
+    found = [] if here.machine is None else [here.machine.available_bytes]
+    if here.cgroup is not None and here.cgroup.limit_bytes is not None:
+        found.append(max(0, here.cgroup.limit_bytes - here.cgroup.used_bytes + here.cgroup.cache_bytes))
+    return min(found, default=None)

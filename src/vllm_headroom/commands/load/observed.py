@@ -11,12 +11,14 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.quantiles import Quantiles
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Metric, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
+from vllm_headroom.vocabulary import Reason, Source
 
 Labels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of processes."""
 
 MEDIAN: Final = 0.5
+GONE: Final = "the engine is gone: its page refuses connections"
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
     catalog.ENGINE_WAITING: add,
@@ -36,11 +38,6 @@ class Span:
     most: float
     fell: bool = False
 
-    @property
-    def grown(self) -> float | None:
-        """What a counter counted; None where it began anew meanwhile."""
-        return None if self.fell else self.last - self.first
-
 
 class Spans(dict[Labels, Span]):
     """The span of each series of one figure."""
@@ -53,9 +50,16 @@ class Spans(dict[Labels, Span]):
 
 
 class Observed:
-    """Takes the samples of a stretch; what none of them told is absent."""
+    """Takes the samples of a stretch; what none of them told is absent.
+
+    `failures` has, of each source that failed, in how many of the samples, and the newest failure.
+    """
 
     def __init__(self) -> None:
+        self.samples = 0
+        self.failures: dict[Source, tuple[int, Failure]] = {}
+        self.first: Snapshot | None = None
+        self.last: Snapshot | None = None
         self.held = Spans()
         self.host = Spans()
         self._engine = Spans()
@@ -63,6 +67,7 @@ class Observed:
 
     def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
         """Take one tick: what was read, and what the daemon derives of it."""
+        self._note(snapshot)
         for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
             if gpu.held_bytes is not None:
                 self.held.take(gpu_labels(gpu), gpu.held_bytes)
@@ -78,10 +83,45 @@ class Observed:
         for name, value in engine.items():
             self._engine.take((name,), value)
 
+    def _note(self, snapshot: Snapshot) -> None:
+        self.samples += 1
+        self.first, self.last = self.first or snapshot, snapshot
+        for failure in snapshot.failures:
+            count, _ = self.failures.get(failure.source, (0, failure))
+            self.failures[failure.source] = (count + 1, failure)
+
     def engine(self, metric: Metric) -> Span | None:
         """Return the span of one of the engine's figures; None where the engine did not tell it."""
         return self._engine.get((metric.name,))
 
+    def grown(self, metric: Metric) -> float | None:
+        """Return what one of the engine's counters counted; None where it did not tell it, or began anew."""
+        span = self.engine(metric)
+        return None if span is None or span.fell else span.last - span.first
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first sample to the newest."""
+        if self.first is None or self.last is None:
+            return 0.0
+        return self.last.monotonic_seconds - self.first.monotonic_seconds
+
+    @property
+    def ended(self) -> str | None:
+        """How the engine ended meanwhile: it is gone, or another started; None where it did not."""
+        first = None if self.first is None else self.first.engines
+        last = None if self.last is None else self.last.engines
+        if not isinstance(first, EnginePage) or last is None:
+            return None
+        if isinstance(last, Failure):
+            return GONE if last.reason is Reason.UNREACHABLE else None
+        began, ends = _starts(first), _starts(last)
+        return "the engine was restarted meanwhile" if began and ends and began != ends else None
+
     def bytes_per_request(self, labels: Labels) -> float | None:
         """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
         return self._per_request[labels].at(MEDIAN) if labels in self._per_request else None
+
+
+def _starts(page: EnginePage) -> frozenset[float]:
+    return frozenset(engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None)

@@ -18,55 +18,38 @@ if TYPE_CHECKING:
 LINE_SECONDS: Final = 10.0
 
 
-def screen() -> Lines | Bar:
-    """Return what shows the progress on standard error."""
-    return Bar() if draws(sys.stderr) else Lines()
-
-
-class Lines:
-    """A line when a step begins, every ten seconds of it, and when it ends."""
+class Screen:
+    """Shows on standard error how far each step has come: a bar on a terminal, a line every ten seconds elsewhere."""
 
     def __init__(self) -> None:
-        self._next_seconds = LINE_SECONDS
+        self._bar: Progress | None = None
+        self._next_seconds = inf
 
     def begin(self, title: str, seconds: float) -> None:
-        """Say that a step begins."""
+        """Show that a step begins."""
+        if draws(sys.stderr):
+            self._bar = bar(title, seconds, transient=False)
+            return
         self._next_seconds = LINE_SECONDS
         tell(f"{title}, {seconds:g} s")
 
     def show(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Say how far it has come, if it is time to."""
-        if elapsed_seconds >= self._next_seconds:
+        """Show how far it has come, while there is a step, and if it is time for a line."""
+        if self._bar is not None:
+            move(self._bar, elapsed_seconds, _counts(tally))
+        elif elapsed_seconds >= self._next_seconds:
             self._next_seconds += LINE_SECONDS
             tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}")
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Say what it came to, and nothing more of it."""
-        self._next_seconds = inf
-        tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over")
-
-
-class Bar:
-    """A bar for each step."""
-
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
-
-    def begin(self, title: str, seconds: float) -> None:
-        """Draw the step's bar."""
-        self._bar = bar(title, seconds, transient=False)
-
-    def show(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Move the bar, while a step has one."""
-        if self._bar is not None:
-            move(self._bar, elapsed_seconds, _counts(tally))
-
-    def end(self, tally: Tally, elapsed_seconds: float) -> None:
-        """Leave the bar as it ended: full, unless the step was cut short."""
+        """Show what it came to; its bar stays, full unless the step was cut short."""
+        if self._bar is None:
+            self._next_seconds = inf
+            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over")
+            return
         self.show(tally, elapsed_seconds)
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.stop()
+        self._bar = None
 
 
 def _counts(tally: Tally) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 
 from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.progress import Bar, Lines
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.sampling import Sampling
 from vllm_headroom.commands.load.tally import Tally
 
@@ -52,7 +52,7 @@ class Run:
     clients: Clients
     pace: Pace
     sampling: Sampling
-    screen: Lines | Bar
+    screen: Screen
     now: Callable[[], float]
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 

@@ -15,11 +15,12 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProcessReadings, Snapshot
+from vllm_headroom.model import Failure
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.recorder import Recorder
+from vllm_headroom.trace.replay import Watch
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -32,12 +33,15 @@ RECORD_SECONDS: Final = 10.0
 ELSEWHERE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
 
 
-class GpusElsewhere:
-    """Stands in for NVML where its GPUs would not be the server's."""
+class Elsewhere:
+    """Stands in for NVML, or for /proc, where its GPUs or processes would not be the server's."""
 
-    async def read(self, _timeout_seconds: float) -> GpuReadings | Failure:
+    def __init__(self, source: Source, reason: Reason) -> None:
+        self._failure = Failure(source=source, reason=reason, message=ELSEWHERE)
+
+    async def read(self, _timeout_seconds: float) -> Failure:
         """Return why there is none."""
-        return Failure(source=Source.NVML, reason=Reason.NO_DEVICES, message=ELSEWHERE)
+        return self._failure
 
     async def sample_used(self, _timeout_seconds: float) -> Mapping[str, int]:
         """Have nothing to look at."""
@@ -47,26 +51,12 @@ class GpusElsewhere:
         """Have nothing to let go of."""
 
 
-class ProcessesElsewhere:
-    """Stands in for /proc where its processes would not be the server's."""
-
-    async def read(self, _timeout_seconds: float) -> ProcessReadings | Failure:
-        """Return why there is none."""
-        return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=ELSEWHERE)
-
-
 class Sampling:
-    """Samples `parts` every `interval_seconds` into `trace`; `whole` has seen all of it.
-
-    `failures` has, of each source that failed, in how many of the samples, and the newest failure.
-    """
+    """Samples `parts` every `interval_seconds` into `trace`; `whole` and the detector in `watch` see all of it."""
 
     def __init__(self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path) -> None:
         self.whole = Observed()
-        self.samples = 0
-        self.failures: dict[Source, tuple[int, Failure]] = {}
-        self.first: Snapshot | None = None
-        self.last: Snapshot | None = None
+        self.watch = Watch()
         self._step = Observed()
         self._parts = parts
         self._interval_seconds = interval_seconds
@@ -98,18 +88,10 @@ class Sampling:
             await self._sampler.tick()
             snapshot, published = self._sampler.snapshot, self._sampler.published
             assert snapshot is not None and published is not None  # noqa: S101, PT018 - a tick leaves both
-            self._note(snapshot)
+            self.watch.step(snapshot)
             for observed in (self.whole, self._step):
                 observed.take(snapshot, published.samples)
             await self._recorder.record(snapshot)
-
-    def _note(self, snapshot: Snapshot) -> None:
-        self.samples += 1
-        self.first, self.last = self.first or snapshot, snapshot
-        for part in (snapshot.engines, snapshot.gpus, snapshot.processes, snapshot.probe):
-            if isinstance(part, Failure):
-                count, _ = self.failures.get(part.source, (0, part))
-                self.failures[part.source] = (count + 1, part)
 
     async def close(self) -> None:
         """Let go of what is read."""
@@ -128,17 +110,3 @@ def new_trace(file: Path) -> None:
         raise BadInput(f"--trace {file}: is there already: name another file") from error
     except OSError as error:
         raise BadInput(f"--trace {file}: cannot be written: {error.strerror}") from error
-
-
-def ended(first: Snapshot | None, last: Snapshot | None) -> str | None:
-    """Return how the engine ended between two samples: it is gone, or another started; None where it did not."""
-    if first is None or last is None or not isinstance(first.engines, EnginePage):
-        return None
-    if isinstance(last.engines, Failure):
-        return "the engine is gone: its page refuses connections" if last.engines.reason is Reason.UNREACHABLE else None
-    began, ends = _starts(first.engines), _starts(last.engines)
-    return "the engine was restarted meanwhile" if began and ends and began != ends else None
-
-
-def _starts(page: EnginePage) -> frozenset[float]:
-    return frozenset(engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None)

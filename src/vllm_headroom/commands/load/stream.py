@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from vllm_headroom.commands.load.answer import BROKEN_FINISHES, Answer, Outcome, broken, error_of
+from vllm_headroom.commands.load.answer import BROKEN_FINISHES, Answer, Outcome, broken
+from vllm_headroom.parse.openai import error_of
 
 DONE: Final = b"[DONE]"
 LONGEST_LINE: Final = 2**20

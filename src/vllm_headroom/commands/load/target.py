@@ -7,13 +7,14 @@ import contextlib
 import socket
 import ssl
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
-from vllm_headroom.commands.load.answer import shown
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.config.kinds import http_url
+from vllm_headroom.parse.openai import Model, first_model
+from vllm_headroom.scrape.http.failures import no_answer, without_advice
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
 
@@ -35,14 +36,6 @@ class Target:
     tls: ssl.SSLContext | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """A model that the server offers; `most_tokens` is None where it does not say how long a request may be."""
-
-    name: str
-    most_tokens: int | None
-
-
 def base_url(text: str) -> httpx.URL:
     """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
     url = http_url(text)
@@ -62,8 +55,8 @@ async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str
     try:
         found = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise BadInput(f"{url}: the host cannot be resolved: {error.strerror or error}") from error
-    problem: Exception = TimeoutError(f"no answer within {PATIENCE_SECONDS:g} s")
+        raise BadInput(_no_answer(error, url)) from error
+    problem: Exception = TimeoutError()
     for host in [str(place[0]) for *_, place in found]:
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -80,7 +73,11 @@ async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str
         headers += [("Authorization", f"Bearer {bearer}")] if bearer else []
         path = within(url, PATHS[api]).raw_path.decode()
         return Target(address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls)
-    raise BadInput(f"{url}: no connection: {shown(str(problem))}")
+    raise BadInput(_no_answer(problem, url))
+
+
+def _no_answer(error: Exception, url: httpx.URL) -> str:
+    return f"{without_advice(no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
 
 
 def is_local(address: Address) -> bool:
@@ -93,7 +90,7 @@ def is_local(address: Address) -> bool:
     return False
 
 
-async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
+async def offered_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
     """Return the first model that the server lists; raises BadInput where it lists none."""
     where = within(url, "/v1/models")
     headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
@@ -101,18 +98,12 @@ async def first_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | 
         async with httpx.AsyncClient(verify=tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client:
             answer = await client.get(where, headers=headers)
     except httpx.HTTPError as error:
-        raise BadInput(f"{where}: no answer: {shown(str(error) or type(error).__name__)}; name a --model") from error
+        raise BadInput(f"{_no_answer(error, where)}, or name a --model") from error
     if answer.status_code != httpx.codes.OK:
         raise BadInput(
             f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
         )
-    try:
-        return _first(answer.json())
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise BadInput(f"{where}: lists no model: name a --model") from error
-
-
-def _first(listed: Any) -> Model:  # noqa: ANN401 - what JSON holds
-    first = listed["data"][0]
-    most = first.get("max_model_len")
-    return Model(name=str(first["id"]), most_tokens=most if isinstance(most, int) else None)
+    model = first_model(answer.text)
+    if model is None:
+        raise BadInput(f"{where}: lists no model: name a --model")
+    return model

@@ -59,7 +59,7 @@ def report_of(file: Path) -> Report:
         curves.step(snapshot)
     return Report(
         file=str(file),
-        findings=judge(follower.facts, told=known is not None or follower.silent),
+        findings=judge(follower.facts, told=bool(known) or follower.silent),
         facts=follower.facts,
         known=known,
         timeline=timeline.moments(known),

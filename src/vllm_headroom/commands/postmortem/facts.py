@@ -14,7 +14,7 @@ from vllm_headroom.vocabulary import ExitReason, LeakState
 
 FULL_BYTES: Final = 256 * MIB
 FULL_RATIO: Final = 0.5
-"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/exits)."""
+"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/lives)."""
 
 
 class What(StrEnum):
@@ -28,8 +28,9 @@ class What(StrEnum):
 class GpuFacts:
     """A GPU of the engine's before the end; None where it was not known.
 
-    `first_…` is when this life began to serve, or else to be seen; `before_…` a few minutes before the end, and
-    `last_…` the most, or the least room, of the last minute and a half, peaks included. `joined` is whether more
+    `first_…` is when this life began to serve, or else to be seen, `last_…` the most, or the least room, of the last
+    minute and a half, peaks included. `grown_bytes` is how much more the engine held then, `jumped_bytes` how much of
+    that came within the last minutes. `joined` is whether more
     processes were on it at the end than at first, `between` whether its least room was seen between samples, where it
     is not told who took it.
     """
@@ -39,9 +40,9 @@ class GpuFacts:
     total_bytes: int | None
     first_room_bytes: int | None
     last_room_bytes: int | None
-    first_engine_bytes: int | None
-    before_engine_bytes: int | None
     last_engine_bytes: int | None
+    grown_bytes: int | None
+    jumped_bytes: int | None
     first_other_bytes: int | None
     last_other_bytes: int | None
     joined: bool = False
@@ -58,29 +59,20 @@ class GpuFacts:
     @property
     def lost_bytes(self) -> int | None:
         """How much less room there was at the end."""
-        return _more(self.last_room_bytes, self.first_room_bytes)
+        return more(self.last_room_bytes, self.first_room_bytes)
 
     def share(self, n_bytes: int | None) -> float:
         """Return how much of the lost room an amount accounts for; 0 where that is not known."""
         return 0.0 if n_bytes is None or not self.lost_bytes else max(0.0, n_bytes / self.lost_bytes)
 
     @property
-    def grown_bytes(self) -> int | None:
-        """How much more the engine held at the end."""
-        return _more(self.first_engine_bytes, self.last_engine_bytes)
-
-    @property
-    def jumped_bytes(self) -> int | None:
-        """How much of that came within the last minutes."""
-        return _more(self.before_engine_bytes, self.last_engine_bytes)
-
-    @property
     def others_bytes(self) -> int | None:
         """How much more others held at the end."""
-        return _more(self.first_other_bytes, self.last_other_bytes)
+        return more(self.first_other_bytes, self.last_other_bytes)
 
 
-def _more(before: int | None, after: int | None) -> int | None:
+def more(before: int | None, after: int | None) -> int | None:
+    """Return how much more the second amount is."""
     return None if before is None or after is None else after - before
 
 

@@ -1,9 +1,10 @@
-"""What a post-mortem finds."""
+"""What a post-mortem finds, and what to do then."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class Cause(StrEnum):
@@ -37,3 +38,49 @@ class Finding:
     sureness: Sureness
     sentence: str
     evidence: tuple[str, ...] = ()
+
+
+Step = tuple[str, str | None]
+"""What to do, and a link that helps."""
+
+CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
+TROUBLE: Final = "https://docs.vllm.ai/en/latest/usage/troubleshooting.html"
+REPORT: Final = "https://github.com/vllm-project/vllm/issues/new/choose"
+XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
+OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
+LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
+
+TODO: Final[dict[Cause, tuple[Step, ...]]] = {
+    Cause.LEAK: (
+        ("No option mends a leak: restart before it is full, and upgrade vLLM", None),
+        ("Tell the authors, with the figures above", REPORT),
+        ("Let HeadroomOutOfMemorySoon wake somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
+    ),
+    Cause.BURST: (
+        ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
+        ("`vllm-headroom advise` on this file computes the values", None),
+    ),
+    Cause.NEIGHBOUR: (
+        ("Give the engine a GPU of its own, or move the other process away", None),
+        ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVE),
+    ),
+    Cause.KILLED: (
+        ("Raise the memory limit of vLLM's container, or lower what it keeps on the host", OOM),
+        ("See what was killed: dmesg -T | grep -i 'killed process'", None),
+    ),
+    Cause.NEVER_FITTED: (
+        ("Ask `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
+        (
+            "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
+            CONSERVE,
+        ),
+    ),
+    Cause.HANG: (
+        ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),
+        ("Look for an XID and for NCCL in the logs", XIDS),
+    ),
+    Cause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
+    Cause.ORDERLY: (("Nothing, if somebody meant it: kubectl get events tells", None),),
+    Cause.UNKNOWN: ((LOGS, TROUBLE),),
+    Cause.NOTHING: (),
+}

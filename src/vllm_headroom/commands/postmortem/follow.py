@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.known import exit_reason, header_leaks, header_ooms, header_used, header_xids
+from vllm_headroom.commands.postmortem.known import (
+    Known,
+    exit_reason,
+    header_leaks,
+    header_ooms,
+    header_used,
+    header_xids,
+)
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
-from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import OneLife, is_broken
-from vllm_headroom.derive.life.signs import Signs, owned, signs
+from vllm_headroom.derive.life.signs import Signs, signs
 from vllm_headroom.derive.page_facts import named, together
-from vllm_headroom.model import EngineReading, Failure, Snapshot
+from vllm_headroom.model import EngineReading, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
@@ -36,14 +41,14 @@ class Follower:
     does no more.
     """
 
-    def __init__(self, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         self.facts: Facts | None = None
         self.watch = Watch()
         self.silent = False
-        self._known = known
+        self._known: Known = known or {}
         self._last = self._shift = 0.0
         self._paged = False
-        self._state = LifeState()
+        self._state = EngineState.UNKNOWN
         self._exits: dict[ExitReason, int] = {}
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
         self._hung: float | None = None
@@ -52,22 +57,20 @@ class Follower:
 
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Go on to the next sample; return it with what is known of the engine's life then."""
-        snapshot, before = self._steady(snapshot), self._state
-        life = before.lives.newest
-        self._state, snapshot = lived(before, snapshot)
-        what, reason = self._event(snapshot, before.state)
-        seen = signs(snapshot, sighted=before.lives.sighted, top_bytes=0, asleep=False)
-        self._broken = self._broken or _goes_to_pieces(life, seen)
+        before = self.watch.lives
+        snapshot = self.watch.step(self._steady(snapshot))
+        what, reason = self._event(snapshot)
+        seen = signs(snapshot, sighted=before.sighted, top_bytes=0, asleep=False)
+        self._broken = self._broken or _goes_to_pieces(before.newest, seen)
         if what is not None:
             self.facts = self._facts(snapshot, what, reason, seen)
-        self.watch.step(snapshot)
-        newest = self._state.lives.newest
-        if newest is None or newest.ended or self._state.lives.restarts != before.lives.restarts:
+        newest = self.watch.lives.newest
+        if newest is None or newest.ended or self.watch.lives.restarts != before.restarts:
             self._forget()
         if newest is not None and not newest.ended:
             self._add(snapshot)
-        self._paged = self._paged or not isinstance(snapshot.engines, Failure)
-        self.silent = self._paged and isinstance(snapshot.engines, Failure)
+        self._paged = self._paged or snapshot.page is not None
+        self.silent = self._paged and snapshot.page is None
         return snapshot
 
     def _steady(self, snapshot: Snapshot) -> Snapshot:
@@ -77,17 +80,17 @@ class Follower:
         self._last = now
         return replace(snapshot, monotonic_seconds=now + self._shift)
 
-    def _event(self, snapshot: Snapshot, before: EngineState) -> tuple[What | None, ExitReason | None]:
+    def _event(self, snapshot: Snapshot) -> tuple[What | None, ExitReason | None]:
         """Return what happened, and why as far as the life of the engine tells."""
         life = snapshot.life
         exits = {} if life is None else dict(life.exits)
         reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
-        self._exits = exits
-        if self._known is not None:
+        stalled = life is not None and life.state is EngineState.STALLED is not self._state
+        self._exits, self._state = exits, self._state if life is None else life.state
+        if self._known:
             late = snapshot.time_seconds - self._known["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
             return (What(self._known["what"]), exit_reason(self._known) or reason) if due else (None, None)
-        stalled = life is not None and life.state is EngineState.STALLED is not before
         return (What.ENDED if reason else What.STALLED if stalled else None), reason
 
     def _forget(self) -> None:
@@ -107,10 +110,10 @@ class Follower:
         if self._began is None:
             self._began = now
         self._seen = now
-        self._answered = not isinstance(snapshot.engines, Failure)
-        if not isinstance(snapshot.engines, Failure) and named(snapshot.engines):
-            self._page(named(snapshot.engines), now)
-        for gpu in owned(snapshot):
+        self._answered = snapshot.page is not None
+        if snapshot.page is not None and named(snapshot.page):
+            self._page(named(snapshot.page), now)
+        for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
         self._served = self._served or self._answered
         stalled = life is not None and life.state is EngineState.STALLED

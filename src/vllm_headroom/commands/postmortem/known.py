@@ -9,8 +9,8 @@ from typing import Any, Final
 from vllm_headroom.commands.postmortem.facts import What
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.fields import YEAR_10000
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, incidents_in, known_of
+from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.read import LONGEST_LINE
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import ExitReason, LeakState
@@ -34,15 +34,15 @@ def trace_of(given: Path) -> Path:
     raise BadInput(f"{given}: has no incident{hint}")
 
 
-def header_of(file: Path) -> Known | None:
-    """Return what is known of an incident; None where the file is another trace. Raises BadInput."""
+def header_of(file: Path) -> Known:
+    """Return what is known of an incident; nothing where the file is another trace. Raises BadInput."""
     try:
         with file.open("rb") as stream:
             known = known_of(stream.readline(LONGEST_LINE))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if known is None:
-        return None
+        return {}
     time = known.get("t")
     if not isinstance(time, int | float) or not 0 <= time < YEAR_10000 or str(known.get("what")) not in set(What):
         raise BadInput(f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(What)}")
@@ -55,7 +55,7 @@ def exit_reason(known: Known) -> ExitReason | None:
     return next((reason for told in reasons for reason in ExitReason if told == reason), None)
 
 
-def header_leaks(known: Known | None) -> dict[str, LeakState]:
+def header_leaks(known: Known) -> dict[str, LeakState]:
     """Return what the leak detector said of each GPU, by UUID."""
     leaks = records(before(known), "leaks")
     return {
@@ -63,12 +63,12 @@ def header_leaks(known: Known | None) -> dict[str, LeakState]:
     }
 
 
-def header_xids(known: Known | None) -> tuple[int, ...]:
+def header_xids(known: Known) -> tuple[int, ...]:
     """Return the XIDs shortly before the end."""
     return tuple(each["xid"] for each in records(known, "xids") if isinstance(each.get("xid"), int))
 
 
-def header_ooms(known: Known | None) -> tuple[str, ...]:
+def header_ooms(known: Known) -> tuple[str, ...]:
     """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
     return tuple(
         f"torch raised OutOfMemoryError on {each.get('uuid')}: {_told(each, 'asked')} asked, {_told(each, 'free')} free"
@@ -78,9 +78,9 @@ def header_ooms(known: Known | None) -> tuple[str, ...]:
     )
 
 
-def header_used(known: Known | None) -> dict[str, list[tuple[float, int]]]:
+def header_used(known: Known) -> dict[str, list[tuple[float, int]]]:
     """Return the looks at the memory in use between samples, by UUID of a GPU, each with its time."""
-    found = (before(known) or {}).get("used")
+    found = before(known).get("used")
     looks = found.items() if isinstance(found, dict) else ()
     return {uuid: [(at, n) for at, n in filter(_is_look, seen)] for uuid, seen in looks if isinstance(seen, list)}
 
@@ -92,18 +92,18 @@ def _is_look(value: object) -> bool:
     return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said
 
 
-def sentences(known: Known | None) -> tuple[str, ...]:
+def sentences(known: Known) -> tuple[str, ...]:
     """Return the verdicts then."""
     return tuple(str(each["sentence"]) for each in records(before(known), "verdicts") if each.get("sentence"))
 
 
-def holders(known: Known | None) -> Iterator[str]:
+def holders(known: Known) -> Iterator[str]:
     """Yield who held what on the GPUs."""
     for each in records(before(known), "holders"):
         yield f"{each.get('uuid')} pid {each.get('pid')} {_told(each, 'used')}"
 
 
-def probed(known: Known | None) -> Iterator[str]:
+def probed(known: Known) -> Iterator[str]:
     """Yield what torch held on each GPU, by the probe's last files."""
     for process in records(before(known), "probe"):
         for each in records(process, "devices"):
@@ -121,19 +121,19 @@ def _told(found: Known, name: str) -> str:
     return size(n_bytes) if type(n_bytes) is int and 0 <= n_bytes <= LARGEST else "an amount not known"
 
 
-def log_lines(known: Known | None) -> tuple[str, ...]:
+def log_lines(known: Known) -> tuple[str, ...]:
     """Return the last lines of the daemon's log."""
-    lines = (known or {}).get("log")
+    lines = known.get("log")
     return tuple(map(str, lines[-MOST_SHOWN:])) if isinstance(lines, list) else ()
 
 
-def before(known: Known | None) -> Known | None:
+def before(known: Known) -> Known:
     """Return what was known before it."""
-    found = (known or {}).get("before")
-    return found if isinstance(found, dict) else None
+    found = known.get("before")
+    return found if isinstance(found, dict) else {}
 
 
-def records(known: Known | None, side: str) -> tuple[Known, ...]:
+def records(known: Known, side: str) -> tuple[Known, ...]:
     """Return the objects of a list in the header."""
-    found = (known or {}).get(side)
+    found = known.get(side)
     return tuple(each for each in found[-MOST_SHOWN:] if isinstance(each, dict)) if isinstance(found, list) else ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import GpuFacts
+from vllm_headroom.commands.postmortem.facts import GpuFacts, more
 from vllm_headroom.model import Gpu
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
@@ -63,16 +63,16 @@ class Looks:
         before = [look for look in (first, *self._last) if recent <= look.seconds < now - LAST_SECONDS]
         if not before and first.seconds >= recent:
             before = [first]
-        memory = first.gpu.reading.memory
+        memory, engine_bytes = first.gpu.reading.memory, _most(look.engine_bytes for look in last)
         return GpuFacts(
             index=first.gpu.reading.index,
             uuid=first.gpu.reading.uuid,
             total_bytes=None if memory is None else memory.total_bytes,
             first_room_bytes=first.room_bytes,
             last_room_bytes=_least(look.room_bytes for look in last),
-            first_engine_bytes=first.gpu.held_bytes,
-            before_engine_bytes=_most(look.gpu.held_bytes for look in before),
-            last_engine_bytes=_most(look.engine_bytes for look in last),
+            last_engine_bytes=engine_bytes,
+            grown_bytes=more(first.gpu.held_bytes, engine_bytes),
+            jumped_bytes=more(_most(look.gpu.held_bytes for look in before), engine_bytes),
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_most(look.gpu.other_bytes for look in last),
             joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Final
+from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts
-from vllm_headroom.commands.postmortem.known import holders, probed
+from vllm_headroom.commands.postmortem.known import Known, holders, probed
 from vllm_headroom.model import EngineReading
 from vllm_headroom.units import duration, instant, size
 
@@ -15,7 +15,7 @@ MOST_HOLDERS: Final = 16
 Number = tuple[str, str]
 
 
-def numbers(facts: Facts, known: Mapping[str, Any] | None) -> Iterator[Number]:
+def numbers(facts: Facts, known: Known) -> Iterator[Number]:
     """Yield names and values, without what is not known."""
     yield facts.what.value, instant(facts.seconds)
     if facts.reason is not None:
@@ -28,7 +28,7 @@ def numbers(facts: Facts, known: Mapping[str, Any] | None) -> Iterator[Number]:
         yield f"GPU {gpu.index}", ", ".join(_gpu(gpu))
     yield from (("held by", each) for each in islice(holders(known), MOST_HOLDERS))
     yield from (("held by torch", each) for each in islice(probed(known), MOST_HOLDERS))
-    if known is not None and isinstance(known.get("version"), str):
+    if isinstance(known.get("version"), str):
         yield "vllm-headroom", known["version"]
 
 

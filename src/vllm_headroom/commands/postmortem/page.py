@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from vllm_headroom.commands.postmortem.advice import TODO
-from vllm_headroom.commands.postmortem.finding import Sureness
+from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.report import Report
@@ -70,7 +69,7 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
         return ""
     times = [seconds for seconds, _ in points]
     frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
-    stretches = drawing.thinned(points, COLUMNS)
+    stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = (
         drawing.curve(frame, stretches),
         "" if at is None else drawing.upright(frame, at),

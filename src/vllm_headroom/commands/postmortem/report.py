@@ -6,17 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from vllm_headroom.commands.postmortem.advice import TODO
 from vllm_headroom.commands.postmortem.facts import Facts
-from vllm_headroom.commands.postmortem.finding import Finding
+from vllm_headroom.commands.postmortem.finding import TODO, Finding
 from vllm_headroom.commands.postmortem.known import Known, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.timeline import Moment
-from vllm_headroom.commands.text import paragraphs, wrapped
+from vllm_headroom.commands.text import HEAD, headed, paragraphs, wrapped
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.units import instant
 
-HEAD: Final = 9
 LAST_LINES: Final = 10
 
 
@@ -27,7 +25,7 @@ class Report:
     file: str
     findings: tuple[Finding, ...]
     facts: Facts | None
-    known: Known | None
+    known: Known
     timeline: tuple[Moment, ...]
     curves: Curves
 
@@ -56,17 +54,17 @@ def _answer(report: Report) -> Iterator[str]:
     when = "" if report.facts is None else f"{instant(report.facts.seconds)}: "
     yield from wrapped(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
     for evidence in report.answer.evidence:
-        yield from _headed("seen", evidence)
+        yield from headed("seen", evidence)
 
 
 def _also(report: Report) -> Iterator[str]:
     for finding in report.findings[1:]:
-        yield from _headed("or", f"{finding.sentence} ({finding.sureness})")
+        yield from headed("or", f"{finding.sentence} ({finding.sureness})")
 
 
 def _said(report: Report) -> Iterator[str]:
     for sentence in sentences(report.known):
-        yield from _headed("said", f"{sentence} (the sidecar, before)")
+        yield from headed("said", f"{sentence} (the sidecar, before)")
 
 
 def _timeline(report: Report) -> Iterator[str]:
@@ -85,7 +83,7 @@ def _numbers(report: Report) -> Iterator[str]:
 
 def _todo(report: Report) -> Iterator[str]:
     for place, (what, link) in enumerate(TODO[report.answer.cause]):
-        yield from _headed("then" if place else "first", what)
+        yield from headed("then" if place else "first", what)
         if link is not None:
             yield f"{'':<{HEAD}}{link}"
 
@@ -94,10 +92,6 @@ def _log(report: Report) -> Iterator[str]:
     if lines := log_lines(report.known)[-LAST_LINES:]:
         yield "The sidecar's log then"
         yield from (f"  {each}" for each in lines)
-
-
-def _headed(head: str, body: str) -> list[str]:
-    return wrapped(f"   {head:<{HEAD - 3}}", body)
 
 
 def document(report: Report) -> dict[str, Any]:
@@ -113,7 +107,7 @@ def document(report: Report) -> dict[str, Any]:
         "timeline": [{"t": seconds, "text": what} for seconds, what in report.timeline],
         "numbers": {} if facts is None else dict(numbers(facts, report.known)),
         "todo": [{"text": what, "link": link} for what, link in TODO[report.answer.cause]],
-        "known": report.known,
+        "known": report.known or None,
     }
 
 

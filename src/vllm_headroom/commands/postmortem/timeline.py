@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from vllm_headroom.commands.postmortem.known import records
-from vllm_headroom.derive.life.signs import owned
+from vllm_headroom.commands.postmortem.known import Known, records
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.fields import YEAR_10000
+from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB, size
 from vllm_headroom.vocabulary import EngineState, LeakState
@@ -54,11 +52,11 @@ class Timeline:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
                 self._moments.append((now, f"the leak detector says that GPU {index} {verb}"))
             self._leaks[uuid] = course.state
-        for gpu in owned(snapshot):
+        for gpu in snapshot.owned:
             if gpu.other_bytes is not None:
                 self._neighbour(now, gpu.reading.index, gpu.reading.uuid, gpu.other_bytes)
 
-    def moments(self, known: Mapping[str, Any] | None) -> tuple[Moment, ...]:
+    def moments(self, known: Known) -> tuple[Moment, ...]:
         """Return what happened, and among it the XIDs that the header tells of."""
         xids = [
             (float(each["t"]), f"the driver reported XID {each.get('xid')} on {each.get('uuid')}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.commands.preflight.budget import (
@@ -45,46 +46,44 @@ def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
     """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
     verdict = Verdict.NOT_GOOD if failure.reason in CERTAIN else Verdict.CANNOT_TELL
     silent = failure.reason is Reason.TIMEOUT
-    return Finding(kind=Kind.DRIVER, verdict=verdict, text=failure.message, gpu=gpu, may_pass=silent)
+    return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
 
 
-def memory(device: GpuReading, ask: Ask, held_by: str) -> tuple[Finding, ...]:
+def memory(device: GpuReading, ask: Ask, held_by: str) -> Iterator[Finding]:
     """Compare what is free with what vLLM asks for and takes besides; `held_by` says who has the rest."""
     if device.failure is not None:
-        return (failure_of(device.failure, device.index),)
-    if device.memory is None:
+        yield failure_of(device.failure, device.index)
+    elif device.memory is None:
         text = "the driver tells no memory of this GPU"
-        return (_of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available"),)
-    spare_bytes = device.memory.free_bytes - asked_bytes(ask, device.memory)
-    if spare_bytes < LEAST_OWN_BYTES:
-        return (_too_little(device, device.memory, ask, held_by),)
-    return (*_close(device, ask, spare_bytes), *_of_the_machine(device, device.memory, ask))
+        yield _of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available")
+    elif (spare_bytes := device.memory.free_bytes - asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
+        yield _too_little(device, device.memory, ask, held_by)
+    else:
+        yield from _close(device, ask, spare_bytes)
+        yield from _of_the_machine(device, device.memory, ask)
 
 
-def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> tuple[Finding, ...]:
+def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> Iterator[Finding]:
     """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
-    available_bytes = memory.machine_available_bytes
-    if available_bytes is None:
-        return ()
-    left_bytes = available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
+    if memory.machine_available_bytes is None:
+        return
+    left_bytes = memory.machine_available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
-        return ()
+        return
     text = (
         f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"
         f" and to its own processes: {gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
     )
     highest = highest_utilization(ask, memory)
     less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
-    fix = f"{less}; or --ignore host"
-    return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, gpu=device.index),)
+    yield Finding(Kind.HOST, Verdict.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
 
 
-def swap(device: GpuReading, swap_bytes: int | None) -> tuple[Finding, ...]:
+def swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
     """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
-    if device.memory is None or not device.memory.unified or not swap_bytes:
-        return ()
-    text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
-    return (Finding(kind=Kind.HOST, verdict=Verdict.GOOD, text=text, gpu=device.index),)
+    if device.memory is not None and device.memory.unified and swap_bytes:
+        text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
+        yield Finding(Kind.HOST, Verdict.GOOD, text, gpu=device.index)
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
@@ -103,28 +102,27 @@ def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -
 
 
 def _less(ask: Ask, memory: GpuMemory) -> str:
-    wait = "wait for what a process that has ended gives back (--wait 120s), or end those that are listed"
+    wait = "wait for what a process that has ended gives back (--wait 120s), or end what holds the rest"
     highest = highest_utilization(ask, memory)
     if highest is None or ask.utilization_ratio is None:
         return wait
     return f"{wait}; or start with --gpu-memory-utilization {highest:.2f}"
 
 
-def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> tuple[Finding, ...]:
-    if spare_bytes >= ask.most_own_bytes:
-        return ()
-    text = (
-        f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)} to"
-        f" {gib(ask.most_own_bytes)} before it looks"
-    )
-    return (_of(device, Verdict.GOOD, text, "should it refuse, ask for a little less"),)
+def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> Iterator[Finding]:
+    if spare_bytes < ask.most_own_bytes:
+        text = (
+            f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)}"
+            f" to {gib(ask.most_own_bytes)} before it looks"
+        )
+        yield _of(device, Verdict.GOOD, text, "should it refuse, ask for a little less")
 
 
 def _of(device: GpuReading, verdict: Verdict, text: str, fix: str, *, may_pass: bool = False) -> Finding:
-    return Finding(kind=Kind.MEMORY, verdict=verdict, text=text, fix=fix, gpu=device.index, may_pass=may_pass)
+    return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
-def faults(faults: GpuFaults) -> tuple[Finding, ...]:
+def faults(faults: GpuFaults) -> Iterator[Finding]:
     """Tell what waits for a reset, or for a new GPU: NVIDIA's GPU memory error management guide."""
     reset = (
         f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
@@ -141,46 +139,44 @@ def faults(faults: GpuFaults) -> tuple[Finding, ...]:
         found.append(
             ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
         )
-    return tuple(
-        Finding(kind=Kind.ECC, verdict=Verdict.NOT_GOOD, text=text, fix=f"{fix}; or --ignore ecc", gpu=faults.index)
-        for text, fix in found
-    )
+    for text, fix in found:
+        yield Finding(Kind.ECC, Verdict.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
 
 
 def unanswered(device: GpuReading) -> Finding:
     """Tell that a GPU which was read did not answer about its faults."""
     text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
-    return Finding(kind=Kind.ECC, verdict=Verdict.CANNOT_TELL, text=text, gpu=device.index, may_pass=True)
+    return Finding(Kind.ECC, Verdict.CANNOT_TELL, text, gpu=device.index, may_pass=True)
 
 
-def host_memory(host: HostMemory | None, ask: Ask) -> tuple[Finding, ...]:
+def host_memory(host: HostMemory | None, ask: Ask) -> Iterator[Finding]:
     """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
     needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
     room_bytes = None if host is None else host.room_bytes
     if host is None or host.limit_bytes is None or room_bytes is None or room_bytes >= needed_bytes:
-        return ()
+        return
     text = (
         f"{gib(room_bytes)} of {gib(host.limit_bytes)} of host memory are left, and vLLM's server, core and workers"
         f" hold {gib(needed_bytes)} or more: the kernel would kill it while it starts"
     )
     fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
-    return (Finding(kind=Kind.HOST, verdict=Verdict.NOT_GOOD, text=text, fix=fix, may_pass=True),)
+    yield Finding(Kind.HOST, Verdict.NOT_GOOD, text, fix, may_pass=True)
 
 
-def shared_memory(shm: Shm | None) -> tuple[Finding, ...]:
+def shared_memory(shm: Shm | None) -> Iterator[Finding]:
     """Compare /dev/shm with what several processes of vLLM need."""
     if shm is None:
-        return (Finding(kind=Kind.SHM, verdict=Verdict.NOT_GOOD, text="there is no /dev/shm", fix=LARGER_SHM),)
-    if shm.free_bytes >= ENOUGH_SHM_BYTES:
-        return ()
+        yield Finding(Kind.SHM, Verdict.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
+        return
     told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
-    if shm.free_bytes >= LEAST_SHM_BYTES:
+    if shm.free_bytes < LEAST_SHM_BYTES:
+        text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
+        left = shm.total_bytes >= ENOUGH_SHM_BYTES
+        fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
+        yield Finding(Kind.SHM, Verdict.NOT_GOOD, text, f"{fix}; or --ignore shm")
+    elif shm.free_bytes < ENOUGH_SHM_BYTES:
         text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
-        return (Finding(kind=Kind.SHM, verdict=Verdict.GOOD, text=text, fix=LARGER_SHM),)
-    text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
-    left = shm.total_bytes >= ENOUGH_SHM_BYTES
-    fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
-    return (Finding(kind=Kind.SHM, verdict=Verdict.NOT_GOOD, text=text, fix=f"{fix}; or --ignore shm"),)
+        yield Finding(Kind.SHM, Verdict.GOOD, text, LARGER_SHM)
 
 
 def _mib(n_bytes: int) -> str:

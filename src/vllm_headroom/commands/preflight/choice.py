@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vllm_headroom.commands.preflight.finding import Finding, Kind
@@ -37,22 +37,22 @@ def choose(devices: tuple[GpuReading, ...], wanted: Wanted) -> tuple[tuple[GpuRe
     first = chosen[: wanted.count]
     findings = (*_missing(missing, devices, "CUDA_VISIBLE_DEVICES"), *_too_few(first, wanted.count or 1))
     if (by_index and len(chosen) < len(devices)) or len(first) < len(chosen):
-        findings += _order_unknown(devices, in_slot_order=wanted.in_slot_order)
+        findings += tuple(_order_unknown(devices, in_slot_order=wanted.in_slot_order))
     return first, findings
 
 
-def identical(devices: Sequence[GpuReading]) -> tuple[Finding, ...]:
+def identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
     """Tell that GPUs which are to work in parallel differ; those that cannot be read are told of elsewhere."""
     kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
     if len(kinds) <= 1:
-        return ()
+        return
     told = ", ".join(sorted(f"{name} with {total_bytes} bytes" for name, total_bytes in kinds))
     text = f"tensor parallelism needs GPUs of one kind, and these are {len(kinds)}: {told}"
     fix = (
         "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
         " their ECC mode; or --ignore identical"
     )
-    return (Finding(kind=Kind.IDENTICAL, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
+    yield Finding(Kind.IDENTICAL, Verdict.NOT_GOOD, text, fix)
 
 
 def _matching(
@@ -70,26 +70,23 @@ def _is(device: GpuReading, name: str) -> bool:
     return device.uuid.casefold().startswith(name.casefold())
 
 
-def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> tuple[Finding, ...]:
-    if not names:
-        return ()
-    visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
-    text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
-    fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
-    return (Finding(kind=Kind.GPUS, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
+def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
+    if names:
+        visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
+        text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
+        fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
+        yield Finding(Kind.GPUS, Verdict.NOT_GOOD, text, fix)
 
 
-def _too_few(chosen: tuple[GpuReading, ...], count: int) -> tuple[Finding, ...]:
-    if len(chosen) >= count:
-        return ()
-    text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
-    fix = "lower --tensor-parallel-size, or give this container more GPUs"
-    return (Finding(kind=Kind.GPUS, verdict=Verdict.NOT_GOOD, text=text, fix=fix),)
+def _too_few(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
+    if len(chosen) < count:
+        text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
+        fix = "lower --tensor-parallel-size, or give this container more GPUs"
+        yield Finding(Kind.GPUS, Verdict.NOT_GOOD, text, fix)
 
 
-def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> tuple[Finding, ...]:
-    if in_slot_order or len({device.name for device in devices}) <= 1:
-        return ()
-    text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
-    fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
-    return (Finding(kind=Kind.GPUS, verdict=Verdict.CANNOT_TELL, text=text, fix=fix),)
+def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
+    if not in_slot_order and len({device.name for device in devices}) > 1:
+        text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
+        fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
+        yield Finding(Kind.GPUS, Verdict.CANNOT_TELL, text, fix)

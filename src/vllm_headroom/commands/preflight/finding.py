@@ -1,8 +1,7 @@
-"""What preflight says of one thing, and of all of them together."""
+"""What preflight says of one thing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -22,7 +21,7 @@ class Kind(StrEnum):
     ENGINE = "engine"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
 
@@ -35,9 +34,3 @@ class Finding:
     fix: str | None = None
     gpu: int | None = None
     may_pass: bool = False
-
-
-def overall(findings: Iterable[Finding]) -> Verdict:
-    """Return the verdict: one certain hindrance is enough, whatever else cannot be told."""
-    verdicts = {finding.verdict for finding in findings}
-    return next((worst for worst in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GOOD)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
-from vllm_headroom.commands.preflight.finding import Finding, Kind, overall
+from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Holder, Sight
 from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
+from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, gib
 
 WORTH_A_WORD_BYTES: Final = GIB // 20
@@ -35,19 +35,18 @@ class GpuReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What was found; the findings with GOOD are remarks."""
+    """What was seen and found; the findings with GOOD are remarks."""
 
-    driver_version: str | None
-    gpus: tuple[GpuReport, ...]
-    shm: Shm | None
+    sight: Sight
     findings: tuple[Finding, ...]
-    host: HostMemory | None = None
+    gpus: tuple[GpuReport, ...] = ()
     waited_seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
-        """Whether vLLM would start."""
-        return overall(self.findings)
+        """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
+        verdicts = {finding.verdict for finding in self.findings}
+        return next((worst for worst in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GOOD)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:
@@ -69,20 +68,15 @@ class Report:
 def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Report:
     """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
     if isinstance(sight.readings, Failure):
-        return Report(driver_version=None, gpus=(), shm=sight.shm, findings=(checks.failure_of(sight.readings),))
+        return Report(sight=sight, findings=(checks.failure_of(sight.readings),))
     devices, found = choose(sight.readings.devices, wanted)
     gpus = tuple(gpu_report(device, sight, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
     findings += checks.host_memory(sight.host, ask)
     if ask.tensor_parallel_size > 1:
         findings += (*identical(devices), *checks.shared_memory(sight.shm))
-    return Report(
-        driver_version=sight.readings.driver_version,
-        gpus=gpus,
-        shm=sight.shm,
-        host=sight.host,
-        findings=tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings)),
-    )
+    told = tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings))
+    return Report(sight=sight, findings=told, gpus=gpus)
 
 
 def held_by(gpu: GpuReport) -> str:
@@ -120,12 +114,12 @@ def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | No
     return max(0, memory.used_bytes - sum(known))
 
 
-def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> tuple[Finding, ...]:
-    memory = (*checks.memory(gpu.reading, ask, held_by(gpu)), *checks.swap(gpu.reading, sight.swap_bytes))
-    if gpu.reading.failure is not None:
-        return memory
-    told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
-    return (*memory, *(checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)))
+def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> Iterator[Finding]:
+    yield from checks.memory(gpu.reading, ask, held_by(gpu))
+    yield from checks.swap(gpu.reading, sight.swap_bytes)
+    if gpu.reading.failure is None:
+        told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
+        yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
 
 
 def _remark(finding: Finding) -> Finding:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any, Final
 
 from vllm_headroom.commands.preflight.budget import usable_bytes
 from vllm_headroom.commands.preflight.finding import Finding
 from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.model import Failure
 from vllm_headroom.units import gib
 
 SPOKEN: Final = {Verdict.GOOD: "GO", Verdict.NOT_GOOD: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
@@ -21,8 +23,10 @@ def text(report: Report) -> Iterator[str]:
         yield from _gpu(gpu)
     waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
     yield f"{SPOKEN[report.verdict]}{waited}"
-    for finding in report.findings:
-        yield from _finding(finding)
+    for finding, after in zip_longest(report.findings, report.findings[1:]):
+        yield _finding(finding)
+        if finding.fix is not None and (after is None or after.fix != finding.fix):
+            yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
     if highest is not None:
         yield f"The highest --gpu-memory-utilization that would work now is {highest:.2f}."
@@ -43,25 +47,24 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
         yield f"  {gib(gpu.unlisted_bytes):>10}  no process listed here"
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: Finding) -> str:
     unsure = "cannot tell: " if finding.verdict is Verdict.CANNOT_TELL else ""
     note = "note: " if finding.verdict is Verdict.GOOD else ""
     of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
-    yield f"  {note}{unsure}{of}{finding.text}"
-    if finding.fix is not None:
-        yield f"    {finding.fix}"
+    return f"  {note}{unsure}{of}{finding.text}"
 
 
 def document(report: Report) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
+    sight = report.sight
     return {
         "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
-        "driver_version": report.driver_version,
+        "driver_version": None if isinstance(sight.readings, Failure) else sight.readings.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
-        "shm": report.shm and asdict(report.shm),
-        "host": report.host and {"used_bytes": report.host.used_bytes, "limit_bytes": report.host.limit_bytes},
+        "shm": sight.shm and asdict(sight.shm),
+        "host": sight.host and {"used_bytes": sight.host.used_bytes, "limit_bytes": sight.host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings

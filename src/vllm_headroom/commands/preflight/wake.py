@@ -28,17 +28,12 @@ def judge_wake(sight: Sight, page: EnginePage | Failure, ask: Ask) -> Report:
     What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
     """
     if isinstance(sight.readings, Failure):
-        return Report(driver_version=None, gpus=(), shm=sight.shm, findings=(checks.failure_of(sight.readings),))
+        return Report(sight=sight, findings=(checks.failure_of(sight.readings),))
     told = _told(page, ask)
     reports = (gpu_report(device, sight, told or ask) for device in sight.readings.devices)
     gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & sight.engine_pids)
-    return Report(
-        driver_version=sight.readings.driver_version,
-        gpus=() if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus),
-        shm=sight.shm,
-        host=sight.host,
-        findings=_findings(sight, page, told, gpus),
-    )
+    shown = () if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
+    return Report(sight=sight, findings=_findings(sight, page, told, gpus), gpus=shown)
 
 
 def _findings(
@@ -80,10 +75,10 @@ def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
         return replace(_remark(f"{text} {gib(memory.free_bytes)} are free"), gpu=index)
     text = f"{text} only {gib(memory.free_bytes)} are free: {gib(to_wake - memory.free_bytes)} are missing"
     return Finding(
-        kind=Kind.MEMORY,
-        verdict=Verdict.NOT_GOOD,
-        text=f"{text}{held_by(gpu)}",
-        fix="end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
+        Kind.MEMORY,
+        Verdict.NOT_GOOD,
+        f"{text}{held_by(gpu)}",
+        "end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
         gpu=index,
         may_pass=True,
     )
@@ -98,8 +93,8 @@ def _room_for_weights(sight: Sight) -> str:
 
 
 def _remark(text: str) -> Finding:
-    return Finding(kind=Kind.ENGINE, verdict=Verdict.GOOD, text=text)
+    return Finding(Kind.ENGINE, Verdict.GOOD, text)
 
 
 def _unknown(text: str, fix: str | None = None) -> Finding:
-    return Finding(kind=Kind.ENGINE, verdict=Verdict.CANNOT_TELL, text=text, fix=fix)
+    return Finding(Kind.ENGINE, Verdict.CANNOT_TELL, text, fix)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.probe.install import install
-from vllm_headroom.commands.probe.record import Recorded, record
-from vllm_headroom.commands.probe.report import document, text
-from vllm_headroom.commands.probe.settings import ProbeSettings
+from vllm_headroom.commands.probe.record import record
+from vllm_headroom.commands.probe.report import text
 from vllm_headroom.config.kinds import DURATION, Value, choice
 from vllm_headroom.config.options import BadOptions, Parser
+from vllm_headroom.config.settings import Settings
 
 DESCRIPTION: Final = """\
 install puts the probe into a folder where any vLLM from 0.9 on finds it, its
@@ -40,12 +39,10 @@ LONGEST_SECONDS: Final = 3600
 """As the probe has it: no recording is longer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """What is in the folder now."""
+class ProbeSettings(Settings):
+    """The daemon's settings, in whose environment this is run; its options are those that it uses."""
 
-    folder: Path
-    names: tuple[str, ...]
+    no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
 
 
 def _folder(text: str) -> Path:
@@ -72,9 +69,9 @@ def _options(parser: Parser) -> None:
     parser.add_settings(ProbeSettings)
 
 
-async def _run(given: Namespace) -> Installed | Recorded:
+async def _run(given: Namespace) -> dict[str, Any]:
     if given.action == INSTALL and given.folder is not None and given.seconds is None:
-        return Installed(folder=given.folder, names=install(given.folder))
+        return {"folder": str(given.folder), "installed": list(install(given.folder))}
     if given.action == RECORD and given.folder is None and given.seconds is not None:
         if given.settings.probe_dir is None:
             raise BadOptions("HEADROOM_PROBE_DIR: needed to record, accepts the path of a directory")
@@ -82,28 +79,22 @@ async def _run(given: Namespace) -> Installed | Recorded:
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 
-def _text(answer: Installed | Recorded) -> Iterator[str]:
-    if isinstance(answer, Recorded):
-        yield from text(answer)
+def _text(found: dict[str, Any]) -> Iterator[str]:
+    if "processes" in found:
+        yield from text(found)
         return
-    yield f"{answer.folder} has {' and '.join(answer.names)}. vLLM loads the probe with"
-    yield f"  PYTHONPATH={answer.folder.absolute()}"
+    yield f"{found['folder']} has {' and '.join(found['installed'])}. vLLM loads the probe with"
+    yield f"  PYTHONPATH={Path(found['folder']).absolute()}"
     yield "  HEADROOM_PROBE_DIR=FOLDER  # in memory, writable by vLLM and by the sidecar, which has the same setting"
 
 
-def _document(answer: Installed | Recorded) -> dict[str, Any]:
-    if isinstance(answer, Recorded):
-        return document(answer)
-    return {"folder": str(answer.folder), "installed": list(answer.names)}
-
-
-COMMAND: Final[Command[Installed | Recorded]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=_options,
     run=_run,
     text=_text,
-    document=_document,
+    document=lambda found: found,
     status=lambda _: 0,
 )

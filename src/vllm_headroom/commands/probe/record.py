@@ -9,9 +9,8 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vllm_headroom.commands.probe.answer import Answer, parse_answer
 from vllm_headroom.derive.inside.present import told
@@ -23,6 +22,7 @@ from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import duration
 
 REQUEST: Final = "record.json"
+NO_ANSWER: Final = "no answer"
 READ_SECONDS: Final = 5.0
 TOUCH_SECONDS: Final = 5.0
 """The probes end what nobody has waited for in the last minute."""
@@ -32,17 +32,10 @@ ANSWER_SECONDS: Final = 60.0
 MOST_BYTES: Final = 256 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """What each process has answered; a text says what is wrong with an answer, None that there is none."""
-
-    folder: Path
-    seconds: float
-    answers: tuple[tuple[ProbedProcess, Answer | str | None], ...]
-
-
-async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> Recorded:
+async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Have all processes record for so long; raise BadInput where there is none, or another recording is running.
+
+    What is returned is what --json prints; a process without a usable answer has null for what it did not say.
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
@@ -58,7 +51,18 @@ async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> Re
                 (folder / REQUEST).unlink()
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
-    return Recorded(folder=folder, seconds=seconds, answers=answers)
+    processes_told = [_told(process, answers.get(process)) for process in processes]
+    return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
+
+
+def _told(process: ProbedProcess, answer: Answer | str | None) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "role": process.role,
+        "data_parallel_rank": process.data_parallel_rank,
+        "problem": None if isinstance(answer, dict) else answer or NO_ANSWER,
+        **(answer if isinstance(answer, dict) else dict.fromkeys(("note", "cost", "host", "gpu"))),
+    }
 
 
 async def _present(folder: Path) -> tuple[ProbedProcess, ...]:
@@ -86,10 +90,10 @@ def _ask(folder: Path, request: str, until: float) -> None:
 
 async def _answers(
     folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
-) -> tuple[tuple[ProbedProcess, Answer | str | None], ...]:
-    """Wait for all answers until the deadline, and keep the request alive meanwhile."""
+) -> dict[ProbedProcess, Answer | str]:
+    """Wait for all answers until the deadline, and keep the request alive meanwhile; a text says what is wrong."""
     waited_for = {each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
-    found: dict[ProbedProcess, Answer | str | None] = {}
+    found: dict[ProbedProcess, Answer | str] = {}
     touched = 0.0
     while len(found) < len(waited_for) and time.time() < deadline:
         if time.time() - touched >= TOUCH_SECONDS:
@@ -100,4 +104,4 @@ async def _answers(
             if written is not None and (answer := parse_answer(written, request)) is not None:
                 found[process] = answer
         await asyncio.sleep(POLL_SECONDS)
-    return tuple((process, found.get(process)) for process in waited_for)
+    return found

@@ -73,7 +73,7 @@ def _box(
     ahead = 0.0 if forecast is None else min((1 + MARGIN) * forecast.seconds, AHEAD * (end - begin))
     top = (1 + MARGIN) * max((value for _, value in points if value is not None), default=1.0)
     frame = Frame(begin=begin, end=end + ahead, top=top, width=WIDTH, height=HEIGHT)
-    stretches = drawing.thinned(points, COLUMNS)
+    stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = [
         drawing.curve(frame, stretches),
         *(drawing.upright(frame, seconds) for seconds in marks),

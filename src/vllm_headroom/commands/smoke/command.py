@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command, tell
@@ -14,7 +13,7 @@ from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon import logs
 
@@ -38,64 +37,49 @@ Example:
 MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """How each step went with the engine whose page is at `engine_url`."""
-
-    engine_url: str
-    steps: tuple[Step, ...]
-
-
 def _options(parser: Parser) -> None:
     parser.add_settings(SmokeSettings)
 
 
-async def _run(given: Namespace) -> Report:
+async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
     reach = Reach(settings)
-    return Report(engine_url=reach.address(""), steps=await taken(settings, reach, tell))
+    steps = await taken(settings, reach, tell)
+    return {
+        "serves": all(step.state is not State.FAILED for step in steps.values()),  # what was skipped does not fail
+        "engine_url": reach.address(""),
+        "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
+    }
 
 
-async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> tuple[Step, ...]:
+async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> dict[str, Step]:
     """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
     health = await healthy(reach, settings.deadline, say)
     if health.state is State.FAILED:
-        others = (name for name in Name if name is not Name.HEALTH)
-        return (health, *(Step(name, State.SKIPPED, "vLLM is not healthy") for name in others))
+        skipped = Step(State.SKIPPED, "vLLM is not healthy")
+        return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
     before = await read_page(reach)
     completion = await completed(reach, settings.completion_deadline)
     if completion.state is State.FAILED:
         metrics, page = offered(before), before
     else:
         metrics, page = await counted(reach, before)
-    return health, completion, metrics, await within(settings, page, settings.max_discrepancy)
+    discrepancy = await within(settings, page, settings.max_discrepancy)
+    return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
-def serves(steps: tuple[Step, ...]) -> bool:
-    """Tell whether nothing failed; what was skipped is told, and does not fail."""
-    return all(step.state is not State.FAILED for step in steps)
+def _text(found: dict[str, Any]) -> Iterator[str]:
+    yield from (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"])
 
 
-def _text(report: Report) -> Iterator[str]:
-    yield from (f"{MARKS[step.state]:<8} {step.name:<12} {step.text}" for step in report.steps)
-
-
-def _document(report: Report) -> dict[str, Any]:
-    return {
-        "serves": serves(report.steps),
-        "engine_url": report.engine_url,
-        "steps": [{"name": step.name, "state": step.state, "text": step.text} for step in report.steps],
-    }
-
-
-COMMAND: Final[Command[Report]] = Command(
+COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=_options,
     run=_run,
     text=_text,
-    document=_document,
-    status=lambda report: 0 if serves(report.steps) else 1,
+    document=lambda found: found,
+    status=lambda found: 0 if found["serves"] else 1,
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.model import Failure
+from vllm_headroom.parse.openai import error_of, first_model, json_object
 from vllm_headroom.scrape.http.reader import Answer
 from vllm_headroom.vocabulary import Reason
 
@@ -41,47 +41,39 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
     now = asyncio.get_running_loop().time
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
-        return Step(Name.COMPLETION, State.FAILED, listed.message)
-    model = _first_model(listed)
+        return Step(State.FAILED, listed.message)
+    model = first_model(listed)
     if model is None:
         return Step(
-            Name.COMPLETION,
             State.FAILED,
             f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
         )
     troubles: list[str] = []
     for path, prompt in FORMS:
         began = now()
-        body = {"model": model, "max_tokens": TOKENS, "temperature": 0, **prompt}
+        body = {"model": model.name, "max_tokens": TOKENS, "temperature": 0, **prompt}
         answer = await reach.post(path, body, deadline_seconds)
-        trouble = _trouble(answer, reach.address(path))
-        if trouble is None:
-            return _completed(model, answer, now() - began)
+        told = _tokens_or_trouble(answer, reach.address(path))
+        if isinstance(told, int):
+            return Step(State.OK, f"{model.name} gave {told} tokens in {now() - began:.2f} s")
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return Step(Name.COMPLETION, State.FAILED, trouble)
-        troubles.append(trouble)
-    return Step(Name.COMPLETION, State.FAILED, troubles[0])
+            return Step(State.FAILED, told)
+        troubles.append(told)
+    return Step(State.FAILED, troubles[0])
 
 
-def _completed(model: str, answer: Answer | Failure, seconds: float) -> Step:
-    tokens = 0 if isinstance(answer, Failure) else _tokens(_document(answer.text))
-    text = f"{model} gave {tokens} tokens in {seconds:.2f} s"
-    return Step(Name.COMPLETION, State.OK, text)
-
-
-def _trouble(answer: Answer | Failure, address: str) -> str | None:
-    """Return why this is no completion, None for one."""
+def _tokens_or_trouble(answer: Answer | Failure, address: str) -> int | str:
+    """Return how many tokens were generated, or why this is no completion."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:
             return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
         return answer.message
     if answer.status != HTTPStatus.OK:
-        said = _said(answer.text)
+        said = (error_of(json_object(answer.text)) or answer.text).strip()[:SAID_CHARACTERS]
         return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advice(answer.status, said)}"
-    if not _tokens(_document(answer.text)):
-        said = answer.text[:SAID_CHARACTERS]
-        return f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
-    return None
+    said = answer.text[:SAID_CHARACTERS]
+    nothing = f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
+    return _tokens(json_object(answer.text)) or nothing
 
 
 def _advice(status: int, said: str) -> str:
@@ -90,31 +82,8 @@ def _advice(status: int, said: str) -> str:
     return BEARER if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN} else LOG
 
 
-def _first_model(text: str) -> str | None:
-    data = _document(text).get("data")
-    first = data[0] if isinstance(data, list) and data else None
-    model = first.get("id") if isinstance(first, dict) else None
-    return model if isinstance(model, str) else None
-
-
 def _tokens(document: Mapping[str, Any]) -> int:
     """Return how many tokens were generated; 0 for what is no completion."""
     usage, choices = document.get("usage"), document.get("choices")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     return tokens if isinstance(tokens, int) and isinstance(choices, list) and choices else 0
-
-
-def _said(text: str) -> str:
-    """Return the message of an error as vLLM words it, or the text itself."""
-    document = _document(text)
-    error = document.get("error")
-    message = error.get("message") if isinstance(error, dict) else document.get("message")
-    return (message if isinstance(message, str) else text).strip()[:SAID_CHARACTERS]
-
-
-def _document(text: str) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}

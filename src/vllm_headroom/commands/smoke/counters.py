@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.page import nothing_found, parse_engines
 
@@ -49,17 +49,17 @@ async def counted(
     if problem is None and more < 1:
         problem = UNCOUNTED.format(finished_before)
     if isinstance(page, Failure) or problem is not None:
-        return Step(Name.METRICS, State.FAILED, problem or ""), page
-    return Step(Name.METRICS, State.OK, f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
+        return Step(State.FAILED, problem or ""), page
+    return Step(State.OK, f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
 
 
 def offered(page: EnginePage | Failure) -> Step:
     """Return what the page offers when there is no completion to count."""
     problem = _lacking(page, "" if isinstance(page, Failure) else nothing_found(page))
     if isinstance(page, Failure) or problem is not None:
-        return Step(Name.METRICS, State.FAILED, problem or "")
+        return Step(State.FAILED, problem or "")
     text = f"{_inputs(page)}; there is no completion to look for in them"
-    return Step(Name.METRICS, State.SKIPPED, text)
+    return Step(State.SKIPPED, text)
 
 
 def finished(page: EnginePage) -> float:

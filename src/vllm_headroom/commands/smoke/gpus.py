@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon.look import machine
 from vllm_headroom.derive.discrepancy import discrepancy
@@ -28,19 +28,17 @@ UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from 
 async def within(settings: Settings, page: EnginePage | Failure, limit_ratio: float) -> Step:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
-        return Step(
-            Name.DISCREPANCY, State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}"
-        )
+        return Step(State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
     here = await machine(settings)
     if isinstance(here.readings, Failure):
-        return Step(Name.DISCREPANCY, State.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
+        return Step(State.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        return Step(Name.DISCREPANCY, State.SKIPPED, NO_GPU)
+        return Step(State.SKIPPED, NO_GPU)
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
     samples = discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    return judged(samples, limit_ratio) if samples or page.engines else Step(Name.DISCREPANCY, State.SKIPPED, NO_ENGINE)
+    return judged(samples, limit_ratio) if samples or page.engines else Step(State.SKIPPED, NO_ENGINE)
 
 
 def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
@@ -49,17 +47,16 @@ def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
         (sample.labels[0], sample.value) for sample in samples if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     ]
     if not ratios:
-        return Step(Name.DISCREPANCY, State.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
+        return Step(State.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
     told = ", ".join(f"GPU {gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
         text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return Step(Name.DISCREPANCY, State.FAILED, text)
+        return Step(State.FAILED, text)
     if strangers:
         return Step(
-            Name.DISCREPANCY,
             State.SKIPPED,
             f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
-    return Step(Name.DISCREPANCY, State.OK, f"{told}, {limit_ratio:.1%} is allowed")
+    return Step(State.OK, f"{told}, {limit_ratio:.1%} is allowed")

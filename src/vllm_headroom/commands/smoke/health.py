@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.model import Failure
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import Reason
@@ -28,11 +28,11 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
     while True:
         answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
-            return Step(Name.HEALTH, State.OK, f"healthy after {duration(now() - began)}")
+            return Step(State.OK, f"healthy after {duration(now() - began)}")
         if answer.reason in LASTING:
-            return Step(Name.HEALTH, State.FAILED, answer.message)
+            return Step(State.FAILED, answer.message)
         if now() >= ends:
-            return Step(Name.HEALTH, State.FAILED, f"not healthy within {duration(deadline_seconds)}: {answer.message}")
+            return Step(State.FAILED, f"not healthy within {duration(deadline_seconds)}: {answer.message}")
         if answer.message != said or now() >= say_at:
             said, say_at = answer.message, now() + SAY_SECONDS
             say(f"waiting, {duration(ends - now())} left: {said}")

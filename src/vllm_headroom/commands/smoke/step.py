@@ -6,15 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Name(StrEnum):
-    """What is tried, in this order; a closed set, for scripts."""
-
-    HEALTH = "health"
-    COMPLETION = "completion"
-    METRICS = "metrics"
-    DISCREPANCY = "discrepancy"
-
-
 class State(StrEnum):
     """How it went; what could not be tried is never called ok."""
 
@@ -27,6 +18,5 @@ class State(StrEnum):
 class Step:
     """How it went with one thing; `text` says what was seen, or why it failed or was skipped, and what to do."""
 
-    name: Name
     state: State
     text: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import ssl
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable
@@ -15,9 +14,11 @@ import httpx
 
 from vllm_headroom.commands.cli import Command, say
 from vllm_headroom.commands.terminal import console, draws
-from vllm_headroom.commands.watch.sidecar import TIMEOUT_SECONDS, Document, ask
+from vllm_headroom.commands.watch.sidecar import Document, ask, said
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
+from vllm_headroom.daemon.look import closed
+from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 
@@ -38,6 +39,7 @@ Example:
 
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0
+TIMEOUT_SECONDS: Final = 5.0
 PATH: Final = "/snapshot.json"
 
 Ask = Callable[[], Awaitable[Document | str]]
@@ -50,10 +52,10 @@ def _options(parser: Parser) -> None:
 
 async def _run(given: Namespace) -> Document | None:
     where = (given.url or httpx.URL(HERE)).copy_with(path=PATH, query=None)
-    trusted = ssl.create_default_context(cafile=given.ca_file)
-    async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, verify=trusted, trust_env=False) as client:
+    reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
+    try:
         if given.json:
-            found = await ask(client, where)
+            found = await ask(reader)
             if isinstance(found, str):
                 raise BadInput(found)
             return found
@@ -61,7 +63,9 @@ async def _run(given: Namespace) -> Document | None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         follow = _live if draws(sys.stdout) else _lines
-        await follow(lambda: ask(client, where), where.host, stopped)
+        await follow(lambda: ask(reader), where.host, stopped)
+    finally:
+        await closed(reader)
     return None
 
 
@@ -93,8 +97,7 @@ async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
 def _told(document: Document) -> Iterable[tuple[str, str]]:
     """Yield what tells a verdict from the one before, and its line."""
     for verdict in document["verdicts"]:
-        level, subject = verdict["level"], verdict["subject"]
-        yield f"{subject} {level} {verdict['alert']}", f"{level}: {verdict['sentence']}"
+        yield f"{verdict['subject']} {verdict['level']} {verdict['alert']}", said(verdict)
 
 
 async def _pause(stopped: asyncio.Event) -> None:

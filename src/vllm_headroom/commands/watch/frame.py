@@ -10,12 +10,11 @@ from rich.text import Text
 
 from vllm_headroom.commands.bars import Point, bars
 from vllm_headroom.commands.terminal import hanging
-from vllm_headroom.commands.watch.sidecar import Document
+from vllm_headroom.commands.watch.sidecar import Document, said
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import CONTROLS
 
 ROWS: Final = 5
-WORDS: Final = {"good": "OK", "unknown": "NOT KNOWN", "warning": "WARNING", "alarm": "ALARM"}
 
 
 def frame(found: Document | str, title: str, console: Console) -> Group:
@@ -36,11 +35,6 @@ def _lines(document: Document, title: str, width: int) -> Iterator[Text]:
     if document["history"]["running"]:
         yield _heading("running requests, the last day at most", "dim")
         yield from (Text(line, "blue") for line in bars(document["history"]["running"], width, 1, pick=max))
-
-
-def said(verdict: dict[str, Any]) -> str:
-    """Return a verdict: its level as a word, which the colour only repeats."""
-    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
 
 
 def _heading(text: str, style: str) -> Text:

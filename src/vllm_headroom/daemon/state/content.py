@@ -13,7 +13,7 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.model import Failure, Snapshot
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """To be raised when the fields of a state, or what they mean, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0
@@ -54,7 +54,7 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
     gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
     leak, baseline = saved.memory.leak, saved.memory.baseline
-    gpus = Tracks(tracks={uuid: track for uuid, track in leak.gpus.tracks.items() if uuid in here})
+    gpus = {uuid: track for uuid, track in leak.gpus.items() if uuid in here}
     return Memory(
         leak=LeakMemory(
             load=_load(leak.load, shift) if gap <= LOAD_GAP_SECONDS else LoadState(),
@@ -67,7 +67,7 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
 
 
 def _moved(tracks: Tracks, shift: float) -> Tracks:
-    return Tracks(tracks={name: replace(track, clock=track.clock + shift) for name, track in tracks.tracks.items()})
+    return {name: replace(track, clock=track.clock + shift) for name, track in tracks.items()}
 
 
 def _load(load: LoadState, shift: float) -> LoadState:

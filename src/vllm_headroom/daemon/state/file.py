@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from vllm_headroom.daemon.state.content import FORMAT, SavedState
+from vllm_headroom.trace.writing import make
 
 MOST_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""
@@ -74,7 +75,7 @@ class File(Generic[T]):
     def write(self, folder: Path, saved: T) -> None:
         """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
         content, unfinished = self.encode(saved), folder / f"{self.name}.new"
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
         with unfinished.open("xb") as stream:
             stream.write(content)

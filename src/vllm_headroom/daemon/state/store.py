@@ -18,6 +18,7 @@ from vllm_headroom.daemon.state.identity import Identity, foreign, identity
 from vllm_headroom.daemon.state.lives import LIVES, KeptLives
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.trace.writing import real
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -97,7 +98,11 @@ class Keeper:
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
     async def _first_read(self) -> dict[str, Any]:
-        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
+        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick.
+
+        A link that was set as the folder is followed now, once: one that is put in its place later is not.
+        """
+        self._folder = await self._try(".", partial(real, self._folder)) or self._folder
         lives, history = await self._read(LIVES), await self._read(HISTORY)
         if self._failing & {LIVES.name, HISTORY.name}:
             return {}
@@ -121,7 +126,7 @@ class Keeper:
             "saved state taken up",
             saved_by=saved.version,
             age_seconds=round(snapshot.time_seconds - saved.saved_at_seconds),
-            gpus=",".join(memory.leak.gpus.tracks),
+            gpus=",".join(memory.leak.gpus),
         )
         return {"leak": memory.leak, "baseline": memory.baseline}
 
@@ -171,12 +176,12 @@ def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     now = identity(snapshot.engines)
     if now is not None and (reason := foreign(saved.identity, now, age)):
         return reason
-    gpus = saved.memory.leak.gpus.tracks
+    gpus = saved.memory.leak.gpus
     if gpus and not isinstance(snapshot.gpus, Failure) and not visible(snapshot) & set(gpus):
         return f"it is of other GPUs ({', '.join(gpus)})"
     return None
 
 
 def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    has_gpus = bool(saved.memory.leak.gpus.tracks)
+    has_gpus = bool(saved.memory.leak.gpus)
     return identity(snapshot.engines) is not None and not (has_gpus and isinstance(snapshot.gpus, Failure))

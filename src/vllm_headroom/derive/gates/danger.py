@@ -7,7 +7,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import finished, together
-from vllm_headroom.model import Failure, Gpu, Snapshot, Values
+from vllm_headroom.model import Snapshot, Values
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState
 
@@ -52,7 +52,7 @@ def watched(before: Watched, snapshot: Snapshot) -> Watched:
     now = snapshot.monotonic_seconds
     used = [each for each in before.used if now - PEAK_SECONDS <= each[0] <= now]
     bursts = [each for each in before.bursts if now - BURST_SECONDS <= each[0] <= now]
-    for gpu in _owned(snapshot):
+    for gpu in snapshot.owned:
         memory, uuid = gpu.reading.memory, gpu.reading.uuid
         if memory is None:
             continue
@@ -78,7 +78,7 @@ def danger(known: Watched, snapshot: Snapshot, values: Values, *, least_seconds:
 
 
 def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
-    for gpu in _owned(snapshot):
+    for gpu in snapshot.owned:
         memory, uuid = gpu.reading.memory, gpu.reading.uuid
         most = max((burst for _, whose, burst in known.bursts if whose == uuid), default=0)
         if memory is not None and memory.free_bytes < factor * most:
@@ -91,9 +91,7 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
 def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
         return Danger(text="the engine has work and makes no progress")
-    waiting = (
-        None if isinstance(snapshot.engines, Failure) else together(each.waiting for each in snapshot.engines.engines)
-    )
+    waiting = together(each.waiting for each in snapshot.page.engines) if snapshot.page else None
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None
     (began, first), (now, last) = known.finished[0], known.finished[-1]
@@ -107,7 +105,7 @@ def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
 
 
 def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
-    total = None if isinstance(snapshot.engines, Failure) else finished(snapshot.engines)
+    total = finished(snapshot.page) if snapshot.page else None
     kept = tuple(each for each in before.finished if now - RATE_SECONDS <= each[0] <= now)
     if total is None or not _is_in_service(snapshot) or (kept and total < kept[-1][1]):
         return ()
@@ -116,8 +114,3 @@ def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[fl
 
 def _is_in_service(snapshot: Snapshot) -> bool:
     return snapshot.life is not None and snapshot.life.in_service
-
-
-def _owned(snapshot: Snapshot) -> tuple[Gpu, ...]:
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    return tuple(gpu for gpu in gpus if gpu.attribution is not None)

@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.place import may_leave, share
 from vllm_headroom.derive.page_facts import running_requests
-from vllm_headroom.model import Failure, Metric, Snapshot, Values
+from vllm_headroom.model import Metric, Snapshot, Values
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import LeakState
 
@@ -92,7 +92,7 @@ def _is_time(loads: tuple[float | None, ...], now: float, left: float, share_of_
 
 
 def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:
-    running = None if isinstance(snapshot.engines, Failure) else running_requests(snapshot.engines)
+    running = running_requests(snapshot.page) if snapshot.page else None
     if running is None:
         return before
     hour = int(snapshot.time_seconds // HOUR_SECONDS) % HOURS

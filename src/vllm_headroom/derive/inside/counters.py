@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.life.signs import owned
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import AllocatorReading, Gpu, Metric, ProbedProcess, ProbeReadings, Sample, Snapshot
 
@@ -33,7 +32,7 @@ class Counts:
 
 def counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the counters of each GPU of the engine; what a process counted before it died is in its last file."""
-    probe, gpus = snapshot.probe, owned(snapshot)
+    probe, gpus = snapshot.probe, snapshot.owned
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
+from vllm_headroom.model import Gpu, Sample, Snapshot
 
 
 def inside(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the ledger and the allocator's figures of each GPU that a present process speaks of."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    return tuple(sample for gpu in gpus for sample in _of_gpu(gpu))
+    return tuple(sample for gpu in snapshot.devices for sample in _of_gpu(gpu))
 
 
 def _of_gpu(gpu: Gpu) -> Iterator[Sample]:

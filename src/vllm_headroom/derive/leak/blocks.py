@@ -21,11 +21,6 @@ GIVEN_BACK_LEVEL: Final = 2
 there is no verdict that this would end."""
 
 
-def with_level(track: Track, index: int, level: Level) -> Track:
-    """Return the track with another level in one place."""
-    return replace(track, levels=(*track.levels[:index], level, *track.levels[index + 1 :]))
-
-
 def lowered(level: Level, drop: float) -> Level:
     """Return the level as if so much less had been held until now."""
     reference, began, block = level.reference_bytes, level.began, level.block
@@ -40,32 +35,51 @@ def lowered(level: Level, drop: float) -> Level:
     )
 
 
-def close(track: Track, index: int) -> Track:
-    """End the block of a level: weigh it, and make it a part of the next level's block.
+def close(track: Track, block: Block) -> Track | None:
+    """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
 
-    The anchor is None afterwards when memory was given back for good.
+    None when memory was given back for good.
     """
+    track, levels = _remember(track, block), list(track.levels)
+    for index, level in enumerate(track.levels):
+        if index:
+            block = _joined(level.block, block)
+            if block.parts < PARTS[index]:
+                levels[index] = replace(level, block=block)
+                break
+        ended = _ended(track, index, block)
+        if ended is None:
+            return None
+        levels[index] = ended
+    return replace(track, levels=tuple(levels))
+
+
+def _joined(whole: Block | None, part: Block) -> Block:
+    """Return a block with one more part."""
+    first = whole or replace(part, parts=0)
+    return Block(
+        first.seconds,
+        first.requests,
+        min(first.floor_bytes, part.floor_bytes),
+        max(first.ceiling_bytes, part.ceiling_bytes),
+        first.parts + 1,
+    )
+
+
+def _ended(track: Track, index: int, block: Block) -> Level | None:
+    """Return a level with the evidence of its block; None when memory was given back for good."""
     level = track.levels[index]
-    block = level.block
-    if block is None:
-        return track
-    if index == 0:
-        if level.reference_bytes is None:
-            track = replace(track, first_bytes=block.floor_bytes)
-        track = _remember(track, level, block)
     point = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
-    level = replace(level, block=None)
     if level.reference_bytes is None:
-        level = replace(level, reference_bytes=block.floor_bytes, points=(point,))
-    elif _tells(track, level.reference_bytes, block, point):
-        level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
-        if index == GIVEN_BACK_LEVEL:
-            level = _given_back(level, block, track.seconds)
-            below = 0.0 if level.below_since is None else track.seconds - level.below_since
-            if below >= GIVEN_BACK_SECONDS and track.verdict is Verdict.NONE:
-                return replace(track, anchor_seconds=None)
-    track = with_level(track, index, level)
-    return _part(track, index + 1, block) if index + 1 < len(track.levels) else track
+        return replace(level, block=None, reference_bytes=block.floor_bytes, points=(point,))
+    if not _tells(track, level.reference_bytes, block, point):
+        return replace(level, block=None)
+    level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
+    if index != GIVEN_BACK_LEVEL:
+        return level
+    level = _given_back(level, block)
+    below = 0.0 if level.below_since is None else track.seconds - level.below_since
+    return None if below >= GIVEN_BACK_SECONDS and track.verdict is Verdict.NONE else level
 
 
 def _tells(track: Track, reference_bytes: float, block: Block, point: Point) -> bool:
@@ -80,40 +94,30 @@ def _chance(track: Track, block: Block) -> float:
     return chance(first, (track.seconds - anchor, track.work.requests - track.anchor_requests))
 
 
-def _given_back(level: Level, block: Block, now: float) -> Level:
+def _given_back(level: Level, block: Block) -> Level:
     if level.reference_bytes is None or block.ceiling_bytes >= level.reference_bytes - GIVEN_BACK_BYTES:
         return replace(level, below_since=None)
     return level if level.below_since is not None else replace(level, below_since=block.seconds)
 
 
-def _part(track: Track, index: int, block: Block) -> Track:
-    level = track.levels[index]
-    whole = level.block or replace(block, parts=0)
-    whole = replace(
-        whole,
-        floor_bytes=min(whole.floor_bytes, block.floor_bytes),
-        ceiling_bytes=max(whole.ceiling_bytes, block.ceiling_bytes),
-        parts=whole.parts + 1,
-    )
-    track = with_level(track, index, replace(level, block=whole))
-    return close(track, index) if whole.parts == PARTS[index] else track
-
-
-def _remember(track: Track, level: Level, block: Block) -> Track:
+def _remember(track: Track, block: Block) -> Track:
     """Add a shortest block to busy time, to the clipped growth and, now and then, to the history."""
-    rise = 0.0 if level.reference_bytes is None else max(0.0, block.floor_bytes - level.reference_bytes)
-    if rise >= RISE_BYTES:
-        rises = (*track.rises, rise)[-NEWEST_RISES:]
-        most = CLIP * median(rises) if len(rises) >= FEW_RISES else rise
-        track = replace(track, rises=rises, grown_bytes=track.grown_bytes + min(rise, most))
+    reference = track.levels[0].reference_bytes
+    if reference is None:
+        track = replace(track, first_bytes=block.floor_bytes)
+    rise = 0.0 if reference is None else max(0.0, block.floor_bytes - reference)
     if track.work.requests <= block.requests and rise < RISE_BYTES:
         return track
-    track = replace(track, busy_seconds=track.busy_seconds + track.seconds - block.seconds)
-    now = here(track)
-    last = track.history[-1] if track.history else (0.0, 0.0, 0.0)
-    if now[0] >= HISTORY_STEP * last[0] or now[1] >= HISTORY_STEP * last[1]:
-        track = replace(track, history=(*track.history, now)[-HISTORY_POINTS:])
-    return track
+    rises, grown_bytes, history = track.rises, track.grown_bytes, track.history
+    if rise >= RISE_BYTES:
+        rises = (*rises, rise)[-NEWEST_RISES:]
+        grown_bytes += min(rise, CLIP * median(rises)) if len(rises) >= FEW_RISES else rise
+    busy_seconds = track.busy_seconds + track.seconds - block.seconds
+    requests = track.work.requests - track.anchor_requests
+    last = history[-1] if history else (0.0, 0.0, 0.0)
+    if requests >= HISTORY_STEP * last[0] or busy_seconds >= HISTORY_STEP * last[1]:
+        history = (*history, (requests, busy_seconds, grown_bytes))[-HISTORY_POINTS:]
+    return replace(track, rises=rises, grown_bytes=grown_bytes, busy_seconds=busy_seconds, history=history)
 
 
 def here(track: Track) -> tuple[float, float, float]:

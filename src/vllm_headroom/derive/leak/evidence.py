@@ -54,7 +54,7 @@ def folds(first: tuple[float, float], last: tuple[float, float]) -> float:
 
 
 def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> Level:
-    """Return the level with one more block's evidence; its reference must be known."""
+    """Return the level with the evidence of its block, which ends; its reference must be known."""
     assert level.reference_bytes is not None  # noqa: S101 - the caller sets it with the first block
     rose = point.floor_bytes >= level.reference_bytes + RISE_BYTES
     score = level.score
@@ -63,6 +63,7 @@ def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> L
         score = min(threshold + SPARE, max(0.0, score + log(odds)))
     return replace(
         level,
+        block=None,
         reference_bytes=max(level.reference_bytes, point.floor_bytes),
         score=score,
         points=(*level.points, point)[-NEWEST_POINTS:],
@@ -80,7 +81,8 @@ def stretch(level: Level) -> tuple[Point, ...]:
 def settle(level: Level, judged: Verdict, threshold: float, most_misses: int, floor_bytes: float) -> Level:
     """Return the level with its verdict: it rises with the evidence, and ends with the growth or when that is gone."""
     ended = level.misses >= most_misses or level.score < threshold / 2 or _given_back(level, floor_bytes)
-    return replace(level, verdict=Verdict.NONE if ended else max(level.verdict, judged))
+    verdict = Verdict.NONE if ended else max(level.verdict, judged)
+    return level if verdict is level.verdict else replace(level, verdict=verdict)
 
 
 def _given_back(level: Level, floor_bytes: float) -> bool:

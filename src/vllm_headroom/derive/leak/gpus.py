@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
 from vllm_headroom import catalog
@@ -11,47 +10,42 @@ from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
 from vllm_headroom.derive.leak.track import observe, warming_up
 from vllm_headroom.derive.page_facts import awake, finished, life
-from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
-from vllm_headroom.vocabulary import LeakLocation, LeakState
+from vllm_headroom.derive.readings import gpu_labels, states
+from vllm_headroom.model import Gpu, Sample, Snapshot
+from vllm_headroom.vocabulary import LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
 FORGET_SECONDS: Final = 86400.0
 """A device or role not seen for a day is forgotten: memory stays bounded while pods and MIG instances change."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tracks:
-    """A track per series, by UUID or role."""
-
-    tracks: dict[str, Track] = field(default_factory=dict)
+Tracks = dict[str, Track]
+"""A track per series, by UUID or role."""
 
 
 def gpu_leaks(
     state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    ours = [gpu for gpu in gpus if gpu.attribution is not None]
     now = snapshot.monotonic_seconds
     tracks = kept(state)
     samples: list[Sample] = []
-    for gpu in ours:
+    for gpu in snapshot.owned:
         uuid = gpu.reading.uuid
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), observation(gpu, snapshot))
         samples += _samples(gpu, tracks[uuid], inside.get(uuid), settled=settled)
-    return Tracks(tracks=tracks), tuple(samples)
+    return tracks, tuple(samples)
 
 
-def kept(state: Tracks) -> dict[str, Track]:
+def kept(tracks: Tracks) -> Tracks:
     """Return the tracks that were moved within a day of the newest; a wild date makes none forgotten."""
-    newest = max((track.clock for track in state.tracks.values()), default=0.0)
-    return {name: track for name, track in state.tracks.items() if newest - track.clock < FORGET_SECONDS}
+    newest = max((track.clock for track in tracks.values()), default=0.0)
+    return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
 
 
 def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
     """Return what the detector is told of a GPU."""
-    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    page = snapshot.page
     return Observation(
         seconds=snapshot.monotonic_seconds,
         held_bytes=gpu.held_bytes,
@@ -81,8 +75,7 @@ def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
 def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
     labels, track = gpu_labels(gpu), sharpened(track, inside)
     is_in = leak_state(track, known=gpu.held_bytes is not None, settled=settled)
-    for state in LeakState:
-        yield Sample(catalog.LEAK_STATE, (*labels, str(state)), float(state is is_in))
+    yield from states(catalog.LEAK_STATE, labels, is_in)
     if track.estimate is None or is_in not in SHOWN:
         return
     found = track.estimate
@@ -100,4 +93,4 @@ def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: boo
             yield Sample(metric, labels, value)
     where = location(found, inside)
     if where is not None:
-        yield from (Sample(catalog.LEAK_LOCATION, (*labels, str(each)), float(each is where)) for each in LeakLocation)
+        yield from states(catalog.LEAK_LOCATION, labels, where)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
@@ -9,7 +11,7 @@ from typing import Final
 from vllm_headroom.derive.leak.facts import Estimate, Track, room
 from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
 from vllm_headroom.derive.page_facts import awake, finished, running_requests
-from vllm_headroom.model import Failure, Gpu, Snapshot
+from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
 BLOCK_SECONDS: Final = 20.0
@@ -45,6 +47,13 @@ class Mark:
     outside_bytes: float
 
 
+HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
+    LeakLocation.TENSORS: lambda mark: mark.allocated_bytes,
+    LeakLocation.FRAGMENTATION: lambda mark: mark.fragmented_bytes,
+    LeakLocation.OUTSIDE_TORCH: lambda mark: mark.outside_bytes,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsideTrack:
     """What is remembered of one GPU's inside in one life of the engine.
@@ -75,9 +84,9 @@ InsideTracks = dict[str, InsideTrack]
 def insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     """Return the tracks after one more look; what sleeps or begins anew is compared from there on."""
     now = snapshot.monotonic_seconds
-    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    page = snapshot.page
     kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.clock < FORGET_SECONDS}
-    for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+    for gpu in snapshot.devices:
         if page is not None and awake(page) is False:
             kept.pop(gpu.reading.uuid, None)
             continue
@@ -120,7 +129,7 @@ def _least(block: Mark, mark: Mark) -> Mark:
 
 
 def _closed(track: InsideTrack, block: Mark, snapshot: Snapshot) -> InsideTrack:
-    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    page = snapshot.page
     if page is None:  # how much was done is not known: the block goes on
         return track
     done, running = finished(page) or 0.0, running_requests(page) or 0.0
@@ -151,32 +160,25 @@ def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation
     if found is None or inside is None or found.bytes_per_second <= 0:
         return None
     began = inside.clock - found.leaked_bytes / found.bytes_per_second
-    series = _series(inside.marks, began)
-    whole = {place: values[-1] - values[0] for place, values in series.items() if values}
-    steady = {place: PARTS * _least_growth(values) for place, values in series.items()}
+    marks = inside.marks[bisect_left(inside.marks, began, key=lambda mark: mark.seconds) :]
+    marks = marks if len(marks) > PARTS else inside.marks[-PARTS - 1 :]
+    if not marks:
+        return None
+    whole = {place: held(marks[-1]) - held(marks[0]) for place, held in HELD.items()}
+    steady = {place: PARTS * _least_growth([held(mark) for mark in _ends(marks)]) for place, held in HELD.items()}
     most = max(steady, key=lambda place: steady[place])
-    if steady[most] <= STEADY_SHARE * max(whole.values(), default=0.0):
-        most = max(whole, key=lambda place: whole[place], default=most)
-    return most if max(steady[most], whole.get(most, 0.0)) > 0 else None
+    if steady[most] <= STEADY_SHARE * max(whole.values()):
+        most = max(whole, key=lambda place: whole[place])
+    return most if max(steady[most], whole[most]) > 0 else None
 
 
-def _series(marks: tuple[Mark, ...], began: float) -> dict[LeakLocation, list[float]]:
-    """Return what each place held since the leak began, in seven marks at least where there are as many."""
-    since = [mark for mark in marks if mark.seconds >= began]
-    since = since if len(since) > PARTS else list(marks[-PARTS - 1 :])
-    return {
-        LeakLocation.TENSORS: [mark.allocated_bytes for mark in since],
-        LeakLocation.FRAGMENTATION: [mark.fragmented_bytes for mark in since],
-        LeakLocation.OUTSIDE_TORCH: [mark.outside_bytes for mark in since],
-    }
+def _ends(marks: tuple[Mark, ...]) -> list[Mark]:
+    """Return the marks between which the sixths of the time are; none where there are too few to say."""
+    return [marks[round(part * (len(marks) - 1) / PARTS)] for part in range(PARTS + 1)] if len(marks) > PARTS else []
 
 
-def _least_growth(values: list[float]) -> float:
-    """Return the least growth in a sixth of the time; 0 where there are too few values to say."""
-    if len(values) <= PARTS:
-        return 0.0
-    ends = [values[round(part * (len(values) - 1) / PARTS)] for part in range(PARTS + 1)]
-    return min(after - before for before, after in pairwise(ends))
+def _least_growth(held_bytes: list[float]) -> float:
+    return min((after - before for before, after in pairwise(held_bytes)), default=0.0)
 
 
 def moved(track: InsideTrack, shift: float) -> InsideTrack:

@@ -72,21 +72,25 @@ def _floor(track: Track) -> float:
 def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
     """Return the track with each level's verdict and that of the last hours, and the growth that says most.
 
-    A level says something new only when one of its blocks has just ended; there is no growth where another is surest.
+    There is none where the surest level, the longest of them, has no new block.
     """
-    levels: list[Level] = []
-    best: tuple[Verdict, Growth | None] = (Verdict.NONE, None)
-    steady = steadiness(track.history, here(track))
+    steady, floor_bytes = steadiness(track.history, here(track)), _floor(track)
+    levels = []
     for level, threshold, most in zip(track.levels, THRESHOLDS, MISSES_THAT_END_IT, strict=True):
-        grown = growth(stretch(level)) if level.score >= threshold and _just_ended(track, level) else None
+        grown = None if level.verdict is Verdict.LEAKING else _grown(track, level, threshold)
         said = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)
-        levels.append(settle(level, said, threshold, most, _floor(track)))
-        if levels[-1].verdict and levels[-1].verdict >= best[0]:
-            best = (levels[-1].verdict, grown)
-    projected, grown = _projected(track, room_bytes)
-    if grown is not None and projected > best[0]:
-        best = (projected, grown)
-    return replace(track, levels=tuple(levels), projected=projected), best[1]
+        levels.append(settle(level, said, threshold, most, floor_bytes))
+    surest, threshold = max(zip(reversed(levels), reversed(THRESHOLDS), strict=True), key=lambda pair: pair[0].verdict)
+    projected, foretold = _projected(track, room_bytes)
+    track = replace(track, levels=tuple(levels), projected=projected)
+    if foretold is not None and projected > surest.verdict:
+        return track, foretold
+    return track, _grown(track, surest, threshold) if surest.verdict else None
+
+
+def _grown(track: Track, level: Level, threshold: float) -> Growth | None:
+    """Return the growth of a level whose evidence is enough; a level says something new only when its block ended."""
+    return growth(stretch(level)) if level.score >= threshold and _just_ended(track, level) else None
 
 
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:

@@ -16,8 +16,8 @@ class LeakMemory:
     """Everything the detector remembers."""
 
     load: LoadState = field(default_factory=LoadState)
-    gpus: Tracks = field(default_factory=Tracks)
-    host: Tracks = field(default_factory=Tracks)
+    gpus: Tracks = field(default_factory=dict)
+    host: Tracks = field(default_factory=dict)
     inside: InsideTracks = field(default_factory=dict)
 
 

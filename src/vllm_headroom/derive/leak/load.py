@@ -9,7 +9,7 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named, running_requests
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.model import Sample, Snapshot
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
@@ -44,21 +44,19 @@ def load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample,
     if state.stable is None:
         return state, ()
     held = _held(snapshot) if state.stable else {}
-    state = replace(state, held_bytes={uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()})
-    deltas = [
-        Sample(catalog.MEMORY_DELTA, labels, now - state.held_bytes[uuid]) for uuid, (labels, now) in held.items()
-    ]
+    first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
+    if first != state.held_bytes:
+        state = replace(state, held_bytes=first)
+    deltas = [Sample(catalog.MEMORY_DELTA, labels, now - first[uuid]) for uuid, (labels, now) in held.items()]
     return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
 
 
 def _requests(snapshot: Snapshot) -> float | None:
     """Return requests running and waiting in all engines; None where one does not say how many run."""
-    if isinstance(snapshot.engines, Failure):
+    running = None if snapshot.page is None else running_requests(snapshot.page)
+    if snapshot.page is None or running is None:
         return None
-    running = running_requests(snapshot.engines)
-    if running is None:
-        return None
-    return running + sum(engine.waiting or 0.0 for engine in named(snapshot.engines))
+    return running + sum(engine.waiting or 0.0 for engine in named(snapshot.page))
 
 
 def _gathered(state: LoadState, requests: float, now: float) -> LoadState:
@@ -77,5 +75,5 @@ def _level(minutes: tuple[float, ...]) -> bool:
 
 
 def _held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    return {gpu.reading.uuid: (gpu_labels(gpu), gpu.held_bytes) for gpu in gpus if gpu.held_bytes is not None}
+    held = ((gpu, gpu.held_bytes) for gpu in snapshot.devices)
+    return {gpu.reading.uuid: (gpu_labels(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.derive.leak.blocks import with_level
 from vllm_headroom.derive.leak.evidence import THRESHOLDS
 from vllm_headroom.derive.leak.facts import Level, Run, Track, Verdict
 from vllm_headroom.derive.leak.fast import QUIET_SECONDS
@@ -43,9 +42,8 @@ def _paused(track: Track) -> Track:
     """Return the track without the block it was gathering, so that what follows a pause is not compared within it."""
     if not track.levels:
         return track
-    return with_level(
-        replace(track, run=Run(quiet_until=track.run.quiet_until)), 0, replace(track.levels[0], block=None)
-    )
+    levels = (replace(track.levels[0], block=None), *track.levels[1:])
+    return replace(track, run=Run(quiet_until=track.run.quiet_until), levels=levels)
 
 
 def anchored(track: Track) -> Track:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -129,13 +128,12 @@ def _is_pace(points: tuple[Point, ...], floors: tuple[float, ...], largest_share
     """Return whether the growth is even and outpaces the life before; once there is an alarm, only its end counts."""
     if largest_share > LARGEST_SHARE:
         return False
-    even = _even(points, floors, lambda point: point.requests) or _even(points, floors, lambda point: point.seconds)
+    even = _even([point.requests for point in points], floors) or _even([point.seconds for point in points], floors)
     return even and _outpaces(points, floors, life)
 
 
-def _even(points: tuple[Point, ...], floors: tuple[float, ...], axis: Callable[[Point], float]) -> bool:
-    """Return whether each third and the later half have their share on an axis."""
-    places = [axis(point) for point in points]
+def _even(places: list[float], floors: tuple[float, ...]) -> bool:
+    """Return whether each third and the later half have their share on an axis, on which these are the places."""
     at = [_reached(places, floors, share) for share in (1 / 3, 1 / 2, 2 / 3)]
     total = floors[-1] - floors[0]
     thirds = (at[0] - floors[0], at[2] - at[0], floors[-1] - at[2])

@@ -119,11 +119,8 @@ def _left(grown: Growth, lasted: float, room_bytes: float | None) -> float | Non
 
 def _evenness(grown: Growth) -> Verdict:
     """Return whether the later half has its share of the growth, by requests or by busy time."""
-    quarters = [
-        shares
-        for axis in (_requests, _busy)
-        if (shares := _quarters(grown, [axis(point) for point in grown.points])) is not None
-    ]
+    axes = ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points])
+    quarters = [shares for axis in axes if (shares := _quarters(grown, axis)) is not None]
     if not quarters or not any(_never_stops(shares) for shares in quarters):
         return Verdict.NONE
     late = [shares[2] + shares[3] for shares in quarters]
@@ -131,14 +128,6 @@ def _evenness(grown: Growth) -> Verdict:
         if max(late) >= most and min(late) >= least:
             return verdict
     return Verdict.NONE
-
-
-def _requests(point: Point) -> float:
-    return point.requests
-
-
-def _busy(point: Point) -> float:
-    return point.busy_seconds
 
 
 def _never_stops(shares: list[float]) -> bool:

@@ -11,7 +11,8 @@ from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Poin
 from vllm_headroom.derive.leak.fast import LASTS_SECONDS, fast, followed
 from vllm_headroom.derive.leak.judged import judged
 from vllm_headroom.derive.leak.pauses import anchored, crowded, rested
-from vllm_headroom.derive.leak.work import restarted, worked
+from vllm_headroom.derive.leak.work import worked
+from vllm_headroom.derive.page_facts import begun_anew
 
 DOUBTED_SECONDS: Final = 86_400.0
 """A time this far ahead, or an earlier one, is believed when a second reading bears it out."""
@@ -28,8 +29,10 @@ def observe(track: Track, seen: Observation) -> Track:
     """Return the track with one more reading; takes some microseconds, and a millisecond when a long block ends."""
     if _doubtful(track, seen):
         return replace(track, doubted_clock=seen.seconds)
-    if restarted(track.work, seen) or seen.seconds - track.clock >= DOUBTED_SECONDS:
-        life = track.work.life if seen.life is None else seen.life
+    work = track.work
+    another = begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
+    if another or seen.seconds - track.clock >= DOUBTED_SECONDS:
+        life = work.life if seen.life is None else seen.life
         return observe(Track(clock=seen.seconds), replace(seen, life=life))
     elapsed = max(0.0, seen.seconds - track.clock)
     now = track.seconds + elapsed
@@ -38,7 +41,7 @@ def observe(track: Track, seen: Observation) -> Track:
         clock=seen.seconds,
         doubted_clock=None,
         seconds=now,
-        work=worked(track.work, seen, elapsed, now),
+        work=worked(work, seen, elapsed, now),
         asleep=seen.awake is False,
     )
     if seen.held_bytes is None:
@@ -71,9 +74,10 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     track = _flushed(track, held_bytes, room_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        track = close(track, 0)
-        if track.anchor_seconds is None:
+        closed = close(track, block)
+        if closed is None:
             return _gather(anchored(track), held_bytes, room_bytes)
+        track = closed
         if track.levels[JUDGED_LEVEL].block is None:
             track = judged(track, room_bytes)
         block = None
@@ -83,11 +87,8 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     elif block.floor_bytes <= held_bytes <= block.ceiling_bytes:
         opened = block
     else:
-        opened = replace(
-            block,
-            floor_bytes=min(block.floor_bytes, held_bytes),
-            ceiling_bytes=max(block.ceiling_bytes, held_bytes),
-        )
+        floor, ceiling = min(block.floor_bytes, held_bytes), max(block.ceiling_bytes, held_bytes)
+        opened = Block(block.seconds, block.requests, floor, ceiling, block.parts)
     if opened is not block:
         levels = (replace(track.levels[0], block=opened), *track.levels[1:])
         track = replace(track, levels=levels, top_bytes=max(track.top_bytes, held_bytes))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import replace
 from math import exp
+from operator import itemgetter
 from typing import Final
 
 from vllm_headroom.derive.leak.facts import Observation, Work
-from vllm_headroom.derive.page_facts import begun_anew
 
 AVERAGE_SECONDS: Final = 300.0
 MILEAGE_SECONDS: Final = 900.0
@@ -17,11 +17,6 @@ RESET_SECONDS: Final = 600.0
 
 MILEAGE_POINTS: Final = 97
 """A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
-
-
-def restarted(work: Work, seen: Observation) -> bool:
-    """Return whether this is another life of the engine, by its start time or processes, or by its counter."""
-    return begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
 
 
 def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
@@ -62,12 +57,8 @@ def _mileage(mileage: tuple[tuple[float, float], ...], now: float, requests: flo
 
 def expected_rate(work: Work, now: float, horizon_seconds: float) -> float:
     """Return the requests per second to expect over a horizon: the mean of as long a time back, a day at most."""
-    then = bisect_right(work.mileage, now - horizon_seconds, key=_when) - 1
+    then = bisect_right(work.mileage, now - horizon_seconds, key=itemgetter(0)) - 1
     seconds, requests = work.mileage[max(0, then)] if work.mileage else (now, work.requests)
     if horizon_seconds < MILEAGE_SECONDS or now - seconds < MILEAGE_SECONDS:
         return work.rate
     return (work.requests - requests) / (now - seconds)
-
-
-def _when(entry: tuple[float, float]) -> float:
-    return entry[0]

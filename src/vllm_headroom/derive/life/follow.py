@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom.derive.life.computing import Computing, computed
-from vllm_headroom.derive.life.exits import rooms
 from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
-from vllm_headroom.derive.life.signs import Answer, Signs, owned, signs
+from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason
@@ -75,25 +74,30 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
-    lives = advance(state.lives, seen, rooms(snapshot), snapshot.time_seconds, answered_before=state.answered)
+    lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     goes_on = lives.restarts == state.lives.restarts
     movements = state.movements if goes_on else {}
-    movements = movements if seen.page is None else moved(movements, seen.page, now)
+    served = state.served_bytes if goes_on else {}
     answered = seen.answer is Answer.GIVEN
-    since = now if answered or state.answered_seconds is None else state.answered_seconds
-    computing = computed(state.computing, seen.processes, now)
-    state = replace(state, lives=lives, movements=movements, answered_seconds=since, answered=answered)
-    state = replace(state, computing=computing, served_bytes=state.served_bytes if goes_on else {})
-    held = {gpu.reading.uuid: gpu.held_bytes for gpu in owned(snapshot) if gpu.held_bytes is not None}
-    state = replace(state, state=_state(state, seen, now))
-    if state.state is EngineState.SERVING:
-        before = {} if asleep else state.served_bytes
-        most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in held.items()}
-        state = replace(state, served_bytes=before | most)
-    return state, replace(snapshot, life=_life(state, seen, held, now))
+    looked = LifeState(
+        lives=lives,
+        movements=movements if seen.page is None else moved(movements, seen.page, now),
+        answered_seconds=now if answered or state.answered_seconds is None else state.answered_seconds,
+        answered=answered,
+        computing=computed(state.computing, seen.processes, now),
+        state=state.state,
+        served_bytes=served,
+    )
+    doing = _state(looked, seen, now)
+    if doing is EngineState.SERVING:
+        before = {} if asleep else served
+        served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
+    state = replace(looked, state=doing, served_bytes=served)
+    return state, replace(snapshot, life=_life(state, seen, now))
 
 
 def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
+    """Return what the engine does, by a state that says what it did before."""
     life = state.lives.newest
     if seen.page is not None:
         return _answering(state, seen, now)
@@ -125,7 +129,7 @@ def _broken(life: OneLife | None, seen: Signs) -> bool:
     return life is not None and is_broken(life, seen)
 
 
-def _life(state: LifeState, seen: Signs, held: dict[str, int], now: float) -> Life:
+def _life(state: LifeState, seen: Signs, now: float) -> Life:
     life = state.lives.newest
     goes_on = life is not None and life.worked and not life.ended and not _broken(life, seen)
     movements = {} if seen.page is None else state.movements
@@ -143,7 +147,7 @@ def _life(state: LifeState, seen: Signs, held: dict[str, int], now: float) -> Li
         first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
-            for uuid, n_bytes in held.items()
+            for uuid, n_bytes in seen.held.items()
             if state.state is EngineState.ASLEEP and uuid in state.served_bytes
         ),
     )

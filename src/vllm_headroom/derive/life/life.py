@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.readings import states
 from vllm_headroom.model import Sample, Snapshot
-from vllm_headroom.vocabulary import EngineState
 
 
 def life(snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -12,7 +12,7 @@ def life(snapshot: Snapshot) -> tuple[Sample, ...]:
     known = snapshot.life
     if known is None:
         return ()
-    samples = [Sample(catalog.ENGINE_STATE, (str(state),), float(state is known.state)) for state in EngineState]
+    samples = [*states(catalog.ENGINE_STATE, (), known.state)]
     if known.began_seconds is not None:
         samples.append(Sample(catalog.ENGINE_START, (), known.began_seconds))
     samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(known.restarts)))

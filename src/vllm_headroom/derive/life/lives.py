@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from vllm_headroom.derive.life.exits import cause, tight
 from vllm_headroom.derive.life.movement import worked
 from vllm_headroom.derive.life.signs import Answer, ProcessName, Signs
 from vllm_headroom.vocabulary import ExitReason, Role
@@ -18,6 +17,11 @@ LOOP_SECONDS: Final = 90 * 60.0
 """How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
 
 MOST_ENDS: Final = 64
+
+TIGHT_BYTES: Final = 256 * 2**20
+SHRUNK_RATIO: Final = 0.5
+"""A GPU ran out of memory when the least that was free in the last minute is below both: this much, and this share of
+what was free when the engine had just become ready. An engine that was made to leave little is not called so."""
 
 VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """Processes without which a server serves nobody, though its page may answer for half a minute, or for ever."""
@@ -58,31 +62,25 @@ class Lives:
     sighted: bool | None = None
 
 
-def advance(lives: Lives, seen: Signs, rooms: dict[str, int], now: float, *, answered_before: bool) -> Lives:
+def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> Lives:
     """Return the lives with one more look, at `now` seconds since the epoch.
 
     `answered_before` is whether the page was there at the last look. An end that is dated ahead is forgotten: the clock
     was set.
     """
-    recent = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
-    lives, life = replace(lives, sighted=seen.sighted, ends_seconds=recent), lives.newest
-    if life is None:
-        return replace(lives, newest=_seen(OneLife(), seen, rooms)) if _shows_life(seen) else lives
-    if not life.ended and (_is_another(life, seen) or _is_gone(seen)):
-        full = life.tight or tight(life.rooms, rooms) or _ran_out(life, seen)
-        reason = cause(
-            replaced=answered_before and not _is_gone(seen),
-            was_tight=full,
-            was_killed=seen.oom_kills is not None and seen.oom_kills > life.oom_kills,
-        )
+    ends = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
+    life, restarts, exits = lives.newest, lives.restarts, lives.exits
+    if life is not None and not life.ended and (_is_another(life, seen) or _is_gone(seen)):
+        reason = _cause(life, seen, answered_before=answered_before)
         life = replace(life, ended=True)
-        counted = {**lives.exits, reason: lives.exits.get(reason, 0) + 1}
-        lives = replace(lives, newest=life, exits=counted, ends_seconds=(*recent, now)[-MOST_ENDS:])
-    if not life.ended:
-        return replace(lives, newest=_seen(life, seen, rooms))
-    if _shows_life(seen):
-        return replace(lives, newest=_seen(OneLife(), seen, rooms), restarts=lives.restarts + 1)
-    return lives
+        exits = {**exits, reason: exits.get(reason, 0) + 1}
+        ends = (*ends, now)[-MOST_ENDS:]
+    if life is not None and not life.ended:
+        life = _seen(life, seen)
+    elif _shows_life(seen):
+        restarts += life is not None
+        life = _seen(OneLife(), seen)
+    return Lives(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
 def is_broken(life: OneLife, seen: Signs) -> bool:
@@ -91,6 +89,23 @@ def is_broken(life: OneLife, seen: Signs) -> bool:
         return False
     now = Counter(process.role for process in seen.processes)
     return any(now[role] < most for role, most in life.vital.items())
+
+
+def _cause(life: OneLife, seen: Signs, *, answered_before: bool) -> ExitReason:
+    """Return why a life ended, the kernel's own word first; what is not known is `gone`."""
+    if seen.oom_kills is not None and seen.oom_kills > life.oom_kills:
+        return ExitReason.OOM_KILLED
+    if life.tight or _is_tight(life, seen) or _ran_out(life, seen):
+        return ExitReason.OUT_OF_MEMORY
+    return ExitReason.REPLACED if answered_before and not _is_gone(seen) else ExitReason.GONE
+
+
+def _is_tight(life: OneLife, seen: Signs) -> bool:
+    """Return whether a GPU has run full since the engine became ready."""
+    first = life.rooms
+    return any(
+        uuid in first and room <= min(TIGHT_BYTES, SHRUNK_RATIO * first[uuid]) for uuid, room in seen.rooms.items()
+    )
 
 
 def _ran_out(life: OneLife, seen: Signs) -> bool:
@@ -125,22 +140,24 @@ def _is_another(life: OneLife, seen: Signs) -> bool:
     )
 
 
-def _seen(life: OneLife, seen: Signs, rooms: dict[str, int]) -> OneLife:
+def _seen(life: OneLife, seen: Signs) -> OneLife:
+    """Return a life that goes on after one more look at it."""
     began = life.began_seconds if life.began_seconds is not None else seen.started_at_seconds
-    life = replace(life, began_seconds=began, processes=seen.names or life.processes)
+    processes = seen.names or life.processes
     if seen.page is None:
-        return replace(life, tight=life.tight or tight(life.rooms, rooms))
+        is_tight = life.tight or _is_tight(life, seen)
+        return replace(life, began_seconds=began, processes=processes, tight=is_tight)
     now = Counter(process.role for process in seen.processes or ())
-    if not is_broken(life, seen) and seen.oom_kills is not None:
-        life = replace(life, oom_kills=seen.oom_kills)
-    return replace(
-        life,
+    return OneLife(
+        began_seconds=began,
         page_life=seen.page_life or life.page_life,
         finished_total=life.finished_total if seen.finished_total is None else seen.finished_total,
+        processes=processes,
         ready=True,
         worked=life.worked or worked(seen.page),
         vital={role: max(now[role], life.vital.get(role, 0)) for role in VITAL},
-        top_bytes=max(life.top_bytes, seen.held_bytes or 0),
-        rooms=life.rooms or rooms,
-        tight=tight(life.rooms, rooms) if rooms else life.tight,
+        top_bytes=max(life.top_bytes, sum(seen.held.values())),
+        rooms=life.rooms or seen.rooms,
+        tight=_is_tight(life, seen) if seen.rooms else life.tight,
+        oom_kills=life.oom_kills if seen.oom_kills is None or is_broken(life, seen) else seen.oom_kills,
     )

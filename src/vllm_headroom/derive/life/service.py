@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.life.signs import owned
-from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Metric, Sample, Snapshot
+from vllm_headroom.derive.readings import gpu_labels, states
+from vllm_headroom.model import Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
 
 State = TypeVar("State")
@@ -61,13 +60,8 @@ def _without_engine(snapshot: Snapshot) -> Snapshot:
 
 
 def _states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:
-    for gpu in owned(snapshot):
-        yield from _state(catalog.LEAK_STATE, gpu_labels(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state)
+    for gpu in snapshot.owned:
+        yield from states(catalog.LEAK_STATE, gpu_labels(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state)
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
-    roles = {process.role for process in processes}
-    for role in (each for each in Role if each in roles):
-        yield from _state(catalog.HOST_LEAK_STATE, (str(role),), state)
-
-
-def _state(metric: Metric, labels: tuple[str, ...], state: LeakState) -> Iterator[Sample]:
-    return (Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
+    for role in sorted({process.role for process in processes}, key=list(Role).index):
+        yield from states(catalog.HOST_LEAK_STATE, (str(role),), state)

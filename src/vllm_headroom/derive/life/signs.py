@@ -45,7 +45,8 @@ class Signs:
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
     `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
-    a process last ran out of GPU memory that did not outlive it. `oom_kills` is what the kernel has killed in its
+    a process last ran out of GPU memory that did not outlive it. `held` is by UUID what the engine holds of its GPUs,
+    `rooms` the least that was free on each in the last minute. `oom_kills` is what the kernel has killed in its
     container, `owed_since` since when a request of the daemon's own has waited.
     """
 
@@ -56,7 +57,8 @@ class Signs:
     page_life: str | None
     finished_total: float | None
     processes: tuple[EngineProcess, ...] | None
-    held_bytes: int | None
+    held: dict[str, int]
+    rooms: dict[str, int]
     owed_since: float | None
     silent: bool
     oom_seconds: float | None
@@ -81,14 +83,14 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
     That an engine which was `asleep` holds little tells nothing of its end, nor does the rest where one of its GPUs
     cannot be read.
     """
-    page = None if isinstance(snapshot.engines, Failure) else snapshot.engines
+    page = snapshot.page
     processes = None if isinstance(snapshot.processes, Failure) else snapshot.processes
     if processes or (processes is not None and page is not None):
         sighted = bool(processes)
-    held_bytes, total_bytes = _held(snapshot)
-    whole = all(gpu.held_bytes is not None for gpu in owned(snapshot))
-    alive: bool | None = None if held_bytes is None else held_bytes > _least(total_bytes, top_bytes)
-    alive = alive or None if asleep or not whole else alive
+    gpus = snapshot.owned
+    held = {gpu.reading.uuid: gpu.held_bytes for gpu in gpus if gpu.held_bytes is not None}
+    alive = sum(held.values()) > _least(gpus, top_bytes) if held else None
+    alive = alive or None if asleep or len(held) < len(gpus) else alive
     if processes or (processes is not None and sighted is not False):
         alive = bool(processes)
     return Signs(
@@ -99,7 +101,8 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         page_life=None if page is None else page_life(page),
         finished_total=None if page is None else finished(page),
         processes=processes,
-        held_bytes=held_bytes,
+        held=held,
+        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
         owed_since=snapshot.unanswered_since_seconds,
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
@@ -120,12 +123,6 @@ def _oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
     )
 
 
-def owned(snapshot: Snapshot) -> tuple[Gpu, ...]:
-    """Return the GPUs that are the engine's."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    return tuple(gpu for gpu in gpus if gpu.attribution is not None)
-
-
 def _answer(page: EnginePage | Failure) -> Answer:
     if not isinstance(page, Failure):
         return Answer.GIVEN
@@ -134,15 +131,17 @@ def _answer(page: EnginePage | Failure) -> Answer:
     return Answer.SILENT if page.reason in _SILENT else Answer.UNREADABLE
 
 
-def _held(snapshot: Snapshot) -> tuple[int | None, int]:
-    """Return what the engine holds on the GPUs where that is known, and their size."""
-    known = [
-        (gpu.held_bytes, 0 if gpu.reading.memory is None else gpu.reading.memory.total_bytes)
-        for gpu in owned(snapshot)
-        if gpu.held_bytes is not None
-    ]
-    return (sum(held for held, _ in known), sum(total for _, total in known)) if known else (None, 0)
-
-
-def _least(total_bytes: int, top_bytes: int) -> float:
+def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
+    """Return what an engine holds at the least, of the GPUs where that is known."""
+    memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
+    total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
     return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
+
+
+def _room(gpu: Gpu) -> int | None:
+    """Return the least that was free in the last minute."""
+    memory = gpu.reading.memory
+    if memory is None:
+        return None
+    used_bytes = max(memory.used_bytes, gpu.reading.used_peak_bytes or 0)
+    return memory.total_bytes - (memory.reserved_bytes or 0) - used_bytes

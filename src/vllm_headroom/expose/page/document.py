@@ -9,12 +9,12 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
 from vllm_headroom.expose.page.figures import figures
-from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, WORDS, icon
+from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, icon
 from vllm_headroom.expose.page.tables import tables
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict, worst
 from vllm_headroom.units import duration, instant
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import WORDS
 
 _HEADERS: Final[tuple[Header, ...]] = (
     NO_SNIFF,
@@ -26,8 +26,9 @@ _HEADERS: Final[tuple[Header, ...]] = (
 LEAST_REFRESH_SECONDS: Final = 5
 """A person reads for longer than an interval of a second lasts."""
 
-LINKS: Final = ("/metrics", "/snapshot.json", "/healthz", "/readyz")
-NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.")
+LINKS: Final = " \N{MIDDLE DOT} ".join(
+    f'<a href="{link}">{link}</a>' for link in ("/metrics", "/snapshot.json", "/healthz", "/readyz")
+)
 
 
 def html(page: str) -> Answer:
@@ -37,15 +38,9 @@ def html(page: str) -> Answer:
 
 def landing_page(view: View) -> str:
     """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
-    verdicts = view.verdicts if view.snapshot is not None else (NO_SAMPLE,)
-    if view.unwell is not None:
-        text = f"The sidecar does not sample: {view.unwell}; what stands below is old."
-        verdicts = (
-            Verdict(subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale"),
-            *verdicts,
-        )
-    level = worst(verdicts)
-    first = next(each for each in verdicts if each.level == level)
+    notice = f'<p class="notice">{escape(view.notice)}</p>' if view.notice else ""
+    level = worst(view.said)
+    first = next(each for each in view.said if each.level == level)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -53,9 +48,9 @@ def landing_page(view: View) -> str:
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
         f"<title>{WORDS[level]}: {escape(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
-        f"<header><h1>vllm-headroom{_models(view)}</h1><p class=dim>{_when(view)}</p>{_notice(view)}</header>"
-        f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in verdicts)}</ul>"
-        f"{''.join(_rest(view))}</main><footer><p>{_links()}</p></footer></body></html>\n"
+        f"<header><h1>vllm-headroom{_models(view)}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
+        f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in view.said)}</ul>"
+        f"{''.join(_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
 
 
@@ -97,11 +92,3 @@ def _when(view: View) -> str:
         return f"version {escape(view.version)}"
     age = duration(view.age_seconds)
     return f"seen {instant(view.snapshot.time_seconds)}, {age} ago; version {escape(view.version)}"
-
-
-def _notice(view: View) -> str:
-    return f'<p class="notice">{escape(view.notice)}</p>' if view.notice else ""
-
-
-def _links() -> str:
-    return " \N{MIDDLE DOT} ".join(f'<a href="{link}">{link}</a>' for link in LINKS)

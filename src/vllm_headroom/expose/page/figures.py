@@ -6,14 +6,14 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
-from operator import itemgetter
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Forecast, Frame, Point, Stretch
+from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
+from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Failure, Gpu, Snapshot
+from vllm_headroom.model import Failure, Gpu, GpuMemory, Snapshot
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import Level
 
@@ -25,7 +25,7 @@ MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
 MARGIN: Final = 1.15
 AHEAD: Final = 0.5
-"""With an end in sight, the past that is drawn is twice as long as what is left, and at least an hour."""
+"""With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
 
 USUAL: Final = 0.9
 """An engine that starts leaves the card empty for minutes: what nine in ten points stay below sets the scale."""
@@ -39,67 +39,74 @@ def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     yield "<div class=rooms>"
     for gpu in sorted(owned, key=lambda each: places.get(f"GPU {each.reading.index}", 0)):
-        if free := view.history.free(gpu.reading.uuid):
+        free = view.history.free(gpu.reading.uuid)
+        if free[0]:
             yield _room(view, gpu, free, snapshot.time_seconds, columns)
     yield "</div>"
     running = view.history.running()
-    if any(running):
+    if len(running[0]) > 1:
         yield _load(running, columns)
 
 
-def _room(view: View, gpu: Gpu, free: list[Point], now: float, columns: int) -> str:
-    at_peak = view.history.free_at_peak(gpu.reading.uuid)
-    labels = str(gpu.reading.index), gpu.reading.uuid
-    forecast = _forecast(view, labels, now)
+def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
+    reading, memory = gpu.reading, gpu.reading.memory
+    forecast = _forecast(view, gpu, now)
     begin, end = _span(free[0][0], now, forecast)
-    past, peaks = (drawing.thinned(_since(begin, points), columns) for points in (free, at_peak))
-    frame = Frame(begin=begin, end=end, top=_top(past))
+    curves = free, view.history.free_at_peak(reading.uuid)
+    past, peaks = (drawing.thinned(_since(begin, curve), columns) for curve in curves)
+    if past and memory is not None:
+        past[-1].append((now, memory.free_bytes))
+    frame = Frame(begin=begin, end=end, top=_top(past, memory))
     shapes = [
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
-        *(drawing.upright(frame, event.seconds) for event in view.history.events if event.level is Level.ALARM),
+        *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.index)),
         "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
         drawing.zero(frame),
     ]
-    title = f"Free memory of GPU {labels[0]}, from {_clock(begin)} to {_clock(end)}, down to zero"
+    title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
+    room = "memory not known now"
+    if memory is not None:
+        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin: at the peaks"
     return (
-        f"<figure><figcaption><b>GPU {labels[0]}</b> {escape(gpu.reading.name)}: {_caption(view, labels)}</figcaption>"
+        f"<figure><figcaption><b>GPU {reading.index}</b> {escape(reading.name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
         f"{_axis(begin, now, end, forecast)}</figure>"
     )
 
 
+def _marks(event: Event, gpu: int) -> bool:
+    """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
+    return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"GPU {gpu} "))
+
+
 def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
     """Return the times that the picture begins and ends at."""
     if forecast is None:
-        return min(first, now - HOUR_SECONDS), now
-    past = max(HOUR_SECONDS, min(now - first, forecast.seconds / AHEAD))
-    return now - past, now + min(MARGIN * forecast.seconds, AHEAD * past)
+        return first, now
+    past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
+    return now - past, now + AHEAD * past
 
 
-def _since(begin: float, points: list[Point]) -> list[Point]:
-    return points[bisect_left(points, begin, key=itemgetter(0)) :]
+def _since(begin: float, curve: Curve) -> Curve:
+    times, values = curve
+    first = bisect_left(times, begin)
+    return times[first:], values[first:]
 
 
-def _top(stretches: list[Stretch]) -> float:
+def _top(stretches: list[Stretch], memory: GpuMemory | None) -> float:
     known = sorted(value for stretch in stretches for _, value in stretch)
-    return MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
+    top = MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
+    return top if memory is None else min(top, memory.total_bytes)
 
 
-def _forecast(view: View, labels: tuple[str, str], now: float) -> Forecast | None:
+def _forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:
+    labels, memory = (str(gpu.reading.index), gpu.reading.uuid), gpu.reading.memory
     left = view.values.value(catalog.TIME_TO_OOM, *labels)
-    free = view.values.value(catalog.GPU_MEMORY_FREE, *labels)
-    if left is None or free is None:
+    if left is None or memory is None:
         return None
     least = view.values.value(catalog.TIME_TO_OOM_LOWER, *labels)
-    return Forecast(begin=now, value=free, seconds=left, least_seconds=least)
-
-
-def _caption(view: View, labels: tuple[str, str]) -> str:
-    free = view.values.value(catalog.GPU_MEMORY_FREE, *labels)
-    total = view.values.value(catalog.GPU_MEMORY_TOTAL, *labels)
-    of = "" if total is None else f" of {size(total)}"
-    return "memory not known now" if free is None else f"{size(free)} free{of}; the thin line is what peaks left"
+    return Forecast(begin=now, value=memory.free_bytes, seconds=left, least_seconds=least)
 
 
 def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
@@ -107,12 +114,14 @@ def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> st
     if forecast is not None:
         oom = now + forecast.seconds
         words.append(f"out of memory {_clock(oom)}" if oom <= end else f"{_clock(end)}; full in {duration(oom - now)}")
-    return f"<div class=axis>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
+    kind = "axis" if forecast is None else '"axis ahead"'
+    return f"<div class={kind}>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
 
 
-def _load(running: list[Point], columns: int) -> str:
-    top = max((value for _, value in running if value is not None), default=1.0)
-    frame = Frame(begin=running[0][0], end=running[-1][0], top=MARGIN * top or 1.0, height=40.0)
+def _load(running: Curve, columns: int) -> str:
+    times, values = running
+    top = max((value for value in values if value is not None), default=1.0)
+    frame = Frame(begin=times[0], end=times[-1], top=MARGIN * top or 1.0, height=40.0)
     stretches = drawing.thinned(running, columns)
     shapes = (drawing.curve(frame, stretches),)
     title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"

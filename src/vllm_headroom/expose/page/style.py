@@ -23,10 +23,12 @@ PAGE_STYLE: Final = (
     f"{_LEVELS}figure{{margin:1rem 0;position:relative}}"
     "figure i{position:absolute;right:0;font:.85rem system-ui,sans-serif;color:var(--dim)}"
     "svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}"
-    "svg.strip,.strip svg{height:2.5rem}.axis{display:flex;justify-content:space-between;color:var(--dim);"
-    "font-size:.85rem}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
+    ".strip svg{height:2.5rem}.axis{display:flex;justify-content:space-between;color:var(--dim);"
+    "font-size:.85rem}.axis.ahead span{flex:1;text-align:right}.axis.ahead span:first-child{text-align:left}"
+    ".wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}"
-    "td.text{white-space:normal;min-width:16rem}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}"
+    ".words td:last-child{white-space:normal;min-width:16rem}"
+    ".figures td,.figures th~th{text-align:right;font-variant-numeric:tabular-nums}"
     ".rooms{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(24rem,100%),1fr));column-gap:1.5rem}"
     ".notice{border:1px solid var(--warning);padding:.4rem .8rem}"
     "@media print{body{max-width:none}svg{break-inside:avoid}}"
@@ -36,7 +38,6 @@ POLICY: Final = (
     f"default-src 'none'; style-src 'sha256-{_HASH}'; img-src data:; base-uri 'none'; form-action 'none';"
     " frame-ancestors 'none'"
 )
-WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WARNING", Level.ALARM: "ALARM"}
 _SHAPES: Final = {
     Level.GOOD: ("#1a7f37", "<path d='M4 9l3 3 6-7' fill='none' stroke='#fff' stroke-width='2'/>"),
     Level.UNKNOWN: ("#57606a", "<path d='M5 8h6' stroke='#fff' stroke-width='2'/>"),

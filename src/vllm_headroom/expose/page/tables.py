@@ -18,20 +18,18 @@ NOT_KNOWN: Final = "not known"
 def tables(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield the tables that have rows."""
     values = view.values
-    yield _table(
-        "Who holds the memory", ("GPU", "of the engine by", *HOLDERS, "free", "total"), _gpus(values), numbers=2
-    )
-    yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), numbers=1)
-    yield _table(
-        "Sources", ("source", "last reading", "took", "last worked", "cause and cure"), _sources(values, snapshot)
-    )
+    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values), kind="figures")
+    yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), kind="figures")
+    head = ("source", "last reading", "took", "last worked", "cause and cure")
+    yield _table("Sources", head, _sources(values, snapshot), kind="words")
 
 
 def _gpus(values: Values) -> Iterator[tuple[str, ...]]:
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
-        yield (f"{gpu} {name}", attribution or "not the engine's", *map(_gib, (*held, *room)))
+        whose = f"the engine's by {attribution}" if attribution else "not the engine's"
+        yield (f"{gpu} {name}, {whose}", *map(_gib, (*held, *room)))
 
 
 def _engines(values: Values) -> Iterator[tuple[str, ...]]:
@@ -68,31 +66,19 @@ def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, numbers: int | None = None) -> str:
-    """Return a table with a heading, nothing without rows; columns from the one of number `numbers` on are figures."""
+def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
+    """Return a table of this class with a heading, nothing without rows."""
     lines = "".join(
-        f"<tr>{''.join(_cell(cell, place, numbers) for place, cell in enumerate(row))}</tr>" for row in rows
-    )
-    titles = "".join(f"<th scope=col{_class(place, numbers)}>{escape(each)}</th>" for place, each in enumerate(head))
+        f"<tr><th scope=row>{escape(first)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in rest)}</tr>"
+        for first, *rest in rows
+    ).replace("<td>failed</td>", "<td><b class=alarm>failed</b></td>")
+    titles = "".join(f"<th scope=col>{escape(each)}</th>" for each in head)
     if not lines:
         return ""
     return (
         f'<h2>{escape(title)}</h2><div class=wide role=region tabindex=0 aria-label="{escape(title)}">'
-        f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>"
+        f"<table class={kind}><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
-
-
-def _cell(text: str, place: int, numbers: int | None) -> str:
-    if place == 0:
-        return f"<th scope=row>{escape(text)}</th>"
-    failed = "<b class=alarm>failed</b>" if text == "failed" else escape(text)
-    return f"<td{_class(place, numbers)}>{failed}</td>"
-
-
-def _class(place: int, numbers: int | None) -> str:
-    if numbers is None:
-        return " class=text" if place == 4 else ""  # noqa: PLR2004 - the only column of sentences, that of causes
-    return " class=number" if place >= numbers else ""
 
 
 def _gib(n_bytes: float | None) -> str:

@@ -23,6 +23,11 @@ def failure(reason: Reason, message: str) -> Failure:
     return Failure(source=Source.ENGINE, reason=reason, message=message)
 
 
+def without_advice(failed: Failure) -> str:
+    """Return what happened, for those to whom the engine's settings are no help."""
+    return failed.message.rpartition(": ")[0]
+
+
 def without_secrets(url: httpx.URL) -> httpx.URL:
     """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)

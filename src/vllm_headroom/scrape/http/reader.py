@@ -16,7 +16,7 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
-from vllm_headroom.scrape.http.credential_reader import CredentialReader
+from vllm_headroom.scrape.http.credentials import CredentialReader
 from vllm_headroom.scrape.http.failures import broken_body, no_answer, refusal, without_secrets
 from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import Final
@@ -21,18 +20,12 @@ MOST_FILES: Final = 128
 
 MOST_BYTES: Final = 16 * 1024
 
+Stamp = tuple[int, int, int]
+"""When a file was changed, its inode and its size: each writing replaces it by a new one."""
+
 
 class TooManyError(Exception):
     """There are more entries than any probe makes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells one writing of a file from the next: each replaces the file by a new one."""
-
-    changed_ns: int
-    inode: int
-    size: int
 
 
 def newest(folder: Path) -> dict[str, Stamp]:
@@ -47,7 +40,7 @@ def newest(folder: Path) -> dict[str, Stamp]:
                 raise TooManyError
             if NAME.fullmatch(entry.name) and (stamp := _stamp(entry)) is not None:
                 found.append((stamp, entry.name))
-    return {name: stamp for stamp, name in nlargest(MOST_FILES, found, key=lambda each: each[0].changed_ns)}
+    return {name: stamp for stamp, name in nlargest(MOST_FILES, found)}
 
 
 def _stamp(entry: os.DirEntry[str]) -> Stamp | None:
@@ -55,9 +48,7 @@ def _stamp(entry: os.DirEntry[str]) -> Stamp | None:
         status = entry.stat(follow_symlinks=False)
     except OSError:
         return None
-    if not stat.S_ISREG(status.st_mode):
-        return None
-    return Stamp(status.st_mtime_ns, status.st_ino, status.st_size)
+    return (status.st_mtime_ns, status.st_ino, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
 def content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:

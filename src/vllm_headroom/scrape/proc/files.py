@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
+
+from vllm_headroom.scrape.proc.servers import named_role
+from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
 """Enough for the program and its first arguments, where a command line can be megabytes long; a stat has 600."""
@@ -20,16 +24,11 @@ _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
 
-_KERNEL_THREADS_NAME: Final = "kthreadd"
-"""What pid 2 is called where it is their parent; in a container it is a process like any other."""
-
-_PART_BYTES: Final = 64 * 2**10
-
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProcEntry:
     """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
 
@@ -43,6 +42,11 @@ class ProcEntry:
     command: tuple[str, ...]
     name: str = ""
 
+    @cached_property
+    def role(self) -> Role | None:
+        """What it is of an engine's, by itself; asked of every process whenever one comes or goes."""
+        return named_role(self.command)
+
 
 def content(file: Path) -> bytes:
     """Return what a file of the kernel's holds; raise OSError.
@@ -51,7 +55,7 @@ def content(file: Path) -> bytes:
     """
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        return b"".join(iter(lambda: os.read(descriptor, _PART_BYTES), b""))
+        return b"".join(iter(lambda: os.read(descriptor, 2**16), b""))
     finally:
         os.close(descriptor)
 
@@ -81,10 +85,9 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
             return None
         if known is not None and _is_unchanged(known, name, fields):
             return known
-        arguments = _start_of(proc, pid, "cmdline").rstrip(b"\0")
+        command = _arguments(_start_of(proc, pid, "cmdline")) or (name,)
     except (OSError, ValueError):
         return None
-    command = _arguments(arguments) if arguments else (name,)
     return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command, name=name)
 
 
@@ -103,18 +106,17 @@ def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
 
 
 def shows_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
-    """Tell whether the children of pid 2 are the kernel's own, which never become anything else."""
+    """Tell whether the children of pid 2 never become anything else: in a container it is a process like any other."""
     parent = entries.get(KERNEL_THREADS)
-    return parent is not None and parent.name == _KERNEL_THREADS_NAME and parent.command == (_KERNEL_THREADS_NAME,)
+    return parent is not None and parent.name == "kthreadd" and parent.command == ("kthreadd",)
 
 
 def command(proc: Path, pid: int) -> tuple[str, ...]:
     """Return the process's whole command line, empty when it has gone."""
     try:
-        arguments = content(proc / str(pid) / "cmdline").rstrip(b"\0")
+        return _arguments(content(proc / str(pid) / "cmdline"))
     except OSError:
         return ()
-    return _arguments(arguments) if arguments else ()
 
 
 def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
@@ -128,7 +130,8 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     except (OSError, ValueError, IndexError):
         return None
     same = fields[0] != "Z" and _started(fields) == process.started_seconds
-    return (pages * _PAGE_BYTES, _computed(fields)) if same and pages else None
+    ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
+    return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
 
 
 def resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
@@ -188,12 +191,8 @@ def _start_of(proc: Path, pid: int, name: str) -> bytes:
 
 
 def _arguments(arguments: bytes) -> tuple[str, ...]:
-    return tuple(arguments.decode(errors="replace").split("\0"))
-
-
-def _computed(fields: list[str]) -> float:
-    """Return the CPU time of all threads, in user mode and in the kernel (fields 14 and 15)."""
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
+    told = arguments.rstrip(b"\0").decode(errors="replace")
+    return tuple(told.split("\0")) if told else ()
 
 
 def _started(fields: list[str]) -> float:

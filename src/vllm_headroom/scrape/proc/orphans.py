@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roles import named_role
 from vllm_headroom.scrape.proc.roots import ancestors
-from vllm_headroom.scrape.proc.servers import titled_role
 from vllm_headroom.vocabulary import Role
 
 _INIT: Final = 1
@@ -59,11 +57,7 @@ def strays(entries: Mapping[int, ProcEntry]) -> frozenset[int]:
     init = entries.get(_INIT)
     if init is None or init.name not in _INITS:
         return frozenset()
-    left = {
-        pid
-        for pid, process in entries.items()
-        if process.parent_pid == _INIT and titled_role(process.command[0]) in _BELOW_A_SERVER
-    }
+    left = {pid for pid, process in entries.items() if process.parent_pid == _INIT and process.role in _BELOW_A_SERVER}
     return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid)) if left else frozenset()
 
 
@@ -74,4 +68,4 @@ def _same(was: ProcEntry, now: ProcEntry | None) -> bool:
 def _lives_on(was: ProcEntry, now: ProcEntry | None) -> bool:
     if now is None or not _same(was, now):
         return False
-    return was.parent_pid == now.parent_pid or named_role(now.command) is Role.API_SERVER
+    return was.parent_pid == now.parent_pid or now.role is Role.API_SERVER

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import Final
@@ -111,31 +110,40 @@ class Processes:
         self._entries, self._roles = {}, {}
 
     def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
-        entries = self._looked_at(pids)
-        if entries != self._entries:
-            self._roles = self._chosen(entries)
-        self._entries = entries
-        found = (self._measured(entries[pid], role) for pid, role in sorted(self._roles.items()))
+        if self._look(pids):
+            self._roles = self._chosen(self._entries)
+        found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 
-    def _looked_at(self, pids: frozenset[int]) -> dict[int, ProcEntry]:
-        """Return the processes, those that were looked at last behind the others; at the kernel's, once is enough."""
+    def _look(self, pids: frozenset[int]) -> bool:
+        """Look at a share of the processes, which then stand behind the others, and tell whether anything changed.
+
+        At the kernel's, once is enough.
+        """
         now = self._monotonic()
         share = (now - self._looked_at_seconds) / self._rescan_seconds if self._rescan_seconds else 1.0
         self._looked_at_seconds = now
+        gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
+        for pid in gone:
+            del self._entries[pid]
         never = proc_files.KERNEL_THREADS if proc_files.shows_kernel_threads(self._entries) else None
         others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
-        due = frozenset(islice(others, ceil(share * len(others))))
-        kept = {pid: entry for pid, entry in self._entries.items() if pid in pids and pid not in due}
-        looked = ((pid, proc_files.entry(self._proc, pid, self._entries.get(pid))) for pid in pids if pid not in kept)
-        return kept | {pid: entry for pid, entry in looked if entry}
+        changed = bool(gone)
+        for pid in (*others[: ceil(share * len(others))], *unknown):
+            before = self._entries.pop(pid, None)
+            entry = proc_files.entry(self._proc, pid, before)
+            if entry is not None:
+                self._entries[pid] = entry
+            changed |= entry != before
+        return changed
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
         command_of = partial(proc_files.command, self._proc)
         own_pid = proc_files.own_pid(self._proc)
         self._orphaned = self._orphans.among(entries)
         self._strays = strays(entries)
-        rest = {pid: entry for pid, entry in entries.items() if pid not in self._orphaned | self._strays}
+        left = self._orphaned | self._strays
+        rest = {pid: entry for pid, entry in entries.items() if pid not in left}
         before = [pid for pid in self._choice.roots if pid in rest]
         self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port, before=before)
         roles = engine_roles(rest, own_pid, self._choice.roots)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.servers import server_of, titled_role
 from vllm_headroom.vocabulary import Role
 
 
@@ -34,10 +32,4 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
 def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
     """Return the role by name; a fork that has not taken another name is no second one of its parent."""
     forked = parent is not None and process.command == parent.command
-    return (None if forked else named_role(process.command)) or Role.OTHER
-
-
-@lru_cache(maxsize=512)  # asked of every process whenever one comes or goes
-def named_role(command: tuple[str, ...]) -> Role | None:
-    """Return the role that a title or a server's command line tells; None where it is no engine's."""
-    return titled_role(command[0]) or (Role.API_SERVER if server_of(command) else None)
+    return (None if forked else process.role) or Role.OTHER

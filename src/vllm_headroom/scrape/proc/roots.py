@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roles import named_role
 from vllm_headroom.scrape.proc.servers import served_port, server_of
 
 _INIT: Final = 1
@@ -65,7 +64,7 @@ def engine_roots(
 
 
 def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:
-    named = {pid for pid, process in entries.items() if named_role(process.command)}
+    named = {pid for pid, process in entries.items() if process.role}
     return tuple(sorted(pid for pid in named if not named & ancestors(entries, pid)))
 
 

@@ -99,11 +99,20 @@ that its source gives them."""
 
 
 _MENTIONED: Final = re.compile("|".join(sorted({each[0].partition(".")[0] for s in SERVERS for each in s.commands})))
+_ROLES: Final = tuple(each for server in SERVERS for each in server.titles)
+_TITLES: Final = tuple(title for title, _ in _ROLES)
+
+
+def named_role(command: tuple[str, ...]) -> Role | None:
+    """Return the role that a title or a server's command line tells; None where it is no engine's."""
+    if command[0].startswith(_TITLES):
+        return next(role for title, role in _ROLES if command[0].startswith(title))
+    return Role.API_SERVER if server_of(command) else None
 
 
 def server_of(command: tuple[str, ...]) -> Server | None:
     """Return the kind of server whose command line this is, and not only one that mentions it."""
-    if not any(_MENTIONED.search(word) for word in command):  # most of a host's processes, told in a microsecond
+    if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, told in a microsecond
         return None
     program, *arguments = _past_interpreter(command)
     name = _base(program)
@@ -113,11 +122,6 @@ def server_of(command: tuple[str, ...]) -> Server | None:
         if any((name, *arguments)[: len(each)] == each for each in server.commands):
             return server
     return None
-
-
-def titled_role(name: str) -> Role | None:
-    """Return the role that a process's title tells; None for none of these."""
-    return next((role for server in SERVERS for title, role in server.titles if name.startswith(title)), None)
 
 
 def served_port(command: tuple[str, ...]) -> int | None:

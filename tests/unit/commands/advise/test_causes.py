@@ -10,9 +10,8 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import Flag, Settings
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.verdict import Verdict
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.flags import FIRST, OLDEST, Flag, Version, version_of
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import FIRST, OLDEST, Flag, Settings, Version, version_of
 from vllm_headroom.commands.advise.verdict import judge
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.facts import EngineFacts, Shortage
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
+from vllm_headroom.commands.advise.facts import Shortage
 from vllm_headroom.commands.advise.finding import Cause
 from vllm_headroom.commands.advise.settings import Settings
 from vllm_headroom.commands.advise.verdict import judge

@@ -17,11 +17,10 @@ from tests.unit.commands.advise.pages import (
     text,
 )
 from vllm_headroom import catalog
-from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.facts import Extent, Facts
 from vllm_headroom.commands.advise.finding import Cause
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import Flag, Settings
 from vllm_headroom.commands.advise.verdict import Answer, judge
 from vllm_headroom.commands.verdict import Verdict
 
@@ -114,7 +113,7 @@ def test_another_tenant_is_told_as_of_now() -> None:
 def test_memory_of_nobody_up_to_200_mib_is_the_drivers() -> None:
     unknown = {of_gpu(catalog.GPU_MEMORY_USED): 75_190 * MIB}
 
-    assert facts(healthy() | unknown).gpus[0].others_bytes == 0
+    assert facts(healthy() | unknown).gpus[0].others == Extent(0, 0, 0)
 
 
 def test_a_full_cache_that_hardly_preempts_is_no_trouble() -> None:

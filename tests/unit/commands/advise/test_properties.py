@@ -9,26 +9,14 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.advise.facts import (
-    CappedFacts,
-    EngineFacts,
-    Facts,
-    FullFacts,
-    GpuFacts,
-    HostFacts,
-    Leak,
-    Origin,
-    PrefixFacts,
-    Shortage,
-    Spell,
-)
+from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
+from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell, Start
 from vllm_headroom.commands.advise.finding import Cause, Change
-from vllm_headroom.commands.advise.flags import FIRST, Flag
-from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import FIRST, Flag, Settings
 from vllm_headroom.commands.advise.verdict import judge
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
 
 OWN_OPTIONS = {"--vllm-version", "--engine-url"}
@@ -51,11 +39,16 @@ def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 LEAK = st.builds(
     Leak,
     state=st.sampled_from(LeakState),
-    leaked=st.booleans(),
+    alarm=maybe(
+        st.builds(
+            Moment,
+            seconds=SECONDS,
+            bytes_per_second=maybe(BYTES),
+            time_to_oom_seconds=maybe(SECONDS),
+            time_to_oom_seconds_lower=maybe(SECONDS),
+        )
+    ),
     ended_seconds=maybe(SECONDS),
-    bytes_per_second=maybe(BYTES),
-    time_to_oom_seconds=maybe(SECONDS),
-    time_to_oom_seconds_lower=maybe(SECONDS),
 )
 HEALTHY = st.just(Leak(state=LeakState.STABLE))
 SPELL = st.builds(
@@ -74,11 +67,8 @@ def gpu(leak: st.SearchStrategy[Leak]) -> st.SearchStrategy[GpuFacts]:
         uuid=st.just("GPU-a"),
         leak=leak,
         usable_bytes=maybe(st.floats(1e9, 2e11)),
-        room_bytes=maybe(BYTES),
         least_room_bytes=maybe(BYTES),
-        others_bytes=maybe(BYTES),
-        least_others_bytes=maybe(BYTES),
-        most_others_bytes=st.just(0.0) | maybe(BYTES),
+        others=maybe(st.just(Extent(0.0, 0.0, 0.0)) | st.builds(Extent, BYTES, BYTES, BYTES)),
         spells=st.lists(SPELL, max_size=2).map(tuple),
         roomy_running=maybe(COUNT),
     )
@@ -189,7 +179,7 @@ def test_every_value_is_one_that_vllm_takes(found: Facts) -> None:
 def test_a_leaking_or_growing_engine_is_told_no_option(found: Facts) -> None:
     grows = {LeakState.GROWING, LeakState.LEAKING}
     leaks = [*(each.leak for each in found.gpus), *(each.leak for each in found.hosts)]
-    if any(leak.leaked or leak.state in grows for leak in leaks):
+    if any(leak.alarm or leak.state in grows for leak in leaks):
         assert all(change.flag is None for _, change in changes(found))
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.flags import SIZES_CACHE_IN_BYTES
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import SIZES_CACHE_IN_BYTES, Settings
 from vllm_headroom.commands.advise.verdict import judge
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.samples import values
 from vllm_headroom import catalog
-from vllm_headroom.commands.demo.page import VllmCollector
+from vllm_headroom.commands.demo.page import SimulatedEngine
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.world import World
@@ -17,22 +16,19 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import Failure, Sample
+from vllm_headroom.model import Sample
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.vocabulary import Reason, Source
 
 EPOCH = 1_760_000_000.0
 INTERVAL = 15.0
 
 
 class Simulated:
-    """A world on a clock that is moved by hand, and the page its engine would serve."""
+    """A world on a clock that is moved by hand."""
 
     def __init__(self, scenario: str) -> None:
         self.seconds = 0.0
         self.world = World(TABLE[scenario])
-        self._registry = CollectorRegistry()
-        self._registry.register(VllmCollector(self.world, EPOCH))
 
     def now(self) -> World:
         self.world.advance(self.seconds)
@@ -47,21 +43,13 @@ class Simulated:
     async def sleep_until(self, monotonic_seconds: float) -> None:
         raise AssertionError(monotonic_seconds)
 
-    async def fetch(self) -> str | Failure:
-        if not self.now().serves:
-            return Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="it answers 503")
-        return generate_latest(self._registry).decode()
-
-    async def close(self) -> None:
-        raise AssertionError
-
 
 def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
     async def play() -> list[tuple[Sample, ...]]:
         simulated = Simulated(scenario)
         sampler = Sampler(
             sources=Sources(
-                engine=simulated,
+                engine=SimulatedEngine(simulated.now, EPOCH),
                 gpus=SimulatedGpus(simulated.now),
                 processes=SimulatedProcesses(simulated.now, EPOCH),
             ),

@@ -13,7 +13,7 @@ from tests.fakes.nobody import nobody, open_folder
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.finding import State
 
 CARDS = ("0000:c1:00.0", "0000:e5:00.0")
 
@@ -43,14 +43,14 @@ def test_cards_of_amds_need_no_nvml_and_are_the_engines_by_its_processes(
 
     findings = examined(proc(folder, vllm, namespace=HOST), sys.path, ENGINE_URL=vllm.url)
 
-    nvml = findings[Name.NVML]
+    nvml = findings["nvml"]
     assert (nvml.state, nvml.text) == (
         State.NOT_APPLICABLE,
         "not needed: the GPUs are AMD's, whose driver tells of them in /sys",
     )
-    assert findings[Name.GPUS].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
-    assert findings[Name.GPU_ATTRIBUTION].text == "1 of 2 taken for the engine's"
-    memory = findings[Name.PROCESS_MEMORY]
+    assert findings["gpus"].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
+    assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
+    memory = findings["process_memory"]
     assert (memory.state, memory.text) == (
         State.OK,
         "AMD's driver tells each process's own memory, seen from the machine's first PID namespace",
@@ -63,8 +63,8 @@ def test_a_container_that_may_trace_the_engine_needs_no_newer_driver(sys: AmdTre
 
     findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 
-    assert findings[Name.GPU_ATTRIBUTION].text == "1 of 2 taken for the engine's"
-    assert findings[Name.PROCESS_MEMORY].state is State.OK
+    assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
+    assert findings["process_memory"].state is State.OK
 
 
 def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vll
     with nobody():
         findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 
-    owned, memory = findings[Name.GPU_ATTRIBUTION], findings[Name.PROCESS_MEMORY]
+    owned, memory = findings["gpu_attribution"], findings["process_memory"]
     assert owned.state is memory.state is State.MISSING
     assert "which alone tells a container who is on AMD's cards" in owned.text
     assert memory.text.startswith("the memory of each process is not told on GPU 0")
@@ -88,7 +88,7 @@ def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm:
     for address in CARDS:
         (sys.path / "devices" / "pci0000:00" / address / "mem_info_vram_total").unlink()
 
-    found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)[Name.GPUS]
+    found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)["gpus"]
 
     assert found.state is State.MISSING
     assert "is not told by KFD, or not to this container" in found.details[0]
@@ -99,7 +99,7 @@ def test_without_any_gpu_both_ways_are_told(sys: AmdTree) -> None:
     for address in CARDS:
         sys.remove(address)
 
-    found = examined(None, sys.path)[Name.NVML]
+    found = examined(None, sys.path)["nvml"]
 
     assert found.state is State.MISSING
     assert "nor is there a card of AMD's driver amdgpu" in found.text
@@ -109,7 +109,7 @@ def test_without_any_gpu_both_ways_are_told(sys: AmdTree) -> None:
 def test_partitions_are_named_by_their_uuids(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
     sys.add_node(CARDS[0], 200, 90 * GIB, part=1)
 
-    found = examined(proc(folder), sys.path, ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    found = examined(proc(folder), sys.path, ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert lines(found)[-1].startswith("HEADROOM_GPUS=GPU-0000000000000000-0,GPU-0000000000000000-1,1  #")
 
@@ -123,7 +123,7 @@ def test_an_apu_says_whose_memory_it_works_on(nvml: FakeNvml, folder: Path) -> N
     tree = proc(folder)
     (tree / "meminfo").write_text(f"MemTotal: {125 * 2**20} kB\nMemAvailable: {90 * 2**20} kB\n")
 
-    (told,) = examined(tree, sys.path)[Name.GPUS].details
+    (told,) = examined(tree, sys.path)["gpus"].details
 
     assert told.endswith(
         ", unified memory: 60.00 GiB left of the 62.00 GiB that it may take of the machine's, by /proc/meminfo"

@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.finding import Name, State, all_available
+from vllm_headroom.commands.doctor.finding import State
+from vllm_headroom.commands.doctor.text import document
 
 
 def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -22,8 +23,8 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
 
     findings = examined(proc(tmp_path, vllm), **settings)
 
-    assert all_available(tuple(findings.values())), findings
-    unused = {Name.LISTEN_PORT, Name.PROBE}
+    assert document(findings, "0.1.0")["ok"] is True, findings
+    unused = {"listen_port", "probe"}
     assert {name for name, finding in findings.items() if finding.state is not State.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())
 
@@ -42,18 +43,18 @@ def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:
 
     missing = {name for name, finding in findings.items() if finding.state is State.MISSING}
     assert missing == {
-        Name.ENGINE,
-        Name.KV_BYTES,
-        Name.NVML,
-        Name.LISTEN_PORT,
-        Name.STATE_DIR,
-        Name.TRACE_FILE,
+        "engine",
+        "kv_bytes",
+        "nvml",
+        "listen_port",
+        "state_dir",
+        "trace_file",
     }
     assert all(findings[name].fixes for name in missing)
 
 
 def test_the_names_are_a_closed_set() -> None:
-    assert [str(name) for name in Name] == [
+    assert list(examined()) == [
         "engine",
         "engine_inputs",
         "reported_memory",

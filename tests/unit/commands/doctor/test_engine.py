@@ -11,7 +11,7 @@ from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.commands.doctor.engine import engine
-from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.finding import State
 from vllm_headroom.commands.doctor.fixes import engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def test_a_vllm_is_told_with_its_version_and_model() -> None:
     with Vllm(version="0.32.0") as server:
-        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+        found = examined(ENGINE_URL=server.url)["engine"]
 
     assert (found.state, found.fixes, found.absent) == (State.OK, (), ())
     assert found.text == f"{server.url} answers: vllm, version 0.32.0, model tiny"
@@ -34,7 +34,7 @@ def test_a_vllm_is_told_with_its_version_and_model() -> None:
 
 def test_every_engine_of_a_page_is_counted() -> None:
     with Vllm((FOLDER / "vllm-0.32.0-data-parallel-2" / "load-waiting.prom").read_text()) as server:
-        assert examined(ENGINE_URL=server.url)[Name.ENGINE].text.endswith("model tiny, 2 engines")
+        assert examined(ENGINE_URL=server.url)["engine"].text.endswith("model tiny, 2 engines")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_every_engine_of_a_page_is_counted() -> None:
 def test_a_version_that_is_not_told_is_not_made_up(version: Answer) -> None:
     with Vllm() as server:
         server.version = version
-        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+        found = examined(ENGINE_URL=server.url)["engine"]
 
     assert found.state is State.OK
     assert found.text == f"{server.url} answers: vllm, a version that it does not tell, model tiny"
@@ -60,7 +60,7 @@ def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Pat
 
 
 def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> None:
-    found = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")[Name.ENGINE]
+    found = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
 
     assert found.state is State.MISSING
     assert "Connection refused" in found.text
@@ -83,16 +83,16 @@ def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, l
     with EngineServer(answer) as server:
         findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3" if answer is hang else "30")
 
-    found = findings[Name.ENGINE]
+    found = findings["engine"]
     assert found.state is State.MISSING
     assert words in found.text
     assert line in lines(found)
-    assert {findings[name].state for name in (Name.ENGINE_INPUTS, Name.REPORTED_MEMORY)} == {State.UNKNOWN}
+    assert {findings[name].state for name in ("engine_inputs", "reported_memory")} == {State.UNKNOWN}
 
 
 def test_a_vllm_without_its_statistics_is_told_the_option() -> None:
     with Vllm((FOLDER / "vllm-0.32.0-disable-log-stats" / "idle.prom").read_text()) as server:
-        found = examined(ENGINE_URL=server.url)[Name.ENGINE]
+        found = examined(ENGINE_URL=server.url)["engine"]
 
     assert found.state is State.MISSING
     assert lines(found)[0] == "--disable-log-stats"
@@ -101,7 +101,7 @@ def test_a_vllm_without_its_statistics_is_told_the_option() -> None:
 def test_a_vllm_that_runs_here_with_another_port_is_named(tmp_path: Path) -> None:
     ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", "8123")
 
-    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")[Name.ENGINE]
+    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
 
     assert found.details == ("an engine that runs here serves port 8123",)
     assert lines(found) == ["HEADROOM_ENGINE_URL=http://127.0.0.1:8123/metrics"]
@@ -111,7 +111,7 @@ def test_a_vllm_that_runs_here_and_does_not_listen_may_be_loading(tmp_path: Path
     port = free_port()
     ProcTree(tmp_path).add(10, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", str(port))
 
-    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")[Name.ENGINE]
+    found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")["engine"]
 
     assert found.state is State.MISSING
     assert "while an engine loads its model" in found.details[0]

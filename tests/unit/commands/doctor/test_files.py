@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, State
 from vllm_headroom.trace.write import HEADER, line
 
 USER = f"user {os.getuid()}"
 
 
 def state_dir(path: Path) -> Finding:
-    return examined(STATE_DIR=str(path))[Name.STATE_DIR]
+    return examined(STATE_DIR=str(path))["state_dir"]
 
 
 def trace_file(path: Path) -> Finding:
-    return examined(TRACE_FILE=str(path))[Name.TRACE_FILE]
+    return examined(TRACE_FILE=str(path))["trace_file"]
 
 
 def test_what_is_not_configured_does_not_apply() -> None:
     findings = examined()
 
-    assert {findings[name].state for name in (Name.STATE_DIR, Name.TRACE_FILE)} == {State.NOT_APPLICABLE}
+    assert {findings[name].state for name in ("state_dir", "trace_file")} == {State.NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("below", [".", "made/by/the/daemon"])

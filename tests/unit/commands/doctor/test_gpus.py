@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.finding import State
 from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
@@ -18,7 +18,7 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
     nvml.gpus[1].errors["all"] = 15
     nvml.write()
 
-    found = examined()[Name.GPUS]
+    found = examined()["gpus"]
 
     assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
     assert found.details[1].startswith("GPU 1 (UUID not known): the GPU is lost")
@@ -31,16 +31,16 @@ def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
 
     findings = examined()
 
-    assert findings[Name.NVML].state is State.OK
-    assert findings[Name.GPUS].text == "2 visible, of which 1 cannot be read"
-    assert "the GPU does not answer" in findings[Name.GPUS].details[0]
+    assert findings["nvml"].state is State.OK
+    assert findings["gpus"].text == "2 visible, of which 1 cannot be read"
+    assert "the GPU does not answer" in findings["gpus"].details[0]
 
 
 def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
     nvml.gpus[0].total_bytes = None
     nvml.write()
 
-    found = examined()[Name.GPUS]
+    found = examined()["gpus"]
 
     assert found.state is State.MISSING
     assert "NVML tells no memory of it" in found.details[0]
@@ -53,7 +53,7 @@ def test_memory_of_a_process_that_no_longer_exists_is_named_with_what_to_do(nvml
     container = tmp_path / "container"
     container.mkdir()
 
-    seen, unseen = (examined(path)[Name.GPUS].details for path in (proc(tmp_path, namespace=HOST), proc(container)))
+    seen, unseen = (examined(path)["gpus"].details for path in (proc(tmp_path, namespace=HOST), proc(container)))
 
     assert seen[-1].startswith("GPU 1 (GPU-b): 8 GiB held by pid 4711, which no longer exists: the driver")
     assert len(unseen) == 2, "in a container it may only be out of sight"
@@ -76,10 +76,10 @@ def test_a_driver_that_fails_is_missing_and_what_needs_it_unknown(
 
     findings = examined()
 
-    assert findings[Name.NVML].state is State.MISSING
-    assert words in findings[Name.NVML].text
-    assert line in lines(findings[Name.NVML])
-    assert all(findings[name].state is State.UNKNOWN for name in (Name.GPUS, Name.GPU_ATTRIBUTION, Name.PROCESS_MEMORY))
+    assert findings["nvml"].state is State.MISSING
+    assert words in findings["nvml"].text
+    assert line in lines(findings["nvml"])
+    assert all(findings[name].state is State.UNKNOWN for name in ("gpus", "gpu_attribution", "process_memory"))
 
 
 @pytest.mark.parametrize("reason", REASONS[Source.NVML])

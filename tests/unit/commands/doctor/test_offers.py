@@ -4,12 +4,12 @@ import pytest
 
 from tests.contract.recorded import FOLDER, OTHERS
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
-from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, State
 
 SGLANG = ('sglang:num_running_reqs{model_name="m"} 1', 'sglang:prompt_tokens_total{model_name="m"} 5')
 
 
-def offers(metrics: str, name: Name, **settings: str) -> Finding:
+def offers(metrics: str, name: str, **settings: str) -> Finding:
     with Vllm(metrics) as server:
         return examined(ENGINE_URL=server.url, **settings)[name]
 
@@ -20,14 +20,14 @@ def recorded(name: str) -> str:
 
 @pytest.mark.parametrize("version", ["0.13.0", "0.20.2", "0.32.0"])
 def test_a_present_vllm_offers_all_that_is_needed(version: str) -> None:
-    found = offers(recorded(f"vllm-{version}/load-waiting"), Name.ENGINE_INPUTS)
+    found = offers(recorded(f"vllm-{version}/load-waiting"), "engine_inputs")
 
     assert (found.state, found.absent, found.fixes) == (State.OK, (), ())
     assert "prefix_cache_hit_rate" in found.details[0]
 
 
 def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
-    found = offers(recorded("vllm-0.10.2.post2/load-waiting"), Name.ENGINE_INPUTS)
+    found = offers(recorded("vllm-0.10.2.post2/load-waiting"), "engine_inputs")
 
     assert found.state is State.MISSING
     assert found.text == "14 of 17 inputs offered, not sleep_state"
@@ -36,7 +36,7 @@ def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
 
 
 def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None:
-    found = offers(recorded("vllm-0.8.5.post2-v0-single-process/load-nowaiting"), Name.ENGINE_INPUTS)
+    found = offers(recorded("vllm-0.8.5.post2-v0-single-process/load-nowaiting"), "engine_inputs")
 
     assert "headroom_engine_prefix_cache_queries_total" in found.absent
     assert "headroom_engine_prefix_cache_hit_ratio" not in found.absent
@@ -44,7 +44,7 @@ def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None
 
 @pytest.mark.parametrize("name", ["vllm-0.32.0-api-server-count-2/idle", "vllm-0.9.2.post2-v0/first-scrape-ever"])
 def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
-    found = offers(recorded(name), Name.ENGINE_INPUTS)
+    found = offers(recorded(name), "engine_inputs")
 
     assert found.state is State.UNKNOWN
     assert "no request has been served yet" in found.text
@@ -64,13 +64,13 @@ def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
     ],
 )
 def test_what_memory_is_compared_with_is_told(metrics: str, settings: dict[str, str], text: str) -> None:
-    found = offers(metrics, Name.REPORTED_MEMORY, **settings)
+    found = offers(metrics, "reported_memory", **settings)
 
     assert (found.state, found.text) == (State.OK, text)
 
 
 def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
-    found = offers(recorded("vllm-0.32.0/load-waiting"), Name.REPORTED_MEMORY)
+    found = offers(recorded("vllm-0.32.0/load-waiting"), "reported_memory")
 
     assert found.state is State.MISSING
     assert "--kv-cache-memory-bytes" in found.text
@@ -82,7 +82,7 @@ def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
 
 
 def test_a_budget_that_is_not_told_is_missing() -> None:
-    found = offers(RECORDED.replace("gpu_memory_utilization=", "other="), Name.REPORTED_MEMORY)
+    found = offers(RECORDED.replace("gpu_memory_utilization=", "other="), "reported_memory")
 
     assert found.state is State.MISSING
     assert "does not tell one gpu_memory_utilization" in found.text
@@ -90,7 +90,7 @@ def test_a_budget_that_is_not_told_is_missing() -> None:
 
 
 def test_the_bytes_of_a_token_have_to_be_set() -> None:
-    unset, given = examined()[Name.KV_BYTES], examined(KV_BYTES_PER_TOKEN="131072")[Name.KV_BYTES]
+    unset, given = examined()["kv_bytes"], examined(KV_BYTES_PER_TOKEN="131072")["kv_bytes"]
 
     assert unset.state is State.MISSING
     assert [line.partition("=")[0] for line in lines(unset)[:2]] == [
@@ -104,15 +104,15 @@ def test_the_bytes_of_a_token_have_to_be_set() -> None:
 def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page_tells_its_dtype() -> None:
     model = str(FOLDER.parents[1] / "unit" / "sizing" / "testdata" / "llama-3.1-8b.json")
 
-    told = offers(recorded("vllm-0.32.0/load-waiting"), Name.KV_BYTES, MODEL_CONFIG=model)
-    untold = offers("vllm:num_requests_running 1\n", Name.KV_BYTES, MODEL_CONFIG=model)
+    told = offers(recorded("vllm-0.32.0/load-waiting"), "kv_bytes", MODEL_CONFIG=model)
+    untold = offers("vllm:num_requests_running 1\n", "kv_bytes", MODEL_CONFIG=model)
 
     assert (told.state, untold.state) == (State.OK, State.MISSING)
     assert any("HEADROOM_MODEL_CONFIG=" in line for line in lines(untold))
 
 
 def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
-    found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), Name.ENGINE_INPUTS)
+    found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), "engine_inputs")
 
     assert found.state is State.OK
     untold = "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told"
@@ -120,13 +120,13 @@ def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
 
 
 def test_another_engines_older_version_is_not_told_to_take_a_newer_vllm() -> None:
-    found = offers("".join(f"{line}\n" for line in SGLANG), Name.ENGINE_INPUTS)
+    found = offers("".join(f"{line}\n" for line in SGLANG), "engine_inputs")
 
     assert found.state is State.MISSING
     assert [fix.where for fix in found.fixes] == ["in SGLang's image"]
 
 
 def test_bytes_that_an_engine_tells_are_what_memory_is_compared_with() -> None:
-    found = offers((OTHERS / "tensorrt-llm.prom").read_text(), Name.REPORTED_MEMORY)
+    found = offers((OTHERS / "tensorrt-llm.prom").read_text(), "reported_memory")
 
     assert (found.state, found.text) == (State.OK, "the engine reports 70.0 GiB on each GPU")

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.finding import State
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -18,26 +18,24 @@ def test_the_gpus_of_the_engines_processes_are_told_as_such(nvml: FakeNvml, vllm
 
     findings = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)
 
-    assert findings[Name.NVML].text == "NVML answers, driver 580.95.05"
-    assert findings[Name.GPUS].details == (
+    assert findings["nvml"].text == "NVML answers, driver 580.95.05"
+    assert findings["gpus"].details == (
         "GPU 0 (GPU-a) NVIDIA H100 80GB HBM3",
         "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3",
     )
-    owned = findings[Name.GPU_ATTRIBUTION]
+    owned = findings["gpu_attribution"]
     assert (owned.state, owned.text) == (State.OK, "1 of 2 taken for the engine's")
     assert owned.details == (
         "GPU 0 (GPU-a) not taken for the engine's",
         "GPU 1 (GPU-b) the engine's (process: one of its processes is on it)",
     )
-    assert (
-        findings[Name.PROCESSES].text == "vLLM's are seen (1 api_server, 1 engine_core), in a container's PID namespace"
-    )
+    assert findings["processes"].text == "vLLM's are seen (1 api_server, 1 engine_core), in a container's PID namespace"
 
 
 def test_two_gpus_without_the_engines_processes_are_missing_an_owner(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path), ENGINE_URL=vllm.url)
 
-    owned, seen = findings[Name.GPU_ATTRIBUTION], findings[Name.PROCESSES]
+    owned, seen = findings["gpu_attribution"], findings["processes"]
     assert (owned.state, seen.state) == (State.MISSING, State.MISSING)
     assert "cannot tell which GPUs the engine uses" in owned.text
     assert "which is not shared with vLLM's container" in seen.text
@@ -52,8 +50,8 @@ def test_two_gpus_without_the_engines_processes_are_missing_an_owner(vllm: Vllm,
 def test_while_the_engine_is_down_its_gpus_are_not_known_rather_than_missing(tmp_path: Path) -> None:
     findings = examined(proc(tmp_path), ENGINE_URL="http://127.0.0.1:1")
 
-    assert findings[Name.GPU_ATTRIBUTION].state is State.UNKNOWN
-    assert findings[Name.PROCESSES].state is State.UNKNOWN
+    assert findings["gpu_attribution"].state is State.UNKNOWN
+    assert findings["processes"].state is State.UNKNOWN
 
 
 def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -61,7 +59,7 @@ def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    found = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert found.state is State.MISSING
     assert "cannot be matched with them in a container" in found.text
@@ -69,7 +67,7 @@ def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml
 
 
 def test_an_engine_on_gpus_that_are_not_visible_is_missing_them(vllm: Vllm, tmp_path: Path) -> None:
-    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert found.state is State.MISSING
     assert "none of the engine's processes is on a visible GPU" in found.text
@@ -82,10 +80,10 @@ def test_the_only_gpu_is_doubted_where_the_engine_is_seen_and_is_not_on_it(
     del nvml.gpus[1]
     nvml.write()
     path = proc(tmp_path, vllm, namespace=HOST)
-    elsewhere = examined(path, ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    elsewhere = examined(path, ENGINE_URL=vllm.url)["gpu_attribution"]
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
-    there = examined(path, ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    there = examined(path, ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert elsewhere.state is State.UNKNOWN
     assert "none of the engine's processes is on it" in elsewhere.text
@@ -96,7 +94,7 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
     del nvml.gpus[1]
     nvml.write()
 
-    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert found.state is State.OK
     assert found.details == ("GPU 0 (GPU-a) taken for the engine's (single: no other is visible)",)
@@ -104,14 +102,14 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
 
 @pytest.mark.parametrize(("gpus", "how"), [("GPU-A,1", "(uuid: HEADROOM_GPUS names it)"), ("all", "(assumed: ")])
 def test_named_gpus_are_told_as_named(gpus: str, how: str) -> None:
-    found = examined(GPUS=gpus)[Name.GPU_ATTRIBUTION]
+    found = examined(GPUS=gpus)["gpu_attribution"]
 
     assert (found.state, found.text) == (State.OK, "2 of 2 taken for the engine's")
     assert all(how in detail for detail in found.details)
 
 
 def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
-    found = examined(GPUS="0,GPU-z")[Name.GPU_ATTRIBUTION]
+    found = examined(GPUS="0,GPU-z")["gpu_attribution"]
 
     assert (found.state, found.text) == (State.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
     assert found.absent == (), "the other one is there"
@@ -122,6 +120,6 @@ def test_a_mig_instance_is_named_by_its_uuid(nvml: FakeNvml, vllm: Vllm, tmp_pat
     nvml.gpus[0].instances = [FakeInstance(uuid=f"MIG-{letter}", gpu_instance=n) for n, letter in enumerate("xy")]
     nvml.write()
 
-    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)[Name.GPU_ATTRIBUTION]
+    found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
     assert lines(found)[-1].startswith("HEADROOM_GPUS=MIG-x,MIG-y,1 ")

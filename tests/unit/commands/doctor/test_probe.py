@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Finding, Name, State
+from vllm_headroom.commands.doctor.finding import Finding, State
 from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
 
@@ -32,11 +32,11 @@ def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
 
 
 def found(folder: Path, proc: Path | None = None) -> Finding:
-    return examined(proc, PROBE_DIR=str(folder))[Name.PROBE]
+    return examined(proc, PROBE_DIR=str(folder))["probe"]
 
 
 def test_without_its_folder_it_does_not_apply() -> None:
-    finding = examined()[Name.PROBE]
+    finding = examined()["probe"]
 
     assert (finding.state, finding.text) == (State.NOT_APPLICABLE, OFF)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Name, State
+from vllm_headroom.commands.doctor.finding import State
 from vllm_headroom.scrape.proc.reader import HIDDEN
 
 pytestmark = pytest.mark.usefixtures("nvml")
@@ -36,7 +36,7 @@ def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
     nvml.gpus[0].processes = {CORE: GIB}
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm, namespace=namespace), ENGINE_URL=vllm.url)[Name.PROCESS_MEMORY]
+    found = examined(proc(tmp_path, vllm, namespace=namespace), ENGINE_URL=vllm.url)["process_memory"]
 
     assert found.state is state
     assert words in found.text
@@ -48,7 +48,7 @@ def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
 def test_on_the_host_no_namespace_needs_sharing(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path, namespace=HOST), ENGINE_URL=vllm.url)
 
-    assert "it runs on another machine, or other users' processes are hidden" in findings[Name.PROCESSES].text
+    assert "it runs on another machine, or other users' processes are hidden" in findings["processes"].text
     assert not any("shareProcessNamespace" in str(finding.fixes) for finding in findings.values())
 
 
@@ -62,7 +62,7 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
     nvml.gpus[0].errors[function] = 3
     nvml.write()
 
-    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)[Name.PROCESS_MEMORY]
+    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["process_memory"]
 
     assert found.state is State.MISSING
     assert found.text == "the memory of each process is not told on GPU 0 (GPU-a)"
@@ -71,10 +71,10 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
 def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:
     findings = examined(tmp_path / "nothing")
 
-    assert findings[Name.PROCESSES].state is State.MISSING
-    assert "cannot be read" in findings[Name.PROCESSES].text
-    assert findings[Name.PROCESSES].fixes
-    assert findings[Name.PROCESS_MEMORY].state is State.UNKNOWN
+    assert findings["processes"].state is State.MISSING
+    assert "cannot be read" in findings["processes"].text
+    assert findings["processes"].fixes
+    assert findings["process_memory"].state is State.UNKNOWN
 
 
 @pytest.mark.parametrize("namespace", [CONTAINER, HOST])
@@ -87,16 +87,16 @@ def test_a_proc_that_hides_the_engine_is_missing_whether_its_page_answers_or_not
         findings = examined(tmp_path, ENGINE_URL=url)
 
         assert len(nvml.gpus) > 1
-        assert findings[Name.PROCESSES].text == HIDDEN.message
-        assert {"shareProcessNamespace: true", "ProtectProc=default"} <= set(lines(findings[Name.PROCESSES]))
-        assert "shareProcessNamespace: true" in lines(findings[Name.GPU_ATTRIBUTION])
-        assert {findings[name].state for name in (Name.PROCESSES, Name.GPU_ATTRIBUTION)} == {State.MISSING}
+        assert findings["processes"].text == HIDDEN.message
+        assert {"shareProcessNamespace: true", "ProtectProc=default"} <= set(lines(findings["processes"]))
+        assert "shareProcessNamespace: true" in lines(findings["gpu_attribution"])
+        assert {findings[name].state for name in ("processes", "gpu_attribution")} == {State.MISSING}
 
 
 def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) -> None:
     ProcTree(tmp_path)
 
-    found = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")[Name.PROCESSES]
+    found = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")["processes"]
 
     assert found.state is State.UNKNOWN
     assert found.text.startswith("vLLM's are not among the ")
@@ -105,6 +105,6 @@ def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) 
 def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
 
-    assert {findings[name].state for name in (Name.PROCESSES, Name.GPU_ATTRIBUTION)} == {State.MISSING}
-    assert "several engines' servers are visible" in findings[Name.PROCESSES].text
-    assert "--port 8001  # another for each server" in lines(findings[Name.PROCESSES])
+    assert {findings[name].state for name in ("processes", "gpu_attribution")} == {State.MISSING}
+    assert "several engines' servers are visible" in findings["processes"].text
+    assert "--port 8001  # another for each server" in lines(findings["processes"])

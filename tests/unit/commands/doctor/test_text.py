@@ -2,17 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, Name, State, all_available
+from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.commands.text import WIDTH
 
-FINE = Finding(name=Name.NVML, state=State.OK, text="NVML answers, driver 580.95.05")
-UNSET = Finding(name=Name.STATE_DIR, state=State.NOT_APPLICABLE, text="HEADROOM_STATE_DIR is not set")
-UNKNOWN = Finding(name=Name.GPUS, state=State.UNKNOWN, text="needs NVML, see nvml")
+FINE = Finding(State.OK, "NVML answers, driver 580.95.05")
+UNSET = Finding(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
+UNKNOWN = Finding(State.UNKNOWN, "needs NVML, see nvml")
 MISSING = Finding(
-    name=Name.PROCESSES,
-    state=State.MISSING,
-    text="vLLM answers, but none of its processes shows here " * 3,
+    State.MISSING,
+    "vLLM answers, but none of its processes shows here " * 3,
     details=("a detail",),
     absent=("headroom_host_*",),
     fixes=(
@@ -20,10 +19,11 @@ MISSING = Finding(
         Fix(where="with compose", lines=("services:", '  pid: "service:vllm"')),
     ),
 )
+ALL = {"nvml": FINE, "processes": MISSING, "gpus": UNKNOWN, "state_dir": UNSET}
 
 
 def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
-    assert text((FINE, MISSING, UNKNOWN, UNSET)) == [
+    assert text(document(ALL, "0.1.0")) == [
         "ok       nvml             NVML answers, driver 580.95.05",
         "MISSING  processes        vLLM answers, but none of its processes shows here vLLM answers, but none of its",
         "                          processes shows here vLLM answers, but none of its processes shows here",
@@ -43,11 +43,11 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
 
 
 def test_that_nothing_is_missing_is_said() -> None:
-    assert text((FINE, UNSET))[-1] == "Everything is available."
+    assert text(document({"nvml": FINE, "state_dir": UNSET}, "0.1.0"))[-1] == "Everything is available."
 
 
 def test_the_text_fits() -> None:
-    told = text((Finding(name=Name.ENGINE, state=State.MISSING, text="model" + " word" * 99),))
+    told = text(document({"engine": Finding(State.MISSING, "model" + " word" * 99)}, "0.1.0"))
 
     assert max(map(len, told)) <= WIDTH
 
@@ -61,11 +61,13 @@ def test_everything_is_available_when_nothing_is_missing_or_unknown(
     findings: tuple[Finding, ...],
     available: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    assert all_available(findings) is available
+    told = document({str(place): finding for place, finding in enumerate(findings)}, "0.1.0")
+
+    assert told["ok"] is available
 
 
 def test_the_document_has_the_same_keys_for_every_finding() -> None:
-    told = document((FINE, MISSING, UNKNOWN, UNSET), "0.1.0")
+    told = document(ALL, "0.1.0")
     fine, missing, unknown, unset = told["checks"]
 
     assert (told["ok"], told["version"]) == (False, "0.1.0")

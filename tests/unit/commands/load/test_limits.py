@@ -5,28 +5,43 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors, too_many
+from tests.fakes.cgroups import V2Tree
+from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.commands.cli import parser_of
+from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.compose import _check_limits
+from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors
+from vllm_headroom.commands.load.options import order
+from vllm_headroom.trace.errors import BadInput
 
 MIB = 2**20
 
 
+OWN_PID = 9999
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
-    """A machine with 100 MiB available and 28,232 ports, and a container with 64 MiB left of 80."""
-    ports = tmp_path / "proc/sys/net/ipv4/ip_local_port_range"
+    """A machine with 100 MiB available and 28,232 ports, and a container with 64 MiB left of 80, files left out."""
+    proc = tmp_path / "proc"
+    ports = proc / "sys/net/ipv4/ip_local_port_range"
     ports.parent.mkdir(parents=True)
     ports.write_text("32768\t60999\n")
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   102400 kB\n")
-    (tmp_path / "cgroup").mkdir()
-    (tmp_path / "cgroup/memory.max").write_text(f"{80 * MIB}\n")
-    (tmp_path / "cgroup/memory.current").write_text(f"{16 * MIB}\n")
-    return tmp_path
+    ProcTree(proc, own_pid=OWN_PID)
+    (proc / "meminfo").write_text("MemTotal: 204800 kB\nMemAvailable:   102400 kB\n")
+    contain(proc, 80 * MIB)
+    return proc
+
+
+def contain(proc: Path, limit: int | None) -> None:
+    tree = V2Tree(proc.parent / f"cgroup-{limit}", proc)
+    tree.add("pod/load", pids=(OWN_PID,), limit=limit, used=46 * MIB, file=30 * MIB)
 
 
 def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
-    every = limits(descriptors, tls=tls, proc=machine / "proc", cgroup=machine / "cgroup")
-    assert [limit.streams for limit in every] == sorted(limit.streams for limit in every)
-    return {limit.name: limit.streams for limit in every}
+    every = limits(descriptors, tls=tls, proc=machine)
+    assert every == sorted(every)
+    return {name: streams for streams, name in every}
 
 
 def test_what_ends_first_comes_first(machine: Path) -> None:
@@ -43,23 +58,13 @@ def test_encryption_takes_more_memory(machine: Path) -> None:
 
 
 def test_a_container_without_a_limit_has_the_machines_memory(machine: Path) -> None:
-    (machine / "cgroup/memory.max").write_text("max\n")
+    contain(machine, None)
 
     assert found(machine)["memory"] == 100 * MIB // STREAM_BYTES
 
 
 def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     assert list(found(tmp_path)) == ["ulimit -n 20000"]
-
-
-def test_too_many_streams_are_told_with_what_ends_first(machine: Path) -> None:
-    every = limits(1000, tls=False, proc=machine / "proc", cgroup=machine / "cgroup")
-    held = every[0].streams
-
-    assert too_many(held, every) is None
-    assert too_many(held + 1, every) == (
-        f"needs {held + 1} streams at once, and this process can hold {held}: ulimit -n 1000 ends first"
-    )
 
 
 def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
@@ -72,3 +77,13 @@ def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:
         assert raised == (MOST if hard == resource.RLIM_INFINITY else hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> None:
+    words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1000000"]
+
+    with pytest.raises(
+        BadInput,
+        match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
+    ):
+        _check_limits(order(parser_of(COMMAND, "load").read(words, {})), tls=False)

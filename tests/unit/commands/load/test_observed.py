@@ -5,7 +5,6 @@ import pytest
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.sampling import ended
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -62,9 +61,8 @@ def test_a_counter_grows_unless_it_began_anew(counts: tuple[float, ...], grown: 
     for count in counts:
         observed.take(snapshot(), samples((catalog.ENGINE_PREEMPTIONS, AN_ENGINE, count)))
 
-    span = observed.engine(catalog.ENGINE_PREEMPTIONS)
-    assert span is not None
-    assert span.grown == grown
+    assert observed.grown(catalog.ENGINE_PREEMPTIONS) == grown
+    assert observed.grown(catalog.ENGINE_FINISHED) is None
 
 
 def test_the_cost_of_a_running_request_is_the_median() -> None:
@@ -77,6 +75,13 @@ def test_the_cost_of_a_running_request_is_the_median() -> None:
 
 def started(*times: float | None) -> EnginePage:
     return page(*(engine(str(place), started_at_seconds=time) for place, time in enumerate(times)))
+
+
+def ended(*pages: EnginePage | Failure) -> str | None:
+    observed = Observed()
+    for each in pages:
+        observed.take(snapshot(engines=each), ())
+    return observed.ended
 
 
 @pytest.mark.parametrize(
@@ -93,11 +98,22 @@ def started(*times: float | None) -> EnginePage:
     ],
 )
 def test_how_an_engine_ended(first: EnginePage | Failure, last: EnginePage | Failure, told: str | None) -> None:
-    assert ended(snapshot(engines=first), snapshot(engines=last)) == told
+    assert ended(first, last) == told
 
 
 def test_a_page_that_comes_late_is_no_end() -> None:
     late = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="it is late")
 
-    assert ended(snapshot(engines=started(1.0)), snapshot(engines=late)) is None
-    assert ended(None, None) is None
+    assert ended(started(1.0), late) is None
+    assert ended() is None
+
+
+def test_each_source_that_failed_is_counted_with_its_newest_failure() -> None:
+    observed = Observed()
+    newest = Failure(source=Source.NVML, reason=Reason.TIMEOUT, message="it hangs")
+    observed.take(snapshot(at=0, gpus=failure(Source.NVML)), ())
+    observed.take(snapshot(at=1), ())
+    observed.take(snapshot(at=2, gpus=newest), ())
+
+    assert (observed.samples, observed.seconds) == (3, 2.0)
+    assert observed.failures == {Source.NVML: (2, newest)}

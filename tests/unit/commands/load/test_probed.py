@@ -16,14 +16,14 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.options import order
-from vllm_headroom.commands.load.sampling import ProcessesElsewhere, Sampling, new_trace
+from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
 from vllm_headroom.scrape.probe.reader import Probe
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.vocabulary import Reason, Source
 
 
 def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
@@ -31,7 +31,7 @@ def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
         gpus=Nvml(monotonic=clock.monotonic),
-        processes=ProcessesElsewhere(),
+        processes=Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
         probe=Probe(folder, parse=parse_probe),
         clock=clock,
     )
@@ -61,7 +61,7 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
     (without,), (known,) = (json.loads(line)["gpus"] for line in trace.read_text().splitlines()[1:])
     assert "allocated" not in without
     assert (known["allocated"], known["reserved_by_torch"], known["parts"]["fragmented"]) == (500, 600, 40)
-    assert made.failures[Source.PROBE][0] == 1
+    assert made.whole.failures[Source.PROBE][0] == 1
 
 
 def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.commands.load.asking import tally
 from tests.unit.commands.screen import on_a_terminal, plain
 from vllm_headroom.commands.load.answer import Answer, Outcome
-from vllm_headroom.commands.load.progress import Lines, screen
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.tally import Tally
 
 
@@ -22,14 +22,13 @@ def counted() -> Tally:
 
 
 def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = screen()
+    lines = Screen()
     lines.begin("step 2/4: 75%, 8 clients", 60.0)
     for second in range(23):
         lines.show(counted(), float(second))
     lines.end(counted(), 61.0)
     lines.show(counted(), 62.0)
 
-    assert isinstance(lines, Lines)
     assert capsys.readouterr().err.splitlines() == [
         "step 2/4: 75%, 8 clients, 60 s",
         "   10 s  1 open, 2 succeeded, 1 not, 1 OUT OF MEMORY",
@@ -40,8 +39,8 @@ def test_elsewhere_there_is_a_line_every_ten_seconds(capsys: pytest.CaptureFixtu
 
 DRAW: Final = """
 from tests.unit.commands.load.test_progress import counted
-from vllm_headroom.commands.load.progress import screen
-bars = screen()
+from vllm_headroom.commands.load.progress import Screen
+bars = Screen()
 bars.show(counted(), 0.0)
 for number in (1, 2):
     bars.begin(f"step {number}/4: 50%, 5 clients", 10.0)

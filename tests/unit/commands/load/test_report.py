@@ -11,22 +11,28 @@ from typing import Any
 import pytest
 
 from tests.conftest import Golden
-from tests.samples import A_GPU, AN_ENGINE, gpu, snapshot
+from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
+from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.answer import Answer, Outcome
+from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.document import document
-from vllm_headroom.commands.load.observed import Observed, Span
-from vllm_headroom.commands.load.report import Growth, Kind, LeakVerdict, Memory, Report
+from vllm_headroom.commands.load.observed import Observed
+from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.run import SHARES, Step
 from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
 from vllm_headroom.commands.load.text import text
 from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.model import Sample
-from vllm_headroom.vocabulary import CONTROLS, LeakState
+from vllm_headroom.model import Failure, Sample
+from vllm_headroom.trace.course import Course, Moment
+from vllm_headroom.trace.replay import Watch
+from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
 
 HERE = Path(__file__).parent
 GB = 10**9
-NO_GROWTH = Growth(verdict=LeakVerdict.NO_LEAK, state=LeakState.STABLE, reason="no growth that load does not explain")
+HANGS = Failure(source=Source.NVML, reason=Reason.TIMEOUT, message="it hangs")
+WORDS = ("--engine-url", "http://engine:8000", "--concurrency", "8", "--trace", "t.jsonl")
+AN_HOUR = 3600.0
 
 
 def shown(found: Mapping[str, Any]) -> str:
@@ -68,45 +74,47 @@ def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "")
     )
 
 
-def memory(growth: Growth = NO_GROWTH, kind: Kind = Kind.GPU) -> Memory:
-    name, uuid = A_GPU if kind is Kind.GPU else ("worker", "")
-    span = Span(70 * GB, 72 * GB, 73 * GB)
-    return Memory(kind=kind, name=name, uuid=uuid, span=span, growth=growth, finished=4000)
+def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> Observed:
+    """Return what was seen in 240 samples of an hour or more: 70 GB held, 73 at most, 72 at the end."""
+    made = Observed()
+    for number in range(240):
+        held = {0: 70, 239: 72}.get(number, 73) * GB
+        counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
+        counts += [] if finished is None else [Sample(catalog.ENGINE_FINISHED, AN_ENGINE, finished * number // 239)]
+        counts += [Sample(catalog.HOST_MEMORY, ("worker",), held)] if host else []
+        made.take(
+            snapshot(
+                at=number * AN_HOUR / 239,
+                engines=failure(Source.ENGINE) if gone and number == 239 else None,
+                gpus=HANGS if 0 < number <= unread else (gpu(total=80 * GB, used=73 * GB, engine=held),),
+            ),
+            counts,
+        )
+    return made
 
 
-def report(
-    *steps: Step,
-    memories: tuple[Memory, ...] = (memory(),),
-    ended: str | None = None,
-    unread: tuple[str, ...] = (),
-    stopped: bool = False,
-) -> Report:
-    return Report(
-        target="http://engine:8000",
-        model="m",
-        asked="completions, prompts of about 512 tokens, answers of 128",
-        steps=steps,
-        memory=memories,
-        whole=observed(8),
-        ended=ended,
-        unread=unread,
-        trace="t.jsonl",
-        samples=240,
-        stopped=stopped,
-    )
+def watched(state: LeakState, *series: str) -> Watch:
+    made = Watch()
+    for name in series:
+        course = made._host[name] = Course()
+        course.step(state, Moment(seconds=1.0, bytes_per_request=500.0))
+    return made
+
+
+STABLE = watched(LeakState.STABLE, "GPU-a")
+LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
+
+
+def report(*steps: Step, seen: Observed | None = None, watch: Watch = STABLE, stopped: bool = False) -> dict[str, Any]:
+    given = order(parser_of(COMMAND, "load").read(WORDS, {}))
+    return document(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
-LEAK = Growth(
-    verdict=LeakVerdict.LEAKING,
-    state=LeakState.LEAKING,
-    reason="even growth that load does not explain",
-    bytes_per_request=500.0,
-)
 
 
 def test_a_good_load_is_told(golden: Golden) -> None:
-    found = document(report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES)))
+    found = report(*(step({Outcome.SUCCEEDED: 10}, share=share) for share in SHARES))
 
     golden(HERE / "good.json", json.dumps(found, indent=2) + "\n")
     golden(HERE / "good.txt", shown(found))
@@ -115,16 +123,7 @@ def test_a_good_load_is_told(golden: Golden) -> None:
 def test_a_bad_load_is_told(golden: Golden) -> None:
     bad = step(dict.fromkeys(Outcome, 2), share=1.2, said="500: CUDA out of memory.\x1b[2J")
     bad.tally.delays.add(0.321)
-    found = document(
-        report(
-            GOOD_STEP,
-            bad,
-            memories=(memory(LEAK), memory(LEAK, Kind.HOST)),
-            ended="the engine is gone: its page refuses connections",
-            unread=("nvml in 3 of 240 samples: it hangs",),
-            stopped=True,
-        )
-    )
+    found = report(GOOD_STEP, bad, seen=whole(host=True, gone=True, unread=3), watch=LEAK, stopped=True)
 
     golden(HERE / "bad.txt", shown(found))
     assert found["verdict"] == "not_good"
@@ -141,8 +140,8 @@ def test_a_bad_load_is_told(golden: Golden) -> None:
         ({Outcome.SUCCEEDED: 1}, {"stopped": True}, Verdict.CANNOT_TELL),
         ({Outcome.SUCCEEDED: 9, Outcome.UNFINISHED: 5}, {"stopped": True}, Verdict.CANNOT_TELL),
         ({Outcome.SUCCEEDED: 99, Outcome.OUT_OF_MEMORY: 1}, {}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 99}, {"ended": "the engine was restarted meanwhile"}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 99}, {"memories": (memory(LEAK),)}, Verdict.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 99}, {"seen": whole(gone=True)}, Verdict.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 99}, {"watch": LEAK}, Verdict.NOT_GOOD),
         ({Outcome.REFUSED: 1}, {}, Verdict.NOT_GOOD),
         ({Outcome.UNFINISHED: 1}, {}, Verdict.NOT_GOOD),
         ({Outcome.UNFINISHED: 1}, {"stopped": True}, Verdict.CANNOT_TELL),
@@ -157,8 +156,8 @@ def test_the_verdict_says_whether_it_is_good(
 ) -> None:
     made = report(step(outcomes), **how)  # type: ignore[arg-type]
 
-    assert made.verdict is verdict
-    assert shown(document(made)).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
+    assert made["verdict"] is verdict
+    assert shown(made).splitlines()[-1].startswith(("GOOD: ", "NOT GOOD: ", "CANNOT TELL: ")[verdict.status])
 
 
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
@@ -166,22 +165,33 @@ def test_a_server_that_says_its_engine_died_is_not_good() -> None:
     made.tally.begin()
     made.tally.end(Answer(outcome=Outcome.FAILED, engine_dead=True))
 
-    assert report(made).faults == ("the engine died: its web server says so",)
+    assert report(made)["faults"] == ["the engine died: its web server says so"]
 
 
 def test_an_answer_without_counts_makes_the_sum_unknown() -> None:
     made = step({Outcome.SUCCEEDED: 9})
     made.tally.succeed(Answer(outcome=Outcome.SUCCEEDED, prompt_tokens=3), began=100.0, first=101.0, ended=102.0)
 
-    (found,) = document(report(made))["steps"]
+    (found,) = report(made)["steps"]
 
     assert (found["prompt_tokens"], found["generation_tokens"], found["generation_tokens_per_second"]) == (None,) * 3
 
 
 def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
-    assert memory().bytes_per_thousand_requests == 2 * GB / 4
-    assert replace(memory(), finished=0).bytes_per_thousand_requests is None
-    assert replace(memory(), finished=None).bytes_per_thousand_requests is None
+    (known,), (none,), (untold,) = (report(seen=whole(finished=count))["gpus"] for count in (4000, 0, None))
+
+    assert known["delta_bytes_per_thousand_requests"] == 2 * GB / 4
+    assert none["delta_bytes_per_thousand_requests"] is None
+    assert untold["delta_bytes_per_thousand_requests"] is None
+
+
+def test_gpus_of_which_none_is_the_engines_are_told() -> None:
+    seen = Observed()
+    seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
+
+    assert report(seen=seen)["unread"] == [
+        "nvml: it cannot be told which of them are the engine's: name them with --gpus"
+    ]
 
 
 def test_a_server_that_always_says_something_new_is_quoted_so_often_only() -> None:

@@ -23,9 +23,9 @@ from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.options import order
-from vllm_headroom.commands.load.progress import screen
+from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.run import Run, Step, streams_at_most
-from vllm_headroom.commands.load.sampling import ELSEWHERE, GpusElsewhere, ProcessesElsewhere, Sampling, new_trace
+from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage
@@ -34,7 +34,7 @@ from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.vocabulary import LeakState, Reason, Source
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sam
     clock = SystemClock()
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
-        gpus=Gpus(monotonic=clock.monotonic) if here else GpusElsewhere(),
-        processes=ProcessesElsewhere(),
+        gpus=Gpus(monotonic=clock.monotonic) if here else Elsewhere(Source.NVML, Reason.NO_DEVICES),
+        processes=Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
         clock=clock,
     )
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
@@ -75,13 +75,14 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
     with StreamingServer() as server:
         made = run(lambda: steps(server))
 
-    assert (made.samples, len(records(trace))) == (3, 4)
+    assert (made.whole.samples, len(records(trace))) == (3, 4)
     (whole,), (before,), (after,) = made.whole.held.values(), first.held.values(), second.held.values()
     assert (whole.first, whole.last) == (GIB, 2 * GIB)
     assert before.most == GIB
     assert after.first == 2 * GIB
     assert second.engine(catalog.ENGINE_RUNNING) is not None
-    assert list(made.failures) == [Source.PROCESS]
+    assert list(made.whole.failures) == [Source.PROCESS]
+    assert made.watch.course("GPU-a").state is not LeakState.UNKNOWN
 
 
 def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_path: Path) -> None:
@@ -100,13 +101,13 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     sample = records(trace)[1]
     assert (sample["gpus"], sample["processes"]) == (None, None)
     assert sample["engines"]
-    assert {source: (count, failure.message) for source, (count, failure) in made.failures.items()} == {
+    assert {source: (count, failure.message) for source, (count, failure) in made.whole.failures.items()} == {
         Source.NVML: (1, ELSEWHERE),
         Source.PROCESS: (1, ELSEWHERE),
     }
     assert not made.whole.held
-    assert made.last is not None
-    assert isinstance(made.last.engines, EnginePage)
+    assert made.whole.last is not None
+    assert isinstance(made.whole.last.engines, EnginePage)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,8 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     [
         (LOOPBACK, (), (Gpus, Processes, type(None))),
         (LOOPBACK, ("--probe-dir", "probe"), (Gpus, Processes, Probe)),
-        ("192.0.2.1", ("--probe-dir", "probe"), (GpusElsewhere, ProcessesElsewhere, type(None))),
-        ("192.0.2.1", ("--gpus", "0"), (Gpus, ProcessesElsewhere, type(None))),
+        ("192.0.2.1", ("--probe-dir", "probe"), (Elsewhere, Elsewhere, type(None))),
+        ("192.0.2.1", ("--gpus", "0"), (Gpus, Elsewhere, type(None))),
     ],
 )
 def test_what_is_read_follows_from_where_the_server_is(
@@ -161,7 +162,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
             clients=clients,
             pace=pace,
             sampling=made,
-            screen=screen(),
+            screen=Screen(),
             now=time.monotonic,
         )
         running = asyncio.create_task(steps.steps())
@@ -185,8 +186,7 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
         assert sum(step.tally.to_end.count for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
     assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
-    finished = [step.observed.engine(catalog.ENGINE_FINISHED) for step in steps]
-    assert [span and span.grown for span in finished] == [step.tally.began for step in steps]
+    assert [step.observed.grown(catalog.ENGINE_FINISHED) for step in steps] == [step.tally.began for step in steps]
 
 
 def test_a_stop_ends_the_step_and_the_load(tmp_path: Path) -> None:

@@ -15,14 +15,14 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.commands.load.target import (
-    Model,
     Target,
     base_url,
     find,
-    first_model,
     is_local,
+    offered_model,
     within,
 )
+from vllm_headroom.parse.openai import Model
 from vllm_headroom.scrape.http.credentials import trust
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
@@ -41,7 +41,7 @@ def problem(url: str, *, ca_file: Path | None = None) -> str:
         base = base_url(url)
         tls = trust(ca_file) if base.scheme == "https" else None
         await find(base, Api.CHAT, tls, None)
-        await first_model(base, tls, None)
+        await offered_model(base, tls, None)
 
     with pytest.raises(BadInput) as error:
         run(steps)
@@ -77,7 +77,7 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_the_server_is_found_with_its_model() -> None:
     async def steps() -> tuple[Target, Model]:
         url = base_url(f"{server.url}/some/v1")
-        return await find(url, Api.CHAT, None, "secret"), await first_model(base_url(server.url), None, "secret")
+        return await find(url, Api.CHAT, None, "secret"), await offered_model(base_url(server.url), None, "secret")
 
     with StreamingServer(token="secret") as server:
         found, model = run(steps)
@@ -108,8 +108,12 @@ def test_a_server_that_wants_a_token_is_told() -> None:
 def test_what_is_not_there_is_one_line() -> None:
     port = closed_port()
 
-    assert problem(f"http://{LOOPBACK}:{port}").startswith(f"http://{LOOPBACK}:{port}: no connection: ")
-    assert problem("http://no.such.host.invalid").startswith("http://no.such.host.invalid: the host cannot be resolved")
+    assert problem(f"http://{LOOPBACK}:{port}").startswith(
+        f"no connection to http://{LOOPBACK}:{port} (Connection refused): check"
+    )
+    assert problem("http://no.such.host.invalid").startswith(
+        "the host of http://no.such.host.invalid cannot be resolved"
+    )
 
 
 @pytest.mark.parametrize("listed", ["no json", "[]", "{}", '{"data": []}', '{"data": [{}]}', '{"data": 3}'])
@@ -124,12 +128,12 @@ def test_a_server_that_hangs_up_is_one_line() -> None:
     with EngineServer(engine_server.cut(b"")) as server:
         base = f"http://{LOOPBACK}:{server.port}"
 
-        assert problem(base).startswith(f"{base}/v1/models: no answer: ")
+        assert problem(base).startswith(f"{base}/v1/models hung up")
 
 
 def test_a_model_without_a_length_has_none() -> None:
     with EngineServer(engine_server.page(json.dumps({"data": [{"id": "m", "max_model_len": None}]}))) as server:
-        model = run(lambda: first_model(httpx.URL(f"http://{LOOPBACK}:{server.port}"), None, None))
+        model = run(lambda: offered_model(httpx.URL(f"http://{LOOPBACK}:{server.port}"), None, None))
 
     assert model == Model(name="m", most_tokens=None)
 
@@ -142,7 +146,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
         async def steps() -> Model:
             tls = trust(certificate)
             assert (await find(base, Api.CHAT, tls, None)).tls is tls
-            return await first_model(base, tls, None)
+            return await offered_model(base, tls, None)
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)
@@ -161,7 +165,7 @@ def test_a_host_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch
         told = problem(f"http://{LOOPBACK}:{silent.getsockname()[1]}")
         full.close()
 
-    assert told.endswith("no connection: no answer within 0.2 s")
+    assert "sent no complete page within 0.2 s: check that vLLM serves there" in told
 
 
 def test_waiting_for_a_host_can_be_cancelled() -> None:

@@ -5,6 +5,7 @@ from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import Holder
+from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.commands.verdict import Verdict
 
 RESERVED = 600 * MIB
@@ -17,7 +18,7 @@ def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     assert (report.verdict, report.findings) == (Verdict.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
-    assert report.driver_version == "580.95.05"
+    assert document(report)["driver_version"] == "580.95.05"
 
 
 def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -170,3 +171,13 @@ def test_a_process_is_called_by_its_program_and_never_by_its_arguments(
     (holder,) = preflight.report().gpus[0].holders or ()
 
     assert holder.name == name
+
+
+def test_what_helps_two_gpus_is_said_once(preflight: Preflight, nvml: FakeNvml) -> None:
+    nvml.gpus[:] = [FakeGpu(uuid=f"GPU-{index}", used_bytes=USABLE - GIB) for index in range(2)]
+    nvml.write()
+
+    lines = list(text(preflight.report()))
+
+    assert len([line for line in lines if " are missing" in line]) == 2
+    assert len([line for line in lines if line.startswith("    wait for what")]) == 1

@@ -17,7 +17,7 @@ from vllm_headroom.scrape.proc.host import shm_of
 
 
 def verdict(free: int, total: int) -> Verdict | None:
-    found = shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB))
+    found = list(shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
     return found[0].verdict if found else None
 
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import pytest
 
 from vllm_headroom.commands.probe import record as asking
-from vllm_headroom.commands.probe.answer import Answer
 from vllm_headroom.commands.probe.record import MOST_BYTES, record
+from vllm_headroom.commands.probe.report import text
 from vllm_headroom.trace.errors import BadInput
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"
@@ -58,7 +58,7 @@ def test_an_answer_that_is_no_file_is_none_and_the_others_are_told(
 
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    assert {process.pid: type(answer) for process, answer in recorded.answers} == {7: Answer, 8: type(None)}
+    assert {each["pid"]: each["problem"] for each in recorded["processes"]} == {7: None, 8: "no answer"}
 
 
 def _answered(folder: Path) -> None:
@@ -73,8 +73,9 @@ def test_an_answer_nested_without_end_cannot_be_used(folder: Path) -> None:
     (folder / HOSTILE).write_bytes(DEEP)
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    (said,) = (answer for process, answer in recorded.answers if process.pid == 8)
-    assert str(said).startswith("not JSON: ")
+    (said,) = (each["problem"] for each in recorded["processes"] if each["pid"] == 8)
+    assert said.startswith("not JSON: ")
+    assert f"worker (pid 8): an answer that cannot be used: {said}" in list(text(recorded))
 
 
 def test_a_request_of_tomorrow_keeps_nobody_from_recording(folder: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_request_of_tomorrow_keeps_nobody_from_recording(folder: Path) -> None
     os.utime(folder / "record.json", (time.time() + 86_400,) * 2)
     recorded = asyncio.run(record(folder, 0.1, lambda _: _answered(folder)))
 
-    assert any(isinstance(answer, Answer) for _, answer in recorded.answers)
+    assert None in [each["problem"] for each in recorded["processes"]]
 
 
 def test_a_request_that_becomes_a_link_touches_nothing_elsewhere(folder: Path, tmp_path: Path) -> None:

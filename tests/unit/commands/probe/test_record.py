@@ -18,10 +18,10 @@ import pytest
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
 from vllm_headroom.commands.probe import record as asking
-from vllm_headroom.commands.probe.answer import Answer, parse_answer
+from vllm_headroom.commands.probe.answer import parse_answer
 from vllm_headroom.commands.probe.install import install
 from vllm_headroom.commands.probe.record import record
-from vllm_headroom.commands.probe.report import document, text
+from vllm_headroom.commands.probe.report import text
 from vllm_headroom.trace.errors import BadInput
 
 ENGINE: Final = INSIDE / "vllm" / "engine.py"
@@ -79,7 +79,7 @@ def test_while_one_records_another_is_refused_and_with_nobody_waiting_it_ends(le
     long_ago = time.time() - 120
     os.utime(leaking.folder / "record.json", (long_ago, long_ago))
     recorded = asyncio.run(record(leaking.folder, 0.5, lambda _: None))
-    assert all(isinstance(answer, Answer) for _, answer in recorded.answers)
+    assert [each["problem"] for each in recorded["processes"]] == [None] * 3
 
 
 def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,11 +89,7 @@ def test_a_process_that_dies_meanwhile_has_no_answer(leaking: Vllm, monkeypatch:
         leaking.process.kill()
 
     recorded = asyncio.run(record(leaking.folder, 0.5, kill))
-    told = {str(process.role): answer for process, answer in recorded.answers}
-    assert told["api_server"] is None
-    assert [each["problem"] for each in document(recorded)["processes"] if each["role"] == "api_server"] == [
-        "no answer"
-    ]
+    assert [each["problem"] for each in recorded["processes"] if each["role"] == "api_server"] == ["no answer"]
     assert any(line.endswith(": no answer") for line in text(recorded))
 
 
@@ -166,5 +162,5 @@ def test_an_answer_that_is_none_or_hostile_is_not_shown(content: bytes, answer: 
 def test_more_stacks_than_any_probe_gives_are_left_out() -> None:
     found = parse_answer(json.dumps(GOOD | {"host": GOOD["host"] * 500}).encode(), "a")
 
-    assert isinstance(found, Answer)
-    assert len(found.host) == 20
+    assert isinstance(found, dict)
+    assert len(found["host"]) == 20

@@ -7,13 +7,13 @@ import pytest
 from tests.fakes.engine_server import Answer, cut, hang, page, reset, with_head
 from tests.unit.commands.smoke.serving import CHAT, COMPLETION, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
 def completion(vllm: Vllm, *words: str) -> Step:
-    return smoke(vllm.url, *words)[Name.COMPLETION]
+    return smoke(vllm.url, *words)["completion"]
 
 
 def test_the_first_model_completes_a_prompt(vllm: Vllm) -> None:

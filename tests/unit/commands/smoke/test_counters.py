@@ -12,7 +12,7 @@ from vllm_headroom.commands.smoke.counters import counted, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -31,7 +31,7 @@ def soon(vllm: Vllm) -> Step:
 def test_the_completion_is_counted(vllm: Vllm) -> None:
     vllm.finished = 41
 
-    step = smoke(vllm.url)[Name.METRICS]
+    step = smoke(vllm.url)["metrics"]
 
     assert step.state is State.OK
     assert re.fullmatch(r"\d+ of \d+ inputs are on the page; finished requests rose by 1", step.text)
@@ -86,7 +86,7 @@ def test_a_page_that_offers_too_little_fails(vllm: Vllm, answer: Answer, words: 
 def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
     vllm.answers["/v1/completions"] = error("500 Internal Server Error", "oops")
 
-    step = smoke(vllm.url)[Name.METRICS]
+    step = smoke(vllm.url)["metrics"]
 
     assert step.state is State.SKIPPED
     assert step.text.endswith(" inputs are on the page; there is no completion to look for in them")

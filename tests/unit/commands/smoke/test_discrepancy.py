@@ -4,14 +4,14 @@ from tests.fakes.engine_server import page
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.smoke.serving import RECORDED, Vllm
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom.commands.smoke.step import Name, State, Step
+from vllm_headroom.commands.smoke.step import State, Step
 
 BUDGET = 0.92 * 80 * GIB
 DRIVER_MISSING = 9
 
 
 def discrepancy(vllm: Vllm, *words: str) -> Step:
-    return smoke(vllm.url, *words)[Name.DISCREPANCY]
+    return smoke(vllm.url, *words)["discrepancy"]
 
 
 def hold(nvml: FakeNvml, ratio: float) -> None:

@@ -14,7 +14,7 @@ from vllm_headroom.commands.smoke.completion import completed
 from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
-from vllm_headroom.commands.smoke.step import Name, State
+from vllm_headroom.commands.smoke.step import State
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Answer
 from vllm_headroom.vocabulary import Reason, Source
@@ -37,7 +37,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_healthy_vllm_is_not_waited_for(vllm: Vllm) -> None:
     said: list[str] = []
 
-    assert smoke(vllm.url, say=said.append)[Name.HEALTH].text.startswith("healthy after ")
+    assert smoke(vllm.url, say=said.append)["health"].text.startswith("healthy after ")
     assert said == []
 
 
@@ -51,7 +51,7 @@ def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> Non
 
     steps = smoke(vllm.url, "--deadline", "10m", say=say)
 
-    assert steps[Name.HEALTH].state is State.OK
+    assert steps["health"].state is State.OK
     (line,) = said
     assert re.match(r"waiting, (10 min 0|9 min \d+) s left: ", line)
     assert line.endswith("/health answers 503 Service Unavailable: look for the cause in the engine's log")
@@ -94,8 +94,8 @@ def test_one_that_never_gets_healthy_fails_at_the_deadline_and_is_asked_for_noth
     steps = smoke(vllm.url, "--deadline", "0.5s")
 
     assert states(steps) == REST_SKIPPED
-    assert steps[Name.HEALTH].text.startswith("not healthy within 0 s: ")
-    assert words in steps[Name.HEALTH].text
+    assert steps["health"].text.startswith("not healthy within 0 s: ")
+    assert words in steps["health"].text
     assert {head.split()[1] for head in vllm.requests} == {"/health"}
 
 
@@ -105,7 +105,7 @@ def test_one_that_stalls_fails_at_the_deadline(vllm: Vllm) -> None:
     steps = smoke(vllm.url, "--deadline", "0.5s")
 
     assert states(steps) == REST_SKIPPED
-    assert "/health did not answer within " in steps[Name.HEALTH].text
+    assert "/health did not answer within " in steps["health"].text
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -116,14 +116,14 @@ def test_nothing_that_listens_fails_at_the_deadline() -> None:
     steps = smoke(f"http://{LOOPBACK}:{port}", "--deadline", "1s")
 
     assert states(steps) == REST_SKIPPED
-    assert "(Connection refused): check that vLLM runs" in steps[Name.HEALTH].text
+    assert "(Connection refused): check that vLLM runs" in steps["health"].text
 
 
 def test_what_no_waiting_mends_fails_at_once(vllm: Vllm, tmp_path: Path) -> None:
     steps = smoke(vllm.url, "--deadline", "1m", "--engine-bearer-token-file", str(tmp_path / "missing"))
 
     assert states(steps) == REST_SKIPPED
-    assert "missing cannot be read (No such file or directory)" in steps[Name.HEALTH].text
+    assert "missing cannot be read (No such file or directory)" in steps["health"].text
 
 
 class Asked(Reach):

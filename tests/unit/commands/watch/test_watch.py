@@ -60,14 +60,17 @@ def test_without_an_answer_json_ends_with_one_line() -> None:
 
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "http://127.0.0.1:9/snapshot.json does not answer" in done.stderr
+    assert (
+        "no connection to http://127.0.0.1:9/snapshot.json (Connection refused): check that vllm-headroom"
+        in done.stderr
+    )
 
 
 def test_what_is_no_sidecar_is_named() -> None:
     with sidecar(body=b"{}") as url:
-        assert "is not vllm-headroom's" in asked(url, "--json").stderr
+        assert "is not vllm-headroom" in asked(url, "--json").stderr
     with sidecar(body=b"<html>") as url:
-        assert "is not vllm-headroom's" in asked(url, "--json").stderr
+        assert "is not vllm-headroom" in asked(url, "--json").stderr
     with sidecar(status=503) as url:
         assert "answers 503" in asked(url, "--json").stderr
 
@@ -79,7 +82,7 @@ def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 
-    assert line == "alarm: GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.\n"
+    assert line == "ALARM      GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -105,7 +108,7 @@ def test_it_fills_a_terminal_of_any_width_and_no_more(columns: int) -> None:
 
 
 def test_why_there_is_no_answer_is_drawn_and_asked_again() -> None:
-    shown, status = on_a_terminal([*WATCH, "http://127.0.0.1:9"], ended=("does not answer", signal.SIGINT))
+    shown, status = on_a_terminal([*WATCH, "http://127.0.0.1:9"], ended=("Connection refused", signal.SIGINT))
 
     assert status == 0
     assert shown.endswith("\x1b[?25h\x1b[?1049l")
@@ -117,5 +120,5 @@ def test_a_terminal_that_knows_only_lines_gets_lines() -> None:
 
     assert (status, shown.splitlines()[0]) == (
         0,
-        "alarm: GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.",
+        "ALARM      GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.",
     )

@@ -33,17 +33,17 @@ def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
     back = ALARM_STEPS + 720
 
     memory = taken_up(saved, seen(back, shift=SHIFT))
-    track = after([seen(back, shift=SHIFT)], memory).leak.gpus.tracks["GPU-a"]
-    unbroken = after([seen(back)], alarmed).leak.gpus.tracks["GPU-a"]
+    track = after([seen(back, shift=SHIFT)], memory).leak.gpus["GPU-a"]
+    unbroken = after([seen(back)], alarmed).leak.gpus["GPU-a"]
 
     assert track == replace(unbroken, clock=unbroken.clock + SHIFT)
-    assert track.seconds == alarmed.leak.gpus.tracks["GPU-a"].seconds + 720 * STEP_SECONDS
+    assert track.seconds == alarmed.leak.gpus["GPU-a"].seconds + 720 * STEP_SECONDS
 
 
 def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=seen(ALARM_STEPS + 20).time_seconds)
 
-    track = taken_up(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus.tracks["GPU-a"]
+    track = taken_up(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus["GPU-a"]
 
     assert track.clock == seen(ALARM_STEPS, shift=SHIFT).monotonic_seconds
 
@@ -62,7 +62,7 @@ def test_only_gpus_that_are_visible_are_taken_up() -> None:
 
     memory = taken_up(saved, seen(100, gpus=(device(100, "GPU-b"), device(100, "GPU-c"))))
 
-    assert set(memory.leak.gpus.tracks) == {"GPU-b"}
+    assert set(memory.leak.gpus) == {"GPU-b"}
     assert set(memory.baseline.bands) == {"GPU-b"}
-    assert set(memory.leak.host.tracks) == {"worker"}
-    assert taken_up(saved, seen(100, gpus=failure(Source.NVML))).leak.gpus.tracks == {}
+    assert set(memory.leak.host) == {"worker"}
+    assert taken_up(saved, seen(100, gpus=failure(Source.NVML))).leak.gpus == {}

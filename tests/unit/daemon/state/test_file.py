@@ -38,9 +38,9 @@ for number in range(int(sys.argv[2]), 10**9):
 def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
 
-    assert alarmed.leak.gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+    assert alarmed.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
     assert decode(encode(saved)) == saved
-    assert decode(encode(saved)).memory.leak.gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+    assert decode(encode(saved)).memory.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
 
 
 @settings(max_examples=30, deadline=None)

@@ -62,7 +62,7 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
     assert outcome(tmp_path, *waiting) == ({}, [])
 
     found, _ = outcome(tmp_path, *waiting, seen(NEXT))
-    assert found["leak"].gpus.tracks["GPU-a"].verdict is Verdict.LEAKING
+    assert found["leak"].gpus["GPU-a"].verdict is Verdict.LEAKING
 
 
 @pytest.mark.parametrize("now", [NO_ENGINE, seen(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"])

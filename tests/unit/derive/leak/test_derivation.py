@@ -11,6 +11,7 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.baseline import READINGS, Baselines, baseline
+from vllm_headroom.derive.leak.facts import MIB
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.model import EngineProcess, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role, Source
@@ -90,6 +91,14 @@ def test_the_time_until_the_kernel_kills_is_told_where_the_limit_is_known() -> N
     assert 0 < values(known, catalog.HOST_TIME_TO_OOM_LOWER)[()] < left
     assert not values(unknown, catalog.HOST_TIME_TO_OOM)
     assert values(unknown, catalog.HOST_LEAK_RATE)
+
+
+def test_the_kernel_kills_at_the_last_page() -> None:
+    """A GPU's allocator fails with some 100 MiB left, which a slow leak takes a quarter of an hour for."""
+    *_, last = run(2, leak, on_host(int(BASE + leak(2 * 3600)) + 64 * MIB))
+
+    left = 64 * MIB / (LEAK * RATE)
+    assert values(last, catalog.HOST_TIME_TO_OOM)[()] == pytest.approx(left, abs=130), "told by a block of two minutes"
 
 
 def test_two_roles_that_leak_fill_the_limit_twice_as_fast() -> None:

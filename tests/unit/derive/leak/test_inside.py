@@ -10,7 +10,7 @@ from tests.samples import A_GPU, failure, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, followed, look, tensors
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Track, Verdict
-from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
+from vllm_headroom.derive.leak.gpus import gpu_leaks
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, moved, sharpened
 from vllm_headroom.vocabulary import Source
 
@@ -22,7 +22,7 @@ def verdict(tracks: InsideTracks) -> Verdict:
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(60, tensors)
     seen = look(59, tensors(59))
-    state, samples = gpu_leaks(Tracks(), seen, settled=True, inside=tracks)
+    state, samples = gpu_leaks({}, seen, settled=True, inside=tracks)
     _, samples = gpu_leaks(
         state, replace(seen, monotonic_seconds=seen.monotonic_seconds + 1), settled=True, inside=tracks
     )

@@ -135,11 +135,9 @@ def test_a_file_that_becomes_a_pipe_after_it_was_listed_is_not_waited_for(
     assert pids(folder) == [7]
 
 
-def _stamp_of(path: str) -> Any:
-    from vllm_headroom.scrape.probe.folder import Stamp  # noqa: PLC0415
-
+def _stamp_of(path: str) -> tuple[int, int, int]:
     status = os.lstat(path)
-    return Stamp(status.st_mtime_ns, status.st_ino, status.st_size)
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def test_a_file_that_is_too_large_is_refused_and_named(folder: Path) -> None:

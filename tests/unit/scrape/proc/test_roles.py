@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roles import engine_roles, named_role
+from vllm_headroom.scrape.proc.roles import engine_roles
+from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
 
 OWN_PID = 9999

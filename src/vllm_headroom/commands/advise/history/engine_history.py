@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
+from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
 from vllm_headroom.commands.advise.history.idle import Idle
 from vllm_headroom.commands.advise.history.tally import Rise, Tally
 from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
+from vllm_headroom.derive.kv_cache import tokens_per_request
 from vllm_headroom.model import EngineReading
 
 CAP_RATIO = 0.97
@@ -29,12 +30,10 @@ class Full:
         self._finished += finished
         self._preemptions += preemptions
 
-    def saw(self, running: float | None, tokens: float | None) -> None:
+    def saw(self, reading: EngineReading) -> None:
         """Count what ran at a sample."""
-        if running is not None:
-            self._running.add(running)
-        if tokens is not None:
-            self._tokens.add(tokens)
+        self._running.add(reading.running)
+        self._tokens.add(tokens_per_request(reading))
 
     def facts(self) -> FullFacts | None:
         """Return what is known; None where the cache was never full."""
@@ -101,8 +100,8 @@ class EngineHistory:
         before, now = self._capacity, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
 
-    def step(self, reading: EngineReading, tokens: float | None, seconds: float) -> None:
-        """Go on to the next sample, `seconds` after the one before; `tokens` are those of each running request."""
+    def step(self, reading: EngineReading, seconds: float) -> None:
+        """Go on to the next sample, `seconds` after the one before."""
         self._last = reading
         self._known_seconds += seconds
         self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
@@ -123,14 +122,13 @@ class EngineHistory:
         if full or self._was_full:
             self._full.step(seconds if full else 0.0, finished, preempted)
         if full:
-            self._full.saw(reading.running, tokens)
+            self._full.saw(reading)
         else:
-            self._calm(reading, tokens, preempted)
+            self._calm(reading, preempted)
         self._was_full = full
 
-    def _calm(self, reading: EngineReading, tokens: float | None, preempted: float) -> None:
-        if tokens is not None:
-            self._usual.add(tokens)
+    def _calm(self, reading: EngineReading, preempted: float) -> None:
+        self._usual.add(tokens_per_request(reading))
         if reading.running and not preempted:
             self._calm_running = max(self._calm_running or 0.0, reading.running)
 
@@ -142,7 +140,6 @@ class EngineHistory:
         return EngineFacts(
             model_name=last.model_name,
             engine=last.engine,
-            awake=last.awake,
             capacity_tokens=self._capacity,
             kv_known=self._kv_known,
             preemptions_known=self._preemptions.known,

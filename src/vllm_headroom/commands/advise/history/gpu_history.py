@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from vllm_headroom.commands.advise.facts import GpuFacts, Leak, Shortage, Spell
-from vllm_headroom.commands.advise.history.starts import others_bytes
+from vllm_headroom.commands.advise.facts import Extent, GpuFacts, Leak, Shortage, Spell
+from vllm_headroom.commands.advise.history.lives import others_bytes
 from vllm_headroom.commands.advise.limits import APART_SECONDS, GONE_SHARE, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
-from vllm_headroom.model import Gpu
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import Gpu, Leftover
 
 TAKEN_SHARE = 1.1
 """Ours: one step of so much is weights or the KV cache; high-water marks come in steps of less."""
 
 MOSTLY = 0.5
 """Ours: a spell with more room in it than that is made of peaks."""
-
-
-_UNKNOWN = Leak(state=LeakState.UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +28,12 @@ class GpuHistory:
     """Follows one GPU; what others take is not counted as the engine's shortage."""
 
     def __init__(self, index: int, uuid: str, began_seconds: float) -> None:
-        self._facts = GpuFacts(index=index, uuid=uuid, leak=_UNKNOWN)
+        self._index, self._uuid = index, uuid
+        self._usable: float | None = None
+        self._least_room: float | None = None
+        self._others: Extent | None = None
+        self._leftovers: tuple[Leftover, ...] = ()
+        self._roomy_running: float | None = None
         self._held_since = began_seconds
         self._top_bytes = 0.0
         self._open: _Open | None = None
@@ -46,9 +47,11 @@ class GpuHistory:
         memory = gpu.reading.memory
         if memory is None:
             return
-        usable = float(memory.total_bytes - (memory.reserved_bytes or 0))
-        room, others = usable - memory.used_bytes, others_bytes(gpu)
-        self._facts = replace(_widened(self._facts, usable, room, others), leftovers=gpu.leftovers)
+        self._usable, self._leftovers = float(memory.total_bytes - (memory.reserved_bytes or 0)), gpu.leftovers
+        room, others = self._usable - memory.used_bytes, others_bytes(gpu)
+        self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
+        if others is not None:
+            self._others = (self._others or Extent(others, others, others)).widened(others)
         if gpu.held_bytes is not None:
             self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
         if serving is not None:
@@ -57,8 +60,17 @@ class GpuHistory:
     def facts(self, leak: Leak) -> GpuFacts:
         """Return what is known, with the spell that goes on."""
         closed = None if self._open is None else self._open.spell(self._held_since, ended_engine=False)
-        spells = (*self._spells, *(() if closed is None else (closed,)))
-        return replace(self._facts, leak=leak, spells=spells)
+        return GpuFacts(
+            index=self._index,
+            uuid=self._uuid,
+            leak=leak,
+            usable_bytes=self._usable,
+            least_room_bytes=self._least_room,
+            others=self._others,
+            spells=(*self._spells, *(() if closed is None else (closed,))),
+            leftovers=self._leftovers,
+            roomy_running=self._roomy_running,
+        )
 
     def _lives(self, held: float, now: float, *, asleep: bool) -> None:
         """Close a spell that ends with the engine's memory, and note when an engine takes hold of a GPU."""
@@ -76,8 +88,7 @@ class GpuHistory:
             if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
                 self._close(ended_engine=False)
             if running and self._open is None:
-                most = max(self._facts.roomy_running or 0.0, running)
-                self._facts = replace(self._facts, roomy_running=most)
+                self._roomy_running = max(self._roomy_running or 0.0, running)
             return
         if self._open is None:
             self._open = _Open(now)
@@ -125,22 +136,3 @@ class _Open:
             running=self._running,
             ended_engine=ended_engine,
         )
-
-
-def _widened(facts: GpuFacts, usable: float, room: float, others: float | None) -> GpuFacts:
-    """Return the facts with one more reading among the least and the most."""
-    room = max(0.0, room)
-    facts = replace(
-        facts,
-        usable_bytes=usable,
-        room_bytes=room,
-        least_room_bytes=room if facts.least_room_bytes is None else min(room, facts.least_room_bytes),
-    )
-    if others is None:
-        return facts
-    return replace(
-        facts,
-        others_bytes=others,
-        least_others_bytes=others if facts.least_others_bytes is None else min(others, facts.least_others_bytes),
-        most_others_bytes=max(others, facts.most_others_bytes or 0.0),
-    )

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Final
 
-from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
-from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Version
-from vllm_headroom.commands.advise.history.endings import Endings
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
-from vllm_headroom.commands.advise.history.starts import Starts
-from vllm_headroom.commands.advise.settings import Settings, with_page
-from vllm_headroom.derive.derivation import answer, stateless
-from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.commands.advise.history.lives import Ends
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
@@ -25,16 +19,13 @@ from vllm_headroom.trace.replay import Watch
 LONGEST_INTERVAL_SECONDS: Final = 300.0
 """The longest that the daemon may be told to sample at; what lies between two samples further apart was not seen."""
 
-_KV_CACHE: Final = stateless("kv_cache", lambda snapshot: kv_cache(snapshot, bytes_per_token=None))
-
 
 class History:
     """Gathers what the rules want to know of a past, sample by sample."""
 
     def __init__(self) -> None:
         self._watch = Watch()
-        self._starts = Starts()
-        self._endings = Endings()
+        self._ends = Ends()
         self._at_least: Version = OLDEST
         self._since: float | None = None
         self._now = 0.0
@@ -49,8 +40,8 @@ class History:
         seconds = min(max(0.0, seconds), LONGEST_INTERVAL_SECONDS)
         self._now = snapshot.time_seconds
         self._watch.step(snapshot)
-        self._starts.step(snapshot)
-        page = snapshot.engines if isinstance(snapshot.engines, EnginePage) else None
+        self._ends.step(snapshot, self._watch.lives)
+        page = snapshot.page
         engines = () if page is None else named(page)
         self._page = page if engines else self._page
         if any(
@@ -59,13 +50,14 @@ class History:
             if engine_labels(one) in self._engines
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
-        self._step_engines(snapshot, engines, seconds)
+        for engine in engines:
+            self._engines.setdefault(engine_labels(engine), EngineHistory()).step(engine, seconds)
+            self._at_least = max(self._at_least, _shown_by(engine))
         running = None if page is None else running_requests(page)
         asleep = page is not None and awake(page) is False
-        serving = Serving(running=running, asleep=asleep) if self._starts.serving else None
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        serving = Serving(running=running, asleep=asleep) if self._ends.serving else None
+        for gpu in snapshot.devices:
             self._gpu(gpu).step(gpu, self._now, seconds, serving)
-        self._endings.step(snapshot)
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:
@@ -88,18 +80,9 @@ class History:
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
-            failed_starts=tuple(self._starts.failed),
-            endings=tuple(ending for ending in self._endings.found if ending.seconds > (self._since or 0.0)),
+            failed_starts=tuple(self._ends.failed),
+            endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
         )
-
-    def _step_engines(self, snapshot: Snapshot, engines: Iterable[EngineReading], seconds: float) -> None:
-        _, samples = answer(_KV_CACHE, None, snapshot)
-        metric = catalog.ENGINE_KV_TOKENS_PER_REQUEST
-        tokens = {sample.labels: sample.value for sample in samples if sample.metric is metric}
-        for engine in engines:
-            key = engine_labels(engine)
-            self._engines.setdefault(key, EngineHistory()).step(engine, tokens.get(key), seconds)
-            self._at_least = max(self._at_least, _shown_by(engine))
 
     def _gpu(self, gpu: Gpu) -> GpuHistory:
         reading = gpu.reading
@@ -123,8 +106,4 @@ def _shown_by(engine: EngineReading) -> Version:
 
 
 def _leak(course: Course) -> Leak:
-    if course.last is None:
-        return Leak(state=course.state)
-    figures = {each.name: getattr(course.last, each.name) for each in fields(Leak) if hasattr(course.last, each.name)}
-    ended = course.leaking[-1][1] if course.leaking else None
-    return Leak(state=course.state, leaked=True, ended_seconds=ended, **figures)
+    return Leak(state=course.state, alarm=course.last, ended_seconds=course.leaking[-1][1] if course.leaking else None)

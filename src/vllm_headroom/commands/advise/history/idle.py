@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.facts import StrandedFacts
+from vllm_headroom.commands.advise.engine_facts import StrandedFacts
 from vllm_headroom.derive.life.movement import IDLE_SECONDS
 from vllm_headroom.model import EngineReading
 

@@ -6,24 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.advise.facts import (
-    EngineFacts,
-    Facts,
-    FullFacts,
-    GpuFacts,
-    Leak,
-    Origin,
-    PrefixFacts,
-    Shortage,
-    Spell,
-    StrandedFacts,
-)
-from vllm_headroom.commands.advise.flags import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP
-from vllm_headroom.commands.advise.history.host_page import host, hosts
+from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
+from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
 from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP, Settings
+from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.page_facts import together
+from vllm_headroom.model import HostMemory
+from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 
 
@@ -43,8 +34,8 @@ def facts_of(text: str, settings: Settings) -> Facts | str:
         age_seconds=page.value(catalog.SAMPLE_AGE),
         gpus=tuple(_gpus(page)),
         engines=tuple(_engine(page, labels) for labels, _ in page.each(catalog.ENGINE_INFO)),
-        hosts=tuple(hosts(page)),
-        host=host(page),
+        hosts=tuple(_hosts(page)),
+        host=_host(page),
     )
 
 
@@ -97,11 +88,8 @@ def _gpu(page: Page, index: int, uuid: str, running: float | None) -> GpuFacts:
         uuid=uuid,
         leak=leak,
         usable_bytes=usable,
-        room_bytes=usable - used,
         least_room_bytes=max(0.0, usable - peak),
-        others_bytes=others,
-        least_others_bytes=others,
-        most_others_bytes=others,
+        others=None if others is None else Extent(others, others, others),
         spells=tuple(_spells(usable - used + (others or 0.0), usable - peak + (others or 0.0), running)),
     )
 
@@ -122,9 +110,8 @@ def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator
 
 def _leak(page: Page, uuid: str) -> Leak:
     state = page.state(catalog.LEAK_STATE, uuid=uuid)
-    return Leak(
-        state=state,
-        leaked=state is LeakState.LEAKING,
+    said = Moment(
+        seconds=0.0,
         bytes_per_second=page.value(catalog.LEAK_RATE, uuid=uuid),
         bytes_per_request=page.value(catalog.LEAK_PER_REQUEST, uuid=uuid),
         leaked_bytes=page.value(catalog.LEAKED, uuid=uuid),
@@ -132,11 +119,33 @@ def _leak(page: Page, uuid: str) -> Leak:
         time_to_oom_seconds_lower=page.value(catalog.TIME_TO_OOM_LOWER, uuid=uuid),
         location=_location(page, uuid),
     )
+    return Leak(state=state, alarm=said if state is LeakState.LEAKING else None)
 
 
 def _location(page: Page, uuid: str) -> LeakLocation | None:
     names = {has.get("location") for has, value in page.each(catalog.LEAK_LOCATION, uuid=uuid) if value}
     return next((place for place in LeakLocation if names == {place}), None)
+
+
+def _hosts(page: Page) -> Iterator[HostFacts]:
+    """Yield each role of the engine's processes."""
+    for labels, held in page.each(catalog.HOST_MEMORY):
+        process = labels["process"]
+        state = page.state(catalog.HOST_LEAK_STATE, process=process)
+        said = Moment(
+            seconds=0.0,
+            bytes_per_second=page.value(catalog.HOST_LEAK_RATE, process=process),
+            time_to_oom_seconds=page.value(catalog.HOST_TIME_TO_OOM),
+            time_to_oom_seconds_lower=page.value(catalog.HOST_TIME_TO_OOM_LOWER),
+        )
+        leak = Leak(state=state, alarm=said if state is LeakState.LEAKING else None)
+        yield HostFacts(process=process, leak=leak, held_bytes=held)
+
+
+def _host(page: Page) -> HostMemory:
+    """Return the memory that the engine runs in."""
+    known = ((fact, page.value(metric)) for metric, fact in FACTS)
+    return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
 
 
 def _stranded(page: Page, names: Labels) -> StrandedFacts | None:
@@ -150,12 +159,11 @@ def _names(info: Labels) -> Labels:
 
 def _engine(page: Page, info: Labels) -> EngineFacts:
     names = _names(info)
-    awake, used = page.value(catalog.ENGINE_AWAKE, **names), page.value(catalog.ENGINE_KV_USED, **names)
+    used = page.value(catalog.ENGINE_KV_USED, **names)
     running = page.value(catalog.ENGINE_RUNNING, **names)
     return EngineFacts(
         model_name=info["model_name"],
         engine=info["engine"],
-        awake=None if awake is None else awake > 0,
         capacity_tokens=page.value(catalog.ENGINE_KV_CAPACITY_TOKENS, **names),
         capacity_bytes=page.value(catalog.ENGINE_KV_CAPACITY_BYTES, **names),
         kv_known=used is not None,

@@ -8,14 +8,15 @@ from typing import Final
 from urllib.parse import urljoin
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.flags import version_of
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Settings, with_page
+from vllm_headroom.commands.advise.settings import Settings, version_of, with_page
+from vllm_headroom.commands.text import NO_SIDECAR
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.parse.openai import server_version
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.parse.version import server_version
+from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
 
@@ -27,8 +28,7 @@ async def sidecar_facts(url: str, settings: Settings) -> Facts:
     """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
     page = await _read(url)
     if isinstance(page, Failure):
-        problem = page.reason.replace("_", " ")
-        raise BadInput(f"no page from {redacted(url)} ({problem}): check that vllm-headroom runs there, port 9839")
+        raise BadInput(f"{without_advice(page)}: {NO_SIDECAR}")
     facts = facts_of(page, settings)
     if isinstance(facts, str):
         raise BadInput(facts)
@@ -44,9 +44,7 @@ async def with_engine(settings: Settings, url: str) -> Settings:
     text, about = await asyncio.gather(_read(url), _read(urljoin(url, "version")))
     page = text if isinstance(text, Failure) else parse_engines(text)
     if isinstance(page, Failure):
-        raise BadInput(
-            f"--engine-url: {page.reason.replace('_', ' ')} at {redacted(url)}: check that vLLM serves there"
-        )
+        raise BadInput(f"--engine-url: {without_advice(page)}: check that vLLM serves there")
     if not page.engines:
         raise BadInput(f"--engine-url: the page at {redacted(url)} is not vLLM's")
     return _added(settings, page, about)

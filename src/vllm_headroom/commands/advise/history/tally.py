@@ -11,9 +11,10 @@ class Tally:
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
 
-    def add(self, value: float) -> None:
-        """Count one more value."""
-        self._counts[float(f"{value:.3g}")] += 1
+    def add(self, value: float | None) -> None:
+        """Count one more value, where it is known."""
+        if value is not None:
+            self._counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
         """Return the least value that so large a share of all does not exceed; None without any."""

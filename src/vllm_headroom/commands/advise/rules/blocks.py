@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts
+from vllm_headroom.commands.advise.engine_facts import EngineFacts
+from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, percent
 from vllm_headroom.commands.advise.limits import LOST_RATIO, LOST_RISES, STRANDED_RATIO
 from vllm_headroom.commands.advise.rules.leaks import EVIDENCE_FIRST, RESTART

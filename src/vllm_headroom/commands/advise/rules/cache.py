@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from math import ceil, floor
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import EngineFacts, Facts, FullFacts, Origin
+from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts
+from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import (
     Advice,
     Cause,
@@ -14,11 +15,11 @@ from vllm_headroom.commands.advise.finding import (
     Evidence,
     called,
     count,
+    lowered,
     per_request,
     percent,
     several,
 )
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import (
     FEWEST_REQUESTS,
     FULL_RATIO,
@@ -27,6 +28,7 @@ from vllm_headroom.commands.advise.limits import (
     LASTING_SECONDS,
 )
 from vllm_headroom.commands.advise.rules.room import take_more
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import duration, size
 
 KEPT_RATIO: Final = 0.9
@@ -43,50 +45,29 @@ NOT_OUT_OF_MEMORY: Final = (
 Pressed = tuple[EngineFacts, FullFacts]
 
 
-def kv_cache_blow_out(facts: Facts) -> Advice | None:
-    """Fit where the cache preempts and a request holds LARGER_REQUESTS times what it usually does."""
+def full_cache(facts: Facts) -> Advice | None:
+    """Fit where the cache preempts: it is too small, or requests are larger than usual, or there are too many.
+
+    On a page more run at once than it holds only now.
+    """
     found = pressed(facts)
-    if found is None or not _larger(*found) or _too_small(*found):
+    if found is None:
         return None
     engine, full = found
-    return Advice(
-        cause=Cause.KV_CACHE_BLOW_OUT,
-        summary=f"Requests that are longer than usual fill the KV cache of {called(facts, engine)}, and it preempts.",
-        evidence=tuple(_evidence(engine, full)),
-        changes=several(take_more(facts), _shorter(facts, engine, full), REPLICA),
-        remark=NOT_OUT_OF_MEMORY,
-    )
-
-
-def too_many_requests(facts: Facts) -> Advice | None:
-    """Fit where the cache preempts and requests are as large as usual; on a page, where it does so now."""
-    found = pressed(facts)
-    if found is None or _larger(*found) or _too_small(*found):
-        return None
-    engine, full = found
-    now = " now" if facts.origin is Origin.PAGE else ""
-    return Advice(
-        cause=Cause.CONCURRENCY_MISJUDGED,
-        summary=f"More requests run at once than the KV cache of {called(facts, engine)} holds{now}, and it preempts.",
-        evidence=tuple(_evidence(engine, full)),
-        changes=several(_fewer(facts, engine, full), take_more(facts), REPLICA),
-        remark=NOT_OUT_OF_MEMORY,
-    )
-
-
-def too_small_a_cache(facts: Facts) -> Advice | None:
-    """Fit where the cache preempts although fewer than FEWEST_REQUESTS of the usual size fit into it at once."""
-    found = pressed(facts)
-    if found is None or not _too_small(*found):
-        return None
-    engine, full = found
-    return Advice(
-        cause=Cause.MODEL_DOES_NOT_FIT,
-        summary=f"The model leaves too little of the GPU for the KV cache of {called(facts, engine)}.",
-        evidence=tuple(_evidence(engine, full)),
-        changes=several(take_more(facts), split(facts)),
-        remark="vllm-headroom plan says what fits with other weights, another KV cache type or more GPUs.",
-    )
+    name, remark = called(facts, engine), NOT_OUT_OF_MEMORY
+    if _too_small(engine, full):
+        cause, changes = Cause.MODEL_DOES_NOT_FIT, several(take_more(facts), split(facts))
+        summary = f"The model leaves too little of the GPU for the KV cache of {name}."
+        remark = "vllm-headroom plan says what fits with other weights, another KV cache type or more GPUs."
+    elif _larger(engine, full):
+        cause, changes = Cause.KV_CACHE_BLOW_OUT, several(take_more(facts), _shorter(facts, engine, full), REPLICA)
+        summary = f"Requests that are longer than usual fill the KV cache of {name}, and it preempts."
+    else:
+        now = " now" if facts.origin is Origin.PAGE else ""
+        cause, changes = Cause.CONCURRENCY_MISJUDGED, several(_fewer(facts, engine, full), take_more(facts), REPLICA)
+        summary = f"More requests run at once than the KV cache of {name} holds{now}, and it preempts."
+    evidence = tuple(_evidence(engine, full))
+    return Advice(cause=cause, summary=summary, evidence=evidence, changes=changes, remark=remark)
 
 
 def split(facts: Facts) -> Change | None:
@@ -119,11 +100,13 @@ def _hurt(full: FullFacts) -> bool:
 
 
 def _larger(engine: EngineFacts, full: FullFacts) -> bool:
+    """Tell whether a request holds LARGER_REQUESTS times what it usually does."""
     usual = engine.usual_tokens
     return full.tokens is not None and usual is not None and full.tokens >= LARGER_REQUESTS * usual
 
 
 def _too_small(engine: EngineFacts, full: FullFacts) -> bool:
+    """Tell whether fewer than FEWEST_REQUESTS of the usual size fit at once."""
     usual = engine.usual_tokens if engine.usual_tokens is not None else full.tokens
     return bool(engine.capacity_tokens and usual) and (engine.capacity_tokens or 0) < FEWEST_REQUESTS * (usual or 0)
 
@@ -132,13 +115,13 @@ def _shorter(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | Non
     """Return a limit above the 99th percentile of what a request held; None where it would bound nothing."""
     if engine.high_tokens is None or full.tokens is None:
         return None
-    value, now = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP, facts.settings.max_model_len
-    if value >= full.tokens or (now is not None and value >= now):
+    value = ceil(LENGTH_MARGIN * engine.high_tokens / LENGTH_STEP) * LENGTH_STEP
+    if value >= full.tokens:
         return None
-    return Change(
-        flag=Flag.MAX_MODEL_LEN,
-        value=value,
-        now=now,
+    return lowered(
+        facts,
+        Flag.MAX_MODEL_LEN,
+        value,
         text=f"99 % of the time running requests held {count(engine.high_tokens)} tokens each or fewer, on average",
         cost="longer requests are refused, and single ones may be longer than the average of those that run together:"
         " look at vllm:request_prompt_tokens first; a restart",
@@ -147,16 +130,12 @@ def _shorter(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | Non
 
 def _fewer(facts: Facts, engine: EngineFacts, full: FullFacts) -> Change | None:
     """Return what ran without preemption, or KEPT_RATIO of what filled the cache where that is less."""
-    value, now = floor(KEPT_RATIO * full.running), facts.settings.max_num_seqs
-    if engine.calm_running is not None:
-        value = min(value, floor(engine.calm_running))
-    if value < 1 or (now is not None and value >= now):
-        return None
-    calm = engine.calm_running is not None and value == floor(engine.calm_running)
-    return Change(
-        flag=Flag.MAX_NUM_SEQS,
-        value=value,
-        now=now,
+    value = floor(KEPT_RATIO * full.running)
+    calm = engine.calm_running is not None and engine.calm_running < value + 1
+    return lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        floor(engine.calm_running) if calm and engine.calm_running is not None else value,
         text="the most that ran without preemption" if calm else f"{percent(KEPT_RATIO)} of what fills the cache",
         cost="the rest waits in the queue, where no work is lost; a restart",
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Facts
+from vllm_headroom.commands.advise.facts import Ending, Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count
 from vllm_headroom.commands.advise.limits import FAILED_STARTS, LOW_BYTES
-from vllm_headroom.commands.advise.lives import Ending
 from vllm_headroom.units import instant, size
 
 REMARK: Final = (

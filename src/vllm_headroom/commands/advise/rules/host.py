@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import HOST_LOW_RATIO, LESS_CACHE_GB
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.model import HostMemory
 from vllm_headroom.units import size
 

@@ -8,8 +8,9 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
-from vllm_headroom.commands.advise.flags import Version
+from vllm_headroom.commands.advise.settings import Version
 from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.trace.course import Moment
 from vllm_headroom.units import duration, instant, size
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
@@ -28,6 +29,12 @@ EXPANDABLE: Final = (
     " refuses it: what leaks is memory that torch has and cannot use, in fragments"
 )
 FRAGMENTS: Final = "No option of vLLM mends fragments: less for vLLM only makes the time until the next restart longer."
+
+
+LIMIT: Final = "before the container's memory limit is reached"
+
+Found = tuple[str, Leak, Moment]
+"""A series, what the detector says of it, and its alarm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +68,18 @@ KNOWN: Final = (
 
 def gpu_leak(facts: Facts) -> Advice | None:
     """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (docs/leaks.md)."""
-    leaks = [(f"GPU {gpu.index}", gpu.leak) for gpu in facts.gpus if gpu.leak.leaked]
+    leaks = [(f"GPU {gpu.index}", gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
     if not leaks:
         return None
-    name, leak = _worst(leaks)
-    soon = leak.time_to_oom_seconds if leak.time_to_oom_seconds_lower is None else leak.time_to_oom_seconds_lower
+    name, leak, alarm = _worst(leaks)
+    soon = _soon(alarm)
     when = "in a quiet hour" if soon is None else f"within {duration(soon)}, the least that is left"
     return Advice(
         cause=Cause.GPU_LEAK,
-        summary=f"The engine leaks GPU memory on {', '.join(name for name, _ in leaks)}{_until(leak)}.",
-        evidence=tuple(_figures(name, leak)),
-        changes=_mended(leak, when, *_cures(leak.location)),
-        remark=FRAGMENTS if leak.location is LeakLocation.FRAGMENTATION else NO_FLAG,
+        summary=f"The engine leaks GPU memory on {', '.join(name for name, *_ in leaks)}{_until(leak)}.",
+        evidence=tuple(_figures(name, leak.state, alarm)),
+        changes=_mended(leak, when, *_cures(alarm.location)),
+        remark=FRAGMENTS if alarm.location is LeakLocation.FRAGMENTATION else NO_FLAG,
     )
 
 
@@ -91,66 +98,61 @@ def _cures(location: LeakLocation | None) -> tuple[str, ...]:
 
 def host_leak(facts: Facts) -> Advice | None:
     """Fit where the detector gave its alarm on the resident memory of a role of processes."""
-    leaks = [(host.process, host.leak) for host in facts.hosts if host.leak.leaked]
+    leaks = [(host.process, host.leak, host.leak.alarm) for host in facts.hosts if host.leak.alarm is not None]
     if not leaks:
         return None
-    name, leak = _worst(leaks)
+    name, leak, alarm = _worst(leaks)
     held = next((host.held_bytes for host in facts.hosts if host.process == name), None)
-    evidence = list(_figures(name, leak))
+    evidence = list(_figures(name, leak.state, alarm))
     if held is not None:
         evidence.append(Evidence("held_bytes", held, f"{name} holds {size(held)} of host memory"))
     known = [one.text for one in KNOWN if one.role == name and _is_of(one, facts.settings.version)]
+    soon = _soon(alarm)
+    when = f"within {duration(soon)}, the least that is left before the kernel kills it" if soon is not None else LIMIT
     return Advice(
         cause=Cause.HOST_LEAK,
-        summary=f"The engine's processes leak host memory: {', '.join(name for name, _ in leaks)}{_until(leak)}.",
+        summary=f"The engine's processes leak host memory: {', '.join(name for name, *_ in leaks)}{_until(leak)}.",
         evidence=tuple(evidence),
-        changes=_mended(leak, _before_the_kill(leak), *(known or ["Upgrade vLLM"])),
+        changes=_mended(leak, when, *(known or ["Upgrade vLLM"])),
         remark="No option that sizes GPU memory has a part in it.",
     )
 
 
-def _before_the_kill(leak: Leak) -> str:
-    soon = leak.time_to_oom_seconds if leak.time_to_oom_seconds_lower is None else leak.time_to_oom_seconds_lower
-    if soon is None:
-        return "before the container's memory limit is reached"
-    return f"within {duration(soon)}, the least that is left before the kernel kills it"
+def _soon(alarm: Moment) -> float | None:
+    """Return the least time that is left, as far as it is known."""
+    lower = alarm.time_to_oom_seconds_lower
+    return alarm.time_to_oom_seconds if lower is None else lower
 
 
 def _mended(leak: Leak, when: str, *texts: str) -> tuple[Change, ...]:
     restart = Change(text=f"Restart the engine {when}. {EVIDENCE_FIRST}", cost=RESTART)
     upgrades = tuple(Change(text=text, cost="another version to be tried out; a restart") for text in texts)
-    return (restart, *upgrades) if _goes_on(leak) else upgrades
+    return (restart, *upgrades) if leak.ended_seconds is None else upgrades
 
 
-def _worst(leaks: list[tuple[str, Leak]]) -> tuple[str, Leak]:
+def _worst(leaks: list[Found]) -> Found:
     """Return a leak that goes on before one that ended, and the fastest of them."""
-    return max(leaks, key=lambda each: (_goes_on(each[1]), each[1].bytes_per_second or 0.0))
-
-
-def _goes_on(leak: Leak) -> bool:
-    return leak.ended_seconds is None
+    return max(leaks, key=lambda each: (each[1].ended_seconds is None, each[2].bytes_per_second or 0.0))
 
 
 def _until(leak: Leak) -> str:
     return "" if leak.ended_seconds is None else f"; it ended at {instant(leak.ended_seconds)}, as with a restart"
 
 
-def _figures(name: str, leak: Leak) -> Iterator[Evidence]:
-    yield Evidence("series", name, f"the leak detector's alarm on {name}; {leak.state} now")
-    if leak.location is not None:
-        yield Evidence(
-            "location", leak.location, f"it grows in {PLACES[leak.location]}, by the probe inside the engine"
-        )
-    if leak.bytes_per_second is not None:
-        rate = size(leak.bytes_per_second)
-        yield Evidence("bytes_per_second", leak.bytes_per_second, f"{rate} per second")
-    if leak.bytes_per_request is not None:
-        rate = size(1000 * leak.bytes_per_request)
-        yield Evidence("bytes_per_request", leak.bytes_per_request, f"{rate} per thousand requests")
-    if leak.leaked_bytes is not None:
-        yield Evidence("leaked_bytes", leak.leaked_bytes, f"{size(leak.leaked_bytes)} since it began")
-    if leak.time_to_oom_seconds is not None and leak.state is LeakState.LEAKING:
-        left = leak.time_to_oom_seconds
+def _figures(name: str, state: LeakState, alarm: Moment) -> Iterator[Evidence]:
+    yield Evidence("series", name, f"the leak detector's alarm on {name}; {state} now")
+    if alarm.location is not None:
+        where = f"it grows in {PLACES[alarm.location]}, by the probe inside the engine"
+        yield Evidence("location", alarm.location, where)
+    if alarm.bytes_per_second is not None:
+        yield Evidence("bytes_per_second", alarm.bytes_per_second, f"{size(alarm.bytes_per_second)} per second")
+    if alarm.bytes_per_request is not None:
+        rate = size(1000 * alarm.bytes_per_request)
+        yield Evidence("bytes_per_request", alarm.bytes_per_request, f"{rate} per thousand requests")
+    if alarm.leaked_bytes is not None:
+        yield Evidence("leaked_bytes", alarm.leaked_bytes, f"{size(alarm.leaked_bytes)} since it began")
+    if alarm.time_to_oom_seconds is not None and state is LeakState.LEAKING:
+        left = alarm.time_to_oom_seconds
         yield Evidence("time_to_oom_seconds", left, f"out of memory in about {duration(left)}")
 
 

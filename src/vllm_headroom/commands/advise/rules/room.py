@@ -11,8 +11,8 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.finding import Change
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, HIGHEST_UTILIZATION, USUAL_SECONDS
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import MIB, size
 
 _EXACT: Final = 1e-9
@@ -76,7 +76,7 @@ def take_more(facts: Facts) -> Change | None:
 
 def ran_short(facts: Facts) -> bool:
     """Tell whether little was left at any time, or others took memory of the engine's GPUs."""
-    return any(gpu.spells or gpu.most_others_bytes for gpu in facts.gpus)
+    return any(gpu.spells or (gpu.others and gpu.others.most) for gpu in facts.gpus)
 
 
 def _in_bytes(facts: Facts, difference: int, text: str, cost: str) -> Change | None:

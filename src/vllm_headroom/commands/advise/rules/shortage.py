@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import floor
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin, Shortage, Spell
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count, several
-from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count, lowered, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, LOW_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import duration, instant, size
 
 Found = tuple[GpuFacts, Spell]
@@ -107,10 +107,10 @@ def _smaller_steps(facts: Facts) -> Change | None:
     now = facts.settings.max_num_batched_tokens
     if now is None or now < 1024:  # noqa: PLR2004 - below, prompts take more steps than that saves
         return None
-    return Change(
-        flag=Flag.MAX_NUM_BATCHED_TOKENS,
-        value=now // 2,
-        now=now,
+    return lowered(
+        facts,
+        Flag.MAX_NUM_BATCHED_TOKENS,
+        now // 2,
         text="halves what one step computes, and with it the most it needs for a moment",
         cost="long prompts take more steps; a restart",
     )
@@ -118,16 +118,13 @@ def _smaller_steps(facts: Facts) -> Change | None:
 
 def _fewer(facts: Facts, gpu: GpuFacts, spell: Spell) -> Change | None:
     """Return as many requests as ran with room, where more ran in the burst; the rest waits in the queue."""
-    engines, now = len(facts.engines), facts.settings.max_num_seqs
+    engines = len(facts.engines)
     if not engines or not gpu.roomy_running or spell.running is None or gpu.roomy_running >= spell.running:
         return None
-    value = floor(gpu.roomy_running / engines)
-    if value < 1 or (now is not None and value >= now):
-        return None
-    return Change(
-        flag=Flag.MAX_NUM_SEQS,
-        value=value,
-        now=now,
+    return lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        floor(gpu.roomy_running / engines),
         text=f"as many as ran with {size(LOW_BYTES)} and more left",
         cost="in a burst requests wait in the queue; a restart",
     )

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import floor
+from math import floor, inf
 from statistics import median
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
-from vllm_headroom.commands.advise.flags import Flag
+from vllm_headroom.commands.advise.facts import Facts, Start
+from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, lowered, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
-from vllm_headroom.commands.advise.lives import Start
 from vllm_headroom.commands.advise.rules.cache import split
 from vllm_headroom.commands.advise.rules.room import ran_short, take_less
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import size
 
 LOADED_RATIO: Final = 0.5
 """Ours: an engine that held half of the GPU before it gave up had loaded its model."""
 
 
-def start_up(facts: Facts) -> Advice | None:
-    """Fit where FAILED_STARTS and more ended with less than LOW_BYTES left, or on a GPU that others held already.
+def failing_starts(facts: Facts) -> Advice | None:
+    """Fit where FAILED_STARTS and more ended before the engine served.
 
-    The changes are those of the runbooks' README, branch A. vLLM's own log says at which step it ended.
+    With less than LOW_BYTES left, or on a GPU that others held already, the changes are those of the runbooks' README,
+    branch A. With room left after the model was loaded, vLLM found none for its KV cache: "No available memory for the
+    cache blocks", or a cache too small for one request of the longest kind.
     """
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
     taken = median(start.most_others_bytes for start in starts) > TENANT_BYTES
     if not taken and not any(_ran_out(start) for start in starts):
-        return None
+        return _no_cache(facts, starts)
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts."
@@ -43,19 +44,15 @@ def start_up(facts: Facts) -> Advice | None:
     )
 
 
-def does_not_start(facts: Facts) -> Advice | None:
-    """Fit where FAILED_STARTS and more loaded the model and ended with room left: vLLM found none for its KV cache.
-
-    That is "No available memory for the cache blocks", or a cache too small for one request of the longest kind.
-    """
-    starts, usable = facts.failed_starts, [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
-    loaded = [start for start in starts if usable and start.most_held_bytes >= LOADED_RATIO * min(usable)]
-    if len(loaded) < FAILED_STARTS or start_up(facts) is not None:
+def _no_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
+    usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
+    loaded = tuple(start for start in starts if start.most_held_bytes >= LOADED_RATIO * usable)
+    if len(loaded) < FAILED_STARTS:
         return None
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
         summary="The engine loads its model and ends before it serves, with GPU memory left.",
-        evidence=tuple(_evidence(tuple(loaded))),
+        evidence=tuple(_evidence(loaded)),
         changes=several(_larger(facts, loaded), split(facts)),
         remark="vllm-headroom plan says what fits; a shorter longest request is enough where vLLM's log says so.",
     )
@@ -73,37 +70,31 @@ def _beside_others(facts: Facts) -> tuple[Change, ...]:
     )
     rooms = [start.room_before_bytes for start in facts.failed_starts if start.room_before_bytes is not None]
     usable = [gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes]
-    now = facts.settings.gpu_memory_utilization
     if not rooms or not usable or facts.settings.sizes_cache_in_bytes:
         return (move,)
     value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
-    if value <= 0 or value >= (HIGHEST_UTILIZATION if now is None else now):
+    if facts.settings.gpu_memory_utilization is None and value >= HIGHEST_UTILIZATION:
         return (move,)
-    return (
-        move,
-        Change(
-            flag=Flag.GPU_MEMORY_UTILIZATION,
-            value=value,
-            now=now,
-            text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
-            cost="a smaller KV cache, or none at all if the model does not fit; a restart",
-        ),
+    share = lowered(
+        facts,
+        Flag.GPU_MEMORY_UTILIZATION,
+        value,
+        text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
+        cost="a smaller KV cache, or none at all if the model does not fit; a restart",
     )
+    return several(move, share)
 
 
 def _smaller(facts: Facts) -> tuple[Change, ...]:
     rooms = [start.least_room_bytes for start in facts.failed_starts if start.least_room_bytes is not None]
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    now = facts.settings.max_num_seqs
-    fewer = None
-    if now is not None and now > 1:
-        fewer = Change(
-            flag=Flag.MAX_NUM_SEQS,
-            value=now // 2,
-            now=now,
-            text="warming up the sampler and the graphs take less",
-            cost="in a burst requests wait in the queue; a restart",
-        )
+    fewer = lowered(
+        facts,
+        Flag.MAX_NUM_SEQS,
+        (facts.settings.max_num_seqs or 0) // 2,
+        text="warming up the sampler and the graphs take less",
+        cost="in a burst requests wait in the queue; a restart",
+    )
     eager = Change(
         flag=Flag.ENFORCE_EAGER,
         text="captures no CUDA graphs, if it ends while it does",
@@ -115,7 +106,7 @@ def _smaller(facts: Facts) -> tuple[Change, ...]:
     return several(lower, fewer, eager, wider)
 
 
-def _larger(facts: Facts, starts: list[Start]) -> Change | None:
+def _larger(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
     """Return a larger share where the GPU had more than AIM_BYTES left at all of these starts."""
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     now = facts.settings.gpu_memory_utilization

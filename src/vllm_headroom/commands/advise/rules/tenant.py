@@ -1,13 +1,14 @@
-"""A rule on memory that other processes take on the engine's GPUs."""
+"""Rules on memory of the engine's GPUs that is not the engine's: what others take, and what an ended one left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin
+from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
 from vllm_headroom.commands.advise.limits import AIM_BYTES, TENANT_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
+from vllm_headroom.derive.leftovers import described
 from vllm_headroom.units import size
 
 
@@ -17,16 +18,17 @@ def another_tenant(facts: Facts) -> Advice | None:
     On a page nothing is known of before, so that what they hold now is said. What others have held all the time beside
     an engine that has room belongs there (runbook HeadroomNeighbourGrowing, "Do nothing when").
     """
-    found = [gpu for gpu in facts.gpus if _matters(gpu, facts.origin)]
+    known = ((gpu, gpu.others) for gpu in facts.gpus if gpu.others is not None)
+    found = [(gpu, others) for gpu, others in known if _matters(gpu, others, facts.origin)]
     if not found:
         return None
-    gpu = max(found, key=lambda gpu: gpu.most_others_bytes or 0.0)
-    share = _both_stay(facts, gpu)
+    gpu, others = max(found, key=lambda each: each[1].most)
+    share = _both_stay(facts, gpu, others)
     now = " now" if facts.origin is Origin.PAGE else ""
     return Advice(
         cause=Cause.ANOTHER_TENANT,
         summary=f"Another process takes memory of GPU {gpu.index}{now}.",
-        evidence=tuple(_evidence(gpu, facts.origin)),
+        evidence=tuple(_evidence(gpu, others, facts.origin)),
         changes=several(
             Change(
                 text="Find it with nvidia-smi on the node, and have its owner move it to another GPU or stop it",
@@ -38,7 +40,7 @@ def another_tenant(facts: Facts) -> Advice | None:
     )
 
 
-def _both_stay(facts: Facts, gpu: GpuFacts) -> Change | None:
+def _both_stay(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
     """Return the smaller share with which both have room: AIM_BYTES at peaks, and what vLLM wants free to start.
 
     vLLM refuses to start with less free than its share of the GPU (vllm/v1/worker/utils.py).
@@ -48,25 +50,47 @@ def _both_stay(facts: Facts, gpu: GpuFacts) -> Change | None:
         needs.append(AIM_BYTES - gpu.least_room_bytes)
     utilization = facts.settings.gpu_memory_utilization
     if utilization is not None and gpu.usable_bytes is not None:
-        needs.append((gpu.most_others_bytes or 0.0) - (1.0 - utilization) * gpu.usable_bytes)
+        needs.append(others.most - (1.0 - utilization) * gpu.usable_bytes)
     return take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
 
 
-def _matters(gpu: GpuFacts, origin: Origin) -> bool:
-    if gpu.most_others_bytes is None or gpu.most_others_bytes <= TENANT_BYTES:
-        return False
-    if origin is Origin.PAGE:
-        return True
-    grown = gpu.most_others_bytes - (gpu.least_others_bytes or 0.0)
-    return grown > TENANT_BYTES or (gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES)
+def _matters(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
+    takes = origin is Origin.PAGE or others.most - others.least > TENANT_BYTES
+    short = gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES
+    return others.most > TENANT_BYTES and (takes or short)
 
 
-def _evidence(gpu: GpuFacts, origin: Origin) -> Iterator[Evidence]:
-    others, most, least = gpu.others_bytes or 0.0, gpu.most_others_bytes or 0.0, gpu.least_others_bytes or 0.0
-    text = f"processes that are not the engine's hold {size(others)} of GPU {gpu.index}"
-    yield Evidence("others_bytes", others, text)
+def _evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:
+    text = f"processes that are not the engine's hold {size(others.now)} of GPU {gpu.index}"
+    yield Evidence("others_bytes", others.now, text)
     if origin is Origin.TRACE:
-        yield Evidence("most_others_bytes", most, f"{size(most)} at the most, {size(least)} at the least")
+        most = f"{size(others.most)} at the most, {size(others.least)} at the least"
+        yield Evidence("most_others_bytes", others.most, most)
     if gpu.least_room_bytes is not None:
         left = size(gpu.least_room_bytes)
         yield Evidence("least_room_bytes", gpu.least_room_bytes, f"{left} were left at the highest peak")
+
+
+def left_behind(facts: Facts) -> Advice | None:
+    """Fit where at the end of a trace processes on the engine's GPUs serve no engine any more; a page names none."""
+    evidence = tuple(_left(facts))
+    if not evidence:
+        return None
+    return Advice(
+        cause=Cause.LEFT_BEHIND,
+        summary="What is left of an engine that has ended holds GPU memory.",
+        evidence=evidence,
+        changes=(
+            Change(
+                text="End it, or where nothing runs any more reset the GPU: vllm-headroom doctor names its pid",
+                cost="none to this engine; a reset needs a GPU that nothing else has open",
+            ),
+        ),
+    )
+
+
+def _left(facts: Facts) -> Iterator[Evidence]:
+    for gpu in facts.gpus:
+        for leftover in gpu.leftovers:
+            known = "unknown" if leftover.used_bytes is None else leftover.used_bytes
+            yield Evidence("left_behind_bytes", known, f"GPU {gpu.index}: {described(leftover)}")

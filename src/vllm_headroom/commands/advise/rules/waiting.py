@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from math import floor
 from typing import Final
 
-from vllm_headroom.commands.advise.facts import CappedFacts, Facts
+from vllm_headroom.commands.advise.engine_facts import CappedFacts
+from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, count, percent
-from vllm_headroom.commands.advise.flags import Flag
 from vllm_headroom.commands.advise.limits import AIM_BYTES, LASTING_SECONDS
 from vllm_headroom.commands.advise.rules.cache import pressed
 from vllm_headroom.commands.advise.rules.room import ran_short
+from vllm_headroom.commands.advise.settings import Flag
 from vllm_headroom.units import duration
 
 MOST_RAISED: Final = 2.0

@@ -1,0 +1,35 @@
+"""A sentence on the page begins to warn where its alert does."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import pytest
+
+from tests.assets import alerts
+from vllm_headroom.commands.replay.report import WORTH_A_WORD
+from vllm_headroom.derive.growing import DAY_SECONDS, GPU_ALERTS, HOST_ALERTS, HOUR_SECONDS
+from vllm_headroom.derive.life.lives import LOOP_SECONDS
+from vllm_headroom.derive.verdicts import LOOP, LOW_BYTES, LOW_SHARE, NEIGHBOUR_BYTES, STRANDED
+
+RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert}
+
+SAME: Final = (
+    (NEIGHBOUR_BYTES, 2**30, "HeadroomNeighbourGrowing", "> 2^30"),
+    (LOW_BYTES, 512 * 2**20, "HeadroomGpuMemoryLow", "< 512 * 2^20"),
+    (LOW_SHARE, 0.5, "HeadroomGpuMemoryLow", ">= 0.5 *"),
+    (STRANDED, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
+    (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
+    # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is asked for
+    (LOOP, 3, "HeadroomEngineCrashLoop", "> 2.5"),
+    (LOOP_SECONDS, 90 * 60, "HeadroomEngineCrashLoop", "[90m]"),
+    *((HOUR_SECONDS, 3600, alert, "< 3600") for each in (GPU_ALERTS, HOST_ALERTS) for alert in each[:2]),
+    *((DAY_SECONDS, 86_400, each[1], "< 86400") for each in (GPU_ALERTS, HOST_ALERTS)),
+)
+
+
+@pytest.mark.parametrize(("said", "value", "alert", "written"), SAME)
+def test_a_sentence_warns_where_its_alert_does(said: float, value: float, alert: str, written: str) -> None:
+    assert said == value
+    assert re.search(rf"{re.escape(written)}(?![\w.])", RULES[alert])
