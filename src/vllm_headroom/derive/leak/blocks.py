@@ -50,14 +50,11 @@ def founded(track: Track, block: Block) -> Track:
     return replace(track, first=first, first_load=track.most_load)
 
 
-def close(track: Track) -> Track | None:
+def close(track: Track, block: Block) -> Track | None:
     """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
 
     None when memory was given back for good.
     """
-    block = track.levels[0].block
-    if block is None:
-        return track
     track, levels = _remember(track, block), list(track.levels)
     for index, level in enumerate(track.levels):
         if index:

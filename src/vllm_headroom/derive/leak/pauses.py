@@ -52,11 +52,11 @@ def anchored(track: Track) -> Track:
         clock=track.clock,
         seconds=track.seconds,
         work=track.work,
+        most_load=track.most_load,
         asleep=track.asleep,
         neighbours=track.neighbours,
         anchor_seconds=track.seconds,
         anchor_requests=track.work.requests,
-        most_load=track.most_load,
         levels=(Level(),) * len(THRESHOLDS),
         run=Run(quiet_until=track.seconds + QUIET_SECONDS),
     )
