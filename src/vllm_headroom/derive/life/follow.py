@@ -69,8 +69,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
     """
-    now = snapshot.monotonic_seconds
-    newest = state.lives.newest
+    now, newest = snapshot.monotonic_seconds, state.lives.newest
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
@@ -124,14 +123,14 @@ def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     if awake(seen.page) is False:
         return EngineState.ASLEEP
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
-    if is_broken(state.lives.newest, seen) or (age is not None and age >= most):
+    if is_broken(state.lives.newest, seen.processes) or (age is not None and age >= most):
         return EngineState.STALLED
     return EngineState.SERVING
 
 
 def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
     life = state.lives.newest
-    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen)
+    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen.processes)
     return Life(
         state=state.state,
         in_service=goes_on and state.state is not EngineState.DOWN,
@@ -142,6 +141,7 @@ def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else stranded(state.movements, now),
         first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
+        first_host_room_bytes=None if life is None or life.ended else life.host_room_bytes,
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
@@ -52,7 +51,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     forecast = _forecast(view, gpu, now)
     begin, end = _span(free[0][0], now, forecast)
     curves = free, view.history.free_at_peak(reading.uuid)
-    past, peaks = (drawing.thinned(_since(begin, curve), columns) for curve in curves)
+    past, peaks = (drawing.thinned(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
     frame = Frame(begin=begin, end=end, top=_top(past, memory))
@@ -60,7 +59,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
         *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.index)),
-        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
+        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now),
         drawing.zero(frame),
     ]
     title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
@@ -85,12 +84,6 @@ def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, f
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
     return now - past, now + AHEAD * past
-
-
-def _since(begin: float, curve: Curve) -> Curve:
-    times, values = curve
-    first = bisect_left(times, begin)
-    return times[first:], values[first:]
 
 
 def _top(stretches: list[Stretch], memory: GpuMemory | None) -> float:

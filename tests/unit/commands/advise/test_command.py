@@ -198,9 +198,15 @@ def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (page("<html>"), "--engine-url: not metrics at {url}: check that vLLM serves there\n"),
+        (
+            page("<html>"),
+            "--engine-url: The engine's page is not metrics, it starts with '<html>': check that vLLM serves there\n",
+        ),
         (page("up 1\n"), "--engine-url: the page at {url} is not vLLM's\n"),
-        (page("", status="503 Overloaded"), "--engine-url: http status at {url}: check that vLLM serves there\n"),
+        (
+            page("", status="503 Overloaded"),
+            "--engine-url: {url} answers 503 Overloaded: check that vLLM serves there\n",
+        ),
     ],
 )
 def test_an_engine_that_is_none_is_one_line(answer: Answer, why: str) -> None:
