@@ -13,7 +13,7 @@ from dashboards.source.series import (
     FREE_FLOOR,
     GPU,
     MIB,
-    PEAKS,
+    ROOMS,
     RUNNING,
     STATE_VALUES,
     TARGET,
@@ -44,7 +44,7 @@ def _alerts() -> Json:
         "where Prometheus does not evaluate the rules.",
         [query(f"count by (severity) ({firing})", "{{severity}}")],
         unit="none",
-        width=2,
+        width=3,
         named=True,
         noValue="none",
         thresholds=steps((None, BAD)),
@@ -83,11 +83,10 @@ def _least() -> Json:
         "At the least",
         "The lower bound of the time to out of memory, and the GPU it is of.",
         "headroom_time_to_oom_seconds_lower",
-        width=3,
     )
 
 
-def _time_left(title: str, description: str, metric: str, *, width: int) -> Json:
+def _time_left(title: str, description: str, metric: str, *, width: int = 3) -> Json:
     return stat(
         title,
         description,
@@ -133,7 +132,7 @@ def _free() -> list[Json]:
             "scrapes, of the GPU that had least.",
             [query(f"min({lowest_free(GPU)})")],
             unit="bytes",
-            width=3,
+            width=2,
             noValue="unknown",
             thresholds=FREE_FLOOR,
         ),
@@ -176,7 +175,7 @@ def _room() -> Json:
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "line"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
         overrides=[
-            PEAKS,
+            *ROOMS,
             override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
             override(
                 "/ at the least$/",

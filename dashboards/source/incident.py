@@ -14,7 +14,7 @@ from dashboards.source.series import (
     FREE,
     GPU,
     MIB,
-    PEAKS,
+    ROOMS,
     RUNNING,
     SIDECAR,
     STATE_VALUES,
@@ -117,7 +117,7 @@ def _free() -> Json:
         min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),
         custom={"thresholdsStyle": {"mode": "area"}, "axisSoftMin": 0, "axisSoftMax": 2**30},
-        overrides=[PEAKS],
+        overrides=ROOMS,
     )
 
 

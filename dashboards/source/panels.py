@@ -56,7 +56,7 @@ def stat(
     *,
     unit: str,
     width: int = 4,
-    height: int = 4,
+    height: int = 5,
     text: Json | None = None,
     named: bool = False,
     drawn: bool = False,
@@ -65,7 +65,7 @@ def stat(
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
     `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
-    What is unknown is grey. With `drawn` its curve lies behind the number, and the
+    What is unknown is grey. With `drawn` its curve lies behind the number, in a panel that is 5 high at least, and the
     queries have to leave out what is gone at the end.
     """
     options = {

@@ -58,16 +58,23 @@ def free_at_the_peak(matchers: str) -> str:
 
 
 def rooms() -> list[Json]:
-    """Return the queries of what is free on each GPU and what its peaks left, but of an engine that has taken none."""
+    """Return the queries of what is free on each GPU and what its peaks left, but of an engine that has taken none.
+
+    And of zero: where what is free stays the same, Grafana would put its line on the panel's upper edge.
+    """
     empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
-    return [
+    lines = [
         query(f"{expr} unless on ({BY_TARGET}) {empty}", f"GPU {{{{gpu}}}}{name}")
         for expr, name in ((f"{FREE}{{{GPU}}}", ""), (free_at_the_peak(GPU), " at its peaks"))
     ]
+    return [*lines, query("vector(0)", "zero")]
 
 
-PEAKS: Final = override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND)
-"""How the second of `rooms` is drawn."""
+ROOMS: Final = [
+    override("/ at its peaks$/", custom__lineWidth=1, custom__hideFrom=LEGEND),
+    coloured("zero", BAD, custom__hideFrom={**LEGEND, "tooltip": True}),
+]
+"""How the lines of `rooms` are drawn."""
 
 
 def lowest_free(matchers: str) -> str:

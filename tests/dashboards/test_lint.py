@@ -128,6 +128,7 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("organized", tabulates(excludeByName={"Time": True, "Value": True}, renameByName={"devices": "GPU"}), TITLE),
     ("organized", tabulates(excludeByName={"Value": True}), TITLE),
     ("readable", has("interval", value="1s"), TITLE),
+    ("readable", has("gridPos", "h", value=4), TITLE),
     ("readable", lambda made: panel(made, HERO)["options"]["legend"].update(calcs=[]), HERO),
     ("readable", lambda made: panel(made, HERO)["options"]["tooltip"].update(sort="none"), HERO),
     ("distinct", lambda made: panel(made, HERO)["fieldConfig"]["overrides"].extend(map(coloured, RED_AND_GREEN)), HERO),

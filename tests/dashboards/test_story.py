@@ -10,7 +10,7 @@ import pytest
 
 from tests.dashboards.asking import answer, values
 from tests.dashboards.cards import SMALL
-from tests.dashboards.grafana import Query, every_query, load, panels
+from tests.dashboards.grafana import Json, Query, every_query, load, panels
 from tests.dashboards.store import BARE, TARGETS, Prometheus
 from vllm_headroom.commands.demo.world import TOTAL_BYTES
 
@@ -22,13 +22,15 @@ LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
 ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
 
 
-def query(where: str, name: str) -> Query:
-    return next(each for each in every_query(ENGINE) if each.where == where and name in {"", each.name})
+def query(board: Json, where: str, name: str) -> Query:
+    return next(each for each in every_query(board) if each.where == where and name in {"", each.name})
 
 
-def asked(prometheus: Prometheus, target: str, where: str, name: str = "") -> list[dict[str, Any]]:
+def asked(
+    prometheus: Prometheus, target: str, where: str, name: str = "", board: Json = ENGINE
+) -> list[dict[str, Any]]:
     """Return what a panel's query gives over a target; without a name its first."""
-    return answer(prometheus, query(where, name), values(prometheus, ENGINE, TARGETS[target].labels))
+    return answer(prometheus, query(board, where, name), values(prometheus, board, TARGETS[target].labels))
 
 
 def shown(prometheus: Prometheus, target: str, where: str) -> str:
@@ -88,3 +90,24 @@ def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) 
 
     cards = {"eight GPUs": 8 * TOTAL_BYTES, "small card": int(SMALL * TOTAL_BYTES)}
     assert set(heights.values()) == {cards.get(target, TOTAL_BYTES)}
+
+
+@pytest.mark.parametrize("target", ["restart", "crash", "asleep"])
+def test_of_an_incident_the_empty_card_between_two_lives_is_not_drawn(prometheus: Prometheus, target: str) -> None:
+    (free,) = asked(prometheus, target, "Free memory of each GPU", "GPU {{gpu}}", board=load("headroom-incident"))
+
+    assert max(float(value) for _, value in free["values"]) < TOTAL_BYTES / 8
+
+
+def test_the_fleets_alerts_name_their_engines_the_most_severe_first(prometheus: Prometheus) -> None:
+    fleet = load("headroom-fleet")
+    put_in = values(prometheus, fleet, {})
+
+    rows = answer(prometheus, query(fleet, "Firing alerts", ""), put_in)
+
+    named = [(row["metric"]["severity"], row["metric"]["alertname"], row["metric"]["instance"]) for row in rows]
+    ranks = [float(row["values"][-1][1]) for row in rows]
+    assert ("page", "HeadroomEngineCrashLoop", TARGETS["crash"].labels["instance"]) in named
+    assert ("critical", "HeadroomGpuMemoryLeak", TARGETS["leak"].labels["instance"]) in named
+    assert ranks == sorted(ranks, reverse=True)
+    assert named[0][0] == "page"

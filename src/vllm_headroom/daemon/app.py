@@ -23,7 +23,7 @@ from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
 from vllm_headroom.expose.metrics import MetricsPage
-from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.document import WebConfigError

@@ -20,6 +20,10 @@ LOW_BYTES: Final = 512 * 2**20
 LOW_SHARE: Final = 0.5
 """As HeadroomGpuMemoryLow: less is free than this, and than this share of what was when the engine became ready."""
 
+LOW_HOST_BYTES: Final = 4 * 2**30
+LOW_HOST_SHARE: Final = 0.05
+"""As HeadroomHostMemoryLow: less is left than this, and than this share of the limit; LOW_SHARE holds here too."""
+
 STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
 
@@ -51,7 +55,7 @@ NOT_TOLD: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 def verdicts(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
     """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
-    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(values), *_gates(values))
+    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(snapshot, values), *_gates(values))
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 
 
@@ -136,15 +140,28 @@ def _load(values: Values) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def _host(values: Values) -> Iterator[Verdict]:
+def _host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
     for role, state in grows.items():
         yield growing.of_host(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:
         level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_TOLD)
-        text = f"Host memory{text}; {_in_use(values)}."
-        yield Verdict(subject="host memory", level=level, sentence=text)
+        low = _is_low(snapshot)
+        yield Verdict(
+            subject="host memory",
+            level=Level.WARNING if low else level,
+            sentence=f"Host memory{text}; {_in_use(values)}.",
+            alert="HeadroomHostMemoryLow" if low else None,
+        )
+
+
+def _is_low(snapshot: Snapshot) -> bool:
+    room = None if snapshot.host is None else snapshot.host.room_bytes
+    first = None if snapshot.life is None else snapshot.life.first_host_room_bytes
+    if snapshot.host is None or room is None or first is None:
+        return False
+    return room < min(LOW_HOST_BYTES, LOW_HOST_SHARE * (snapshot.host.limit_bytes or 0), LOW_SHARE * first)
 
 
 def _gates(values: Values) -> Iterator[Verdict]:

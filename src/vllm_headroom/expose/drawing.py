@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 from typing import Final
 
@@ -25,7 +26,7 @@ STYLE: Final = (
     "--unknown:#9ba6b2;--warning:#e3b341;--alarm:#ff8177;--room:#6cb6ff;--peak:#c297ff}}"
     "svg .area{fill:var(--room);fill-opacity:.18}svg .line{fill:none;stroke:var(--room);stroke-width:2}"
     "svg .peak{fill:none;stroke:var(--peak);stroke-width:1}svg .zero{stroke:var(--alarm);stroke-width:3}"
-    "svg .now,svg .mark{stroke:var(--dim);stroke-dasharray:3 3}svg .ahead{stroke:var(--alarm);stroke-width:2;"
+    "svg .mark{stroke:var(--dim);stroke-dasharray:3 3}svg .ahead{stroke:var(--alarm);stroke-width:2;"
     "stroke-dasharray:6 4;fill:none}svg .edge{fill:var(--alarm);fill-opacity:.15}"
     "svg path,svg line{vector-effect:non-scaling-stroke}svg text{fill:var(--dim);font:13px system-ui,sans-serif}"
 )
@@ -67,15 +68,16 @@ def through(points: Iterable[Point]) -> Curve:
     return [seconds for seconds, _ in ordered], [value for _, value in ordered]
 
 
-def thinned(curve: Curve, columns: int) -> list[Stretch]:
+def thinned(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
     Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
     """
     times, values = curve
-    size = max(1, ceil(len(values) / columns))
+    start = bisect_left(times, begin)
+    size = max(1, ceil((len(values) - start) / columns))
     stretches: list[Stretch] = [[]]
-    for first in range(0, len(values), size):
+    for first in range(start, len(values), size):
         part = values[first : first + size]
         if known := [value for value in part if value is not None]:
             found = {(times[first + part.index(value)], value) for value in (min(known), max(known))}
@@ -106,12 +108,12 @@ def zero(frame: Frame) -> str:
     return f'<line class="zero" x1="0" x2="{frame.width:.0f}" y1="{frame.height:.0f}" y2="{frame.height:.0f}"/>'
 
 
-def upright(frame: Frame, seconds: float, *, kind: str = "mark") -> str:
+def upright(frame: Frame, seconds: float) -> str:
     """Return a line at a time; none where it lies outside."""
     if not frame.begin <= seconds <= frame.end:
         return ""
     x = frame.x(seconds)
-    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{frame.height:.0f}"/>'
+    return f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{frame.height:.0f}"/>'
 
 
 def ahead(frame: Frame, forecast: Forecast) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from typing import Final
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import Failure, Gpu, Snapshot, Verdict
-from vllm_headroom.vocabulary import EngineState, Level
+from vllm_headroom.model import Gpu, Snapshot, Verdict
+from vllm_headroom.vocabulary import Level
 
 STEP_SECONDS: Final = 60
 POINTS: Final = 1440
-"""A day: for eight GPUs 75 kB."""
+"""A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
 
 MOST_GPUS: Final = 64
 MOST_EVENTS: Final = 50
@@ -34,19 +34,14 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptCurve:
-    """A day's values, as floats of 32 bits in base64, under the name of what they are of."""
-
-    name: str
-    values: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KeptHistory:
-    """The history as it is kept over a restart of the daemon; `minute` is that of the newest point."""
+    """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
+
+    `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64.
+    """
 
     minute: int | None = None
-    curves: tuple[KeptCurve, ...] = ()
+    curves: dict[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
 
 
@@ -60,7 +55,7 @@ class History:
         self.events: tuple[Event, ...] = ()
         self._minute: int | None = None
         self._curves: dict[str, array[float]] = {}
-        self._said: dict[str, tuple[str | None, Level]] | None = None
+        self._said: set[tuple[str, Level, str | None]] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
         """Add what one tick saw; where the clock was set back the day begins anew."""
@@ -70,8 +65,8 @@ class History:
         else:
             self._forget(min(minute - self._minute, POINTS))
         self._minute = minute
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
-            if gpu.attribution is not None and len(self._curves) < 2 * MOST_GPUS:
+        for gpu in snapshot.owned:
+            if len(self._curves) < 2 * MOST_GPUS:
                 self._gpu(gpu)
         if running is not None:
             self._add("running", running, max)
@@ -91,13 +86,13 @@ class History:
 
     def kept(self) -> KeptHistory:
         """Return what a later process takes up."""
-        curves = (KeptCurve(name=name, values=b64encode(curve).decode()) for name, curve in self._curves.items())
-        return KeptHistory(minute=self._minute, curves=tuple(curves), events=self.events)
+        curves = {name: b64encode(curve).decode() for name, curve in self._curves.items()}
+        return KeptHistory(minute=self._minute, curves=curves, events=self.events)
 
     def take_up(self, kept: KeptHistory) -> None:
         """Go on from what an earlier process kept; curves of another length are left out."""
         self._minute, self.events = kept.minute, kept.events[-MOST_EVENTS:]
-        decoded = {each.name: array(TYPE, b64decode(each.values)) for each in kept.curves[: 2 * MOST_GPUS + 1]}
+        decoded = {name: array(TYPE, b64decode(values)) for name, values in kept.curves.items()}
         self._curves = {name: curve for name, curve in decoded.items() if len(curve) == POINTS}
 
     def _gpu(self, gpu: Gpu) -> None:
@@ -135,18 +130,14 @@ class History:
         return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Note the verdicts that changed; the figures in them change always."""
+        """Note the verdicts that are new; the figures in them change always."""
         state = None if snapshot.life is None else snapshot.life.state
-        said = {each.subject: (each.alert or _named(each, state), each.level) for each in verdicts}
-        texts = {each.subject: each.sentence for each in verdicts}
+        said = {
+            (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each
+            for each in verdicts
+        }
         if self._said is not None:
-            changed = [subject for subject, what in said.items() if self._said.get(subject) != what]
-            events = [
-                Event(seconds=snapshot.time_seconds, level=said[subject][1], text=texts[subject]) for subject in changed
-            ]
+            new = [each for what, each in said.items() if what not in self._said]
+            events = [Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence) for each in new]
             self.events = (*self.events, *events)[-MOST_EVENTS:]
-        self._said = said
-
-
-def _named(verdict: Verdict, state: EngineState | None) -> str | None:
-    return None if state is None or verdict.subject != "engine" else str(state)
+        self._said = set(said)

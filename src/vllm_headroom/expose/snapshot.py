@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 from vllm_headroom import catalog
@@ -39,16 +40,7 @@ def document(view: View) -> dict[str, Any]:
         "t": None if view.snapshot is None else view.snapshot.time_seconds,
         "age_seconds": None if view.snapshot is None else view.age_seconds,
         "level": worst(view.said),
-        "verdicts": [
-            {
-                "subject": each.subject,
-                "level": each.level,
-                "sentence": each.sentence,
-                "alert": each.alert,
-                "runbook": view.runbook(each.alert),
-            }
-            for each in view.said
-        ],
+        "verdicts": [{**asdict(each), "runbook": view.runbook(each.alert)} for each in view.said],
         "problems": _problems(view),
         "last_incident": _incident(view.last_incident),
         **_facts(values, WHOLE, ()),

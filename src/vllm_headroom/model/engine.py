@@ -97,7 +97,8 @@ class Life:
     nothing of leaks. `began_seconds` is seconds since the epoch. `recent_ends` is how many lives ended in the last 90
     minutes. `progress_age_seconds` is None while there is nothing to do. `stranded` pairs the labels of an engine that
     has been idle for a minute with what its KV cache still holds, `to_wake` the UUID of a GPU with what a sleeping
-    engine takes of it when it wakes, `first_rooms` with what was free on it when this life became ready.
+    engine takes of it when it wakes, `first_rooms` with what was free on it when this life became ready;
+    `first_host_room_bytes` is what was left of the host's memory then.
     """
 
     state: EngineState
@@ -110,3 +111,4 @@ class Life:
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()
     to_wake: tuple[tuple[str, int], ...] = ()
     first_rooms: tuple[tuple[str, int], ...] = ()
+    first_host_room_bytes: int | None = None

@@ -10,7 +10,7 @@ import pytest
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Fate, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.model import Fate, HostMemory, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakLocation, LeakState, Level, Source
 
@@ -261,6 +261,29 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     assert verdict.sentence == "Host memory of worker leaks: out of memory in 30 min 0 s, 20 min 0 s at the least."
     assert verdict.alert == "HeadroomHostOutOfMemorySoon"
     assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
+
+
+@pytest.mark.parametrize(
+    ("used", "first", "alert"),
+    [
+        (61.5, 6.0, "HeadroomHostMemoryLow"),
+        (61.5, 4.0, None),
+        (61.5, None, None),
+        (60.5, 20.0, None),
+    ],
+)
+def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float | None, alert: str | None) -> None:
+    stable = state(LeakState.STABLE, catalog.HOST_LEAK_STATE, ("worker",))
+    room = None if first is None else int(first * GIB)
+    at = replace(
+        seen(),
+        host=HostMemory(used_bytes=int(used * GIB), limit_bytes=64 * GIB),
+        life=Life(state=EngineState.SERVING, first_host_room_bytes=room),
+    )
+
+    verdict = of("host memory", stable, at=at)
+
+    assert (verdict.level, verdict.alert) == (Level.WARNING if alert else Level.GOOD, alert)
 
 
 def test_the_worst_comes_first() -> None:

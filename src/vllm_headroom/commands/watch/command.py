@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -86,18 +86,16 @@ async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
     before: set[str] = set()
     while not stopped.is_set():
         found = await asked()
-        said = {found: found} if isinstance(found, str) else dict(_told(found))
-        for key, line in said.items():
+        lines = {found: found} if isinstance(found, str) else {_key(each): said(each) for each in found["verdicts"]}
+        for key, line in lines.items():
             if key not in before:
                 say(line.translate(CONTROLS))
-        before = set(said)
+        before = set(lines)
         await _pause(stopped)
 
 
-def _told(document: Document) -> Iterable[tuple[str, str]]:
-    """Yield what tells a verdict from the one before, and its line."""
-    for verdict in document["verdicts"]:
-        yield f"{verdict['subject']} {verdict['level']} {verdict['alert']}", said(verdict)
+def _key(verdict: Document) -> str:
+    return f"{verdict['subject']} {verdict['level']} {verdict['alert']}"
 
 
 async def _pause(stopped: asyncio.Event) -> None:

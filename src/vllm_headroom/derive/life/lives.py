@@ -34,8 +34,8 @@ class OneLife:
 
     `ready` is whether its page ever answered, `worked` whether it ever did something. `vital` is the most processes of
     each vital role seen while the page answered, `top_bytes` the most it held then; `rooms` is what was free on its
-    GPUs, by UUID, when it became ready, and `tight` whether one of them was full when last seen. `oom_kills` is what
-    the kernel had killed in its container when it was last whole.
+    GPUs, by UUID, and `host_room_bytes` of the host's memory when it became ready, `tight` whether a GPU was full when
+    last seen. `oom_kills` is what the kernel had killed in its container when it was last whole.
     """
 
     began_seconds: float | None = None
@@ -48,6 +48,7 @@ class OneLife:
     vital: dict[Role, int] = field(default_factory=dict)
     top_bytes: int = 0
     rooms: dict[str, int] = field(default_factory=dict)
+    host_room_bytes: int | None = None
     tight: bool = False
     oom_kills: int = 0
 
@@ -159,6 +160,7 @@ def _seen(life: OneLife, seen: Signs) -> OneLife:
         vital={role: max(now[role], life.vital.get(role, 0)) for role in VITAL},
         top_bytes=max(life.top_bytes, sum(seen.held.values())),
         rooms=life.rooms or seen.rooms,
+        host_room_bytes=seen.host_room_bytes if life.host_room_bytes is None else life.host_room_bytes,
         tight=_is_tight(life, seen) if seen.rooms else life.tight,
         oom_kills=life.oom_kills if seen.oom_kills is None or is_broken(life, seen.processes) else seen.oom_kills,
     )

@@ -63,6 +63,7 @@ class Signs:
     silent: bool
     oom_seconds: float | None
     oom_kills: int | None = None
+    host_room_bytes: int | None = None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -107,6 +108,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
         oom_kills=None if snapshot.host is None else snapshot.host.oom_kills,
+        host_room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from html import escape
@@ -13,7 +12,7 @@ from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
 from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Failure, Gpu, GpuMemory, Snapshot
+from vllm_headroom.model import Gpu, GpuMemory, Snapshot
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import Level
 
@@ -33,8 +32,7 @@ USUAL: Final = 0.9
 
 def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    owned = [gpu for gpu in gpus if gpu.attribution is not None][:MOST_GPUS]
+    owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     yield "<div class=rooms>"
@@ -53,7 +51,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     forecast = _forecast(view, gpu, now)
     begin, end = _span(free[0][0], now, forecast)
     curves = free, view.history.free_at_peak(reading.uuid)
-    past, peaks = (drawing.thinned(_since(begin, curve), columns) for curve in curves)
+    past, peaks = (drawing.thinned(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
     frame = Frame(begin=begin, end=end, top=_top(past, memory))
@@ -61,7 +59,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
         *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.index)),
-        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now, kind="now"),
+        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now),
         drawing.zero(frame),
     ]
     title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
@@ -86,12 +84,6 @@ def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, f
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
     return now - past, now + AHEAD * past
-
-
-def _since(begin: float, curve: Curve) -> Curve:
-    times, values = curve
-    first = bisect_left(times, begin)
-    return times[first:], values[first:]
 
 
 def _top(stretches: list[Stretch], memory: GpuMemory | None) -> float:

@@ -27,7 +27,7 @@ PAGE_STYLE: Final = (
     "font-size:.85rem}.axis.ahead span{flex:1;text-align:right}.axis.ahead span:first-child{text-align:left}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}"
-    ".words td:last-child{white-space:normal;min-width:16rem}"
+    ".words td:last-child,tbody th{white-space:normal}.words td:last-child{min-width:16rem}"
     ".figures td,.figures th~th{text-align:right;font-variant-numeric:tabular-nums}"
     ".rooms{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(24rem,100%),1fr));column-gap:1.5rem}"
     ".notice{border:1px solid var(--warning);padding:.4rem .8rem}"

@@ -155,6 +155,15 @@ def killed(kills: int) -> HostMemory:
     return HostMemory(oom_kills=kills)
 
 
+def test_the_hosts_room_is_that_of_when_the_engine_became_ready_and_goes_with_its_life() -> None:
+    full, free = (HostMemory(used_bytes=used, limit_bytes=100) for used in (99, 60))
+    watch = serving(host=free)
+    goes_on = watch.look(working(30), host=full)
+    ended = watch.look(REFUSED, processes=(), host=free)
+
+    assert (goes_on.first_host_room_bytes, ended.first_host_room_bytes) == (40, None)
+
+
 def test_what_the_kernel_killed_is_told_before_all_else() -> None:
     watch = serving(host=killed(3))
     watch.look(working(30), gpus=(card(79.9),), host=killed(3))
