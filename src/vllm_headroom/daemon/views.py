@@ -8,7 +8,7 @@ from typing import Any
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.state.history import HISTORY
+from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.history import History

@@ -17,9 +17,12 @@ def named(page: EnginePage) -> tuple[EngineReading, ...]:
 
 def together(values: Iterable[float | None]) -> float | None:
     """Return the sum; None where one is unknown, for the rest is not the whole, or there is none."""
-    amounts = tuple(values)
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known) if known and len(known) == len(amounts) else None
+    known: list[float] = []
+    for value in values:
+        if value is None:
+            return None
+        known.append(value)
+    return sum(known) if known else None
 
 
 def running_requests(page: EnginePage) -> float | None:
@@ -34,8 +37,8 @@ def finished(page: EnginePage) -> float | None:
 
 def life(page: EnginePage) -> str | None:
     """Return what names this life of the server: when it started, where the page says so."""
-    started = {engine.started_at_seconds for engine in page.engines} - {None}
-    return ",".join(sorted(f"{seconds:.3f}" for seconds in started if seconds is not None)) or None
+    started = {engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None}
+    return ",".join(sorted(f"{seconds:.3f}" for seconds in started)) or None
 
 
 def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:

@@ -19,8 +19,11 @@ POINTS: Final = 1440
 
 MOST_GPUS: Final = 64
 MOST_EVENTS: Final = 50
+<<<<<<< HEAD
 FORMAT: Final = 2
 """To be raised when the fields of what is kept, or what they mean, change."""
+=======
+>>>>>>> main
 
 TYPE: Final = "f"
 """Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
@@ -42,7 +45,6 @@ class KeptHistory:
     `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64.
     """
 
-    format: int = FORMAT
     minute: int | None = None
     curves: dict[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()

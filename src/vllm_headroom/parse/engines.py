@@ -9,8 +9,8 @@ from typing import Any, Final
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
+from vllm_headroom.parse.exposition import beyond
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
-from vllm_headroom.vocabulary import Reason, Source
 
 MOST_ENGINES: Final = 256
 """Engines and models told apart on one page: each becomes dozens of series of ours."""
@@ -41,7 +41,10 @@ def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fai
     keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
     families = None if len(keys) > MOST_ENGINES else _by_engine(keys, owned)
     if families is None:
-        return _beyond(len(keys))
+        return beyond(
+            f"tells {len(keys)} engines and models apart, or their settings too often"
+            f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share)"
+        )
     engines = tuple(_reading(profile, key, families[key], len(ranks)) for key in keys)
     found = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines)) for name, field in profile.inputs
@@ -82,15 +85,6 @@ def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[
         for key in owners:
             families[key].setdefault(family, []).append(sample)
     return families
-
-
-def _beyond(engines: int) -> Failure:
-    message = (
-        f"The engine's page tells {engines} engines and models apart, or their settings too often"
-        f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share):"
-        " point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many."
-    )
-    return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
 
 
 def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:

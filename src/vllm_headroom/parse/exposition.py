@@ -95,17 +95,18 @@ def _wanted_lines(page: str, names_pattern: str) -> list[str] | Failure:
         lines.append(line)
         characters += len(line)
         if len(line) > LONGEST_LINE:
-            return _beyond(f"a line of {len(line)} characters, at most {LONGEST_LINE} are read: {_excerpt(line)!r}")
+            return beyond(f"has a line of {len(line)} characters, at most {LONGEST_LINE} are read: {_excerpt(line)!r}")
         if line.count('="') > MOST_LABELS:
-            return _beyond(f"a line of more than {MOST_LABELS} labels: {_excerpt(line)!r}")
+            return beyond(f"has a line of more than {MOST_LABELS} labels: {_excerpt(line)!r}")
         if len(lines) > MOST_SAMPLES or characters > MOST_CHARACTERS:
-            return _beyond(f"more than {MOST_SAMPLES} series or {MOST_CHARACTERS} characters of those that are read")
+            return beyond(f"has more than {MOST_SAMPLES} series or {MOST_CHARACTERS} characters of those that are read")
     return lines
 
 
-def _beyond(what: str) -> Failure:
+def beyond(what: str) -> Failure:
+    """Return that a page would cost more than any engine's does, since it `what`."""
     advice = "point HEADROOM_ENGINE_URL at one vLLM server's own /metrics, not at a page that gathers many"
-    return _failure(Reason.OUT_OF_BOUNDS, f"The engine's page has {what}: {advice}.")
+    return _failure(Reason.OUT_OF_BOUNDS, f"The engine's page {what}: {advice}.")
 
 
 def _samples(line: str) -> tuple[Sample, ...]:

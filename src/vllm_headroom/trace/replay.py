@@ -22,6 +22,9 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 
 STATES: Final = frozenset({catalog.LEAK_STATE.name, catalog.HOST_LEAK_STATE.name})
 
+LONGEST_STEP_SECONDS: Final = 300.0
+"""The longest sampling interval that can be set: what lies further apart was not watched in between."""
+
 _SeriesName = str
 """The UUID of a GPU, or the role of processes on the host."""
 

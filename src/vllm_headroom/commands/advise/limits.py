@@ -83,8 +83,5 @@ STALE_SECONDS: Final = 120.0
 CHANGED_RATIO: Final = 0.01
 """Ours: a KV cache that is so much larger or smaller was made by other settings; two equal starts differ by less."""
 
-GONE_SHARE: Final = 0.5
-"""An engine that holds less than half of what it did has ended, or sleeps (as the leak detector's REST_SHARE)."""
-
 FAILED_STARTS: Final = 2
 """Ours: once may be a person who changed their mind."""

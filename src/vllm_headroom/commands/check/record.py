@@ -71,16 +71,13 @@ class Record:
         for uuid, excess in excesses(snapshot, self._report):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):
-            series = self.host.get(role) or Series(role, role, self._detector.course(role), keeps=self._keeps_host)
-            self.host[role] = series
-            series.step(seen, running)
+            new = Series(role, role, self._detector.course(role), keeps=self._keeps_host)
+            self.host.setdefault(role, new).step(seen, running)
 
     def _gpu(self, gpu: Gpu, seen: Observation, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
-        series = self._gpus.get(uuid)
-        if series is None:
-            series = Series(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
-            self._gpus[uuid] = series
+        new = Series(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
+        series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
         series.step(seen, running)
         if running is not None and gpu.inside is not None:

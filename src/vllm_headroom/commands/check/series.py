@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Final
 
 from vllm_headroom.commands.check.excess import Excess
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.model import Inside
 from vllm_headroom.trace.course import Course
+from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS
 from vllm_headroom.vocabulary import MemoryPart
-
-LONGEST_STEP_SECONDS: Final = 300.0
-"""The longest sampling interval that can be set: what lies further apart was not watched in between."""
 
 
 class Coverage:

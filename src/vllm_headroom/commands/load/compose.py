@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import ssl
 from collections.abc import Callable
 from functools import partial
 from random import Random, SystemRandom
@@ -50,7 +49,7 @@ async def load(order: Order) -> dict[str, Any]:
         raise BadInput(str(error)) from None
     _check_limits(order, tls=tls is not None)
     target = await find(order.url, order.api, tls, bearer)
-    model = await _model(order, tls, bearer)
+    model = await _model(order, target)
     new_trace(order.trace)
     clock = SystemClock()
     sampling = Sampling(
@@ -96,10 +95,10 @@ def _check_limits(order: Order, *, tls: bool) -> None:
     tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
 
 
-async def _model(order: Order, tls: ssl.SSLContext | None, bearer: str | None) -> str:
+async def _model(order: Order, target: Target) -> str:
     if order.model is not None:
         return order.model
-    model = await offered_model(order.url, tls, bearer)
+    model = await offered_model(order.url, target)
     longest = order.prompt_tokens.most + order.output_tokens.most
     if model.most_tokens is not None and longest > model.most_tokens:
         raise BadInput(

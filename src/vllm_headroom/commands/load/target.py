@@ -90,13 +90,12 @@ def is_local(address: Address) -> bool:
     return False
 
 
-async def offered_model(url: httpx.URL, tls: ssl.SSLContext | None, bearer: str | None) -> Model:
-    """Return the first model that the server lists; raises BadInput where it lists none."""
+async def offered_model(url: httpx.URL, target: Target) -> Model:
+    """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
     where = within(url, "/v1/models")
-    headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
     try:
-        async with httpx.AsyncClient(verify=tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client:
-            answer = await client.get(where, headers=headers)
+        async with httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client:
+            answer = await client.get(where, headers=target.headers)
     except httpx.HTTPError as error:
         raise BadInput(f"{_no_answer(error, where)}, or name a --model") from error
     if answer.status_code != httpx.codes.OK:

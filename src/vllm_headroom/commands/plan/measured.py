@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.commands.plan.document import document
-from vllm_headroom.commands.plan.text import text
-from vllm_headroom.commands.plan.verdict import spread
+from vllm_headroom.commands.plan.text import shown, text
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.sizing.estimate import Estimate
 from vllm_headroom.sizing.overhead import Range
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.units import GIB
 
 MOST_BYTES: Final = 16 * 1024
 NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
@@ -51,8 +49,7 @@ def planned_text(found: Planned) -> Iterator[str]:
     yield ""
     yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
     for name, planned, measured in _pairs(found.estimate, found.measured):
-        shown = "not known" if measured is None else f"{measured / GIB:,.2f}"
-        yield f"  {name:<22}{_shown(planned):>17}{shown:>12}"
+        yield f"  {name:<22}{shown(planned):>17}{shown(measured):>12}"
 
 
 def planned_document(found: Planned) -> dict[str, Any]:
@@ -74,9 +71,3 @@ def _pairs(planned: Estimate, measured: EngineParts) -> tuple[tuple[str, float |
         ("CUDA graphs", planned.graphs, measured.cuda_graphs_bytes),
         ("KV cache", planned.kv_cache, measured.kv_cache_bytes),
     )
-
-
-def _shown(amount: float | Range | None) -> str:
-    if isinstance(amount, Range):
-        return spread(amount)
-    return "not known" if amount is None else f"{amount / GIB:,.2f}"

@@ -90,8 +90,14 @@ def _weights_source(found: Estimate) -> str:
 
 
 def _line(name: str, amount: float | Range | None, remark: str = "") -> str:
-    known = f"{amount / GIB:,.2f}" if isinstance(amount, float | int) else amount and spread(amount)
-    return f"  {name:<28}{known or UNKNOWN:>17}  {remark}".rstrip()
+    return f"  {name:<28}{shown(amount):>17}  {remark}".rstrip()
+
+
+def shown(amount: float | Range | None) -> str:
+    """Return an amount of memory in GiB."""
+    if isinstance(amount, Range):
+        return spread(amount)
+    return UNKNOWN if amount is None else f"{amount / GIB:,.2f}"
 
 
 def _cache(found: Estimate) -> Iterator[str]:

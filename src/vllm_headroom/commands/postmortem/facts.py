@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
+from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import EngineReading
 from vllm_headroom.trace.course import Moment
-from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import ExitReason, LeakState
-
-FULL_BYTES: Final = 256 * MIB
-FULL_RATIO: Final = 0.5
-"""A GPU ran full when less was left than both: this much, and this share of what had been (as derive/life/lives)."""
 
 
 class What(StrEnum):
@@ -52,9 +47,9 @@ class GpuFacts:
 
     @property
     def is_full(self) -> bool:
-        """Whether next to nothing was left of what had been."""
+        """Whether next to nothing was left of what had been, as the daemon tells it."""
         first, last = self.first_room_bytes, self.last_room_bytes
-        return last is not None and last <= FULL_BYTES and (first is None or last <= FULL_RATIO * first)
+        return last is not None and last <= TIGHT_BYTES and (first is None or last <= SHRUNK_RATIO * first)
 
     @property
     def lost_bytes(self) -> int | None:

@@ -18,9 +18,8 @@ from vllm_headroom.commands.postmortem.known import (
 )
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
-from vllm_headroom.derive.life.signs import Signs, signs
 from vllm_headroom.derive.page_facts import named, together
-from vllm_headroom.model import EngineReading, Snapshot
+from vllm_headroom.model import EngineReading, Failure, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
@@ -60,10 +59,9 @@ class Follower:
         before = self.watch.lives
         snapshot = self.watch.step(self._steady(snapshot))
         what, reason = self._event(snapshot)
-        seen = signs(snapshot, sighted=before.sighted, top_bytes=0, asleep=False)
-        self._broken = self._broken or _goes_to_pieces(before.newest, seen)
+        self._broken = self._broken or _goes_to_pieces(before.newest, snapshot)
         if what is not None:
-            self.facts = self._facts(snapshot, what, reason, seen)
+            self.facts = self._facts(snapshot, what, reason)
         newest = self.watch.lives.newest
         if newest is None or newest.ended or self.watch.lives.restarts != before.restarts:
             self._forget()
@@ -133,9 +131,9 @@ class Follower:
         while self._running and self._running[0][0] < now - USUAL_SECONDS:
             self._running.popleft()
 
-    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None, seen: Signs) -> Facts:
+    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None) -> Facts:
         now, life = snapshot.monotonic_seconds, snapshot.life
-        answered = self._answered if what is What.ENDED else seen.page is not None
+        answered = self._answered if what is What.ENDED else snapshot.page is not None
         stalled = what is What.STALLED or self._hung is not None
         age = None if life is None else life.progress_age_seconds
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
@@ -170,6 +168,8 @@ class Follower:
         return looks.facts(snapshot.monotonic_seconds, surer, moment)
 
 
-def _goes_to_pieces(life: OneLife | None, seen: Signs) -> bool:
+def _goes_to_pieces(life: OneLife | None, snapshot: Snapshot) -> bool:
     """Return whether the page goes on without a process that it needs; at an orderly end it goes first."""
-    return life is not None and not life.ended and seen.page is not None and is_broken(life, seen)
+    if life is None or life.ended or snapshot.page is None or isinstance(snapshot.processes, Failure):
+        return False
+    return is_broken(life, snapshot.processes)

@@ -56,8 +56,8 @@ def _body(report: Report) -> Iterator[str]:
 
 def _figures(report: Report) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
-    for uuid, free in report.curves.free.items():
-        yield _figure(f"Free memory of {uuid}, down to zero", free, at, sized=True)
+    for uuid in report.curves.uuids:
+        yield _figure(f"Free memory of {uuid}, down to zero", report.curves.free(uuid), at, sized=True)
     for uuid, used in header_used(report.known).items():
         yield _figure(f"Memory in use of {uuid} in the last minutes, second by second", [*used], at, sized=True)
     yield _figure("Running requests", report.curves.running, at, sized=False)

@@ -41,9 +41,9 @@ def picture(watch: Watch, curves: Curves) -> str:
 
 
 def _room(name: str, course: Course, curves: Curves, uuid: str, span: tuple[float, float]) -> str:
-    free = curves.free[uuid]
+    free = curves.free(uuid)
     known = any(value is not None for _, value in free)
-    points = free if known else curves.held[uuid]
+    points = free if known else curves.held(uuid)
     title = (
         f"{name}: {'free memory, down to zero' if known else 'memory held by the engine'}; {course.state} at the end"
     )

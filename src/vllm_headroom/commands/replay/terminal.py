@@ -24,7 +24,7 @@ def drawing(watch: Watch, curves: Curves, *, columns: int) -> Iterator[str]:
     """Yield the lines of a chart for each GPU and of one of the load, where anything could be read."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
-        yield from _gpu(index, course, curves.free[uuid], curves.held[uuid], width)
+        yield from _gpu(index, course, curves.free(uuid), curves.held(uuid), width)
     yield from _chart("running requests", curves.running, width, LOAD_LINES, pick=max)
 
 

@@ -32,7 +32,6 @@ class Memory:
 class SavedState:
     """A memory with the engine it is of, and when it was saved: in seconds since the epoch and on the clock it uses."""
 
-    format: int = FORMAT
     version: str
     saved_at_seconds: float
     monotonic_seconds: float

@@ -14,6 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from vllm_headroom.daemon.state.content import FORMAT, SavedState
+from vllm_headroom.derive.life.lives import Lives
+from vllm_headroom.expose.history import KeptHistory
 from vllm_headroom.trace.writing import make
 
 MOST_BYTES: Final = 64 * 2**20
@@ -27,7 +29,10 @@ class Unusable(Exception):  # noqa: N818 - it says what the file is
 
 
 class File(Generic[T]):
-    """The file `name` of a folder, which holds a value of `kind`, a dataclass with a field `format` of this number."""
+    """The file `name` of a folder, which holds a value of `kind`, a dataclass.
+
+    `number` is that of its format, to be raised when the fields of what is kept, or what they mean, change.
+    """
 
     def __init__(self, name: str, kind: type[T], number: int) -> None:
         self.name = name
@@ -36,7 +41,7 @@ class File(Generic[T]):
 
     def encode(self, saved: T) -> bytes:
         """Return the file's content; raises ValueError when a value is not finite."""
-        document = self._adapter.dump_python(saved, mode="json")
+        document = {**self._adapter.dump_python(saved, mode="json"), "format": self._format}
         return _canonical({**document, "checksum": _checksum(document)})
 
     def decode(self, content: bytes) -> T:
@@ -110,5 +115,11 @@ def _checksum(document: dict[str, Any]) -> str:
 
 
 STATE: Final = File("state.json", SavedState, FORMAT)
+LIVES: Final = File("lives.json", Lives, 2)
+"""Apart from what the leak detector learned, which is of one life: this goes on when that is set aside."""
+
+HISTORY: Final = File("history.json", KeptHistory, 1)
+"""Apart from the rest: it is of whatever engine was there, and only shown."""
+
 NAME: Final = STATE.name
 encode, decode, read, write, set_aside = STATE.encode, STATE.decode, STATE.read, STATE.write, STATE.set_aside

@@ -12,10 +12,8 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
-from vllm_headroom.daemon.state.file import STATE, File, Unusable
-from vllm_headroom.daemon.state.history import HISTORY
+from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Unusable
 from vllm_headroom.daemon.state.identity import Identity, foreign, identity
-from vllm_headroom.daemon.state.lives import LIVES, KeptLives
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.trace.writing import real
@@ -81,9 +79,7 @@ class Keeper:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         life = states.get(LIFE)
         if self._is_read and life is not None and life.lives.newest is not None:
-            await self._try(
-                LIVES.name, partial(LIVES.write, self._folder, KeptLives(lives=life.lives)), timeout_seconds
-            )
+            await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
         if self._is_read and HISTORY.name in states:
             await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
         if not self._is_read or self._saved is not None or self._identity is None:
@@ -108,7 +104,7 @@ class Keeper:
             return {}
         self._saved = await self._read(STATE)
         self._is_read = not self._failing
-        found = {LIFE: None if lives is None else LifeState(lives=lives.lives), HISTORY.name: history}
+        found = {LIFE: None if lives is None else LifeState(lives=lives), HISTORY.name: history}
         return {name: state for name, state in found.items() if state is not None and self._is_read}
 
     async def _read(self, file: File[T]) -> T | None:

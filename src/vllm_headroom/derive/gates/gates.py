@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from vllm_headroom import catalog
@@ -47,33 +47,30 @@ def gates(rules: Rules, values: Values) -> Derivation[Gates]:
 
 
 def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tuple[Gates, tuple[Sample, ...]]:
-    if rules.ready_seconds is None and rules.live_seconds is None:
-        return state, ()
-    configured = []
+    turn_seconds, dying, shut = rules.ready_most_seconds, state.live, state.ready
     if rules.live_seconds is not None:
         dying = live(
-            state.live,
+            dying,
             snapshot,
             values,
             least_between_seconds=rules.live_seconds,
-            turn_seconds=rules.ready_most_seconds,
+            turn_seconds=turn_seconds,
             name=rules.name,
         )
-        state = replace(state, live=dying)
-        configured.append(GateName.LIVE)
     if rules.ready_seconds is not None:
-        least, most = rules.ready_seconds, rules.ready_most_seconds
         shut = ready(
-            state.ready,
+            shut,
             snapshot,
             values,
-            least_seconds=least,
-            most_seconds=most,
+            least_seconds=rules.ready_seconds,
+            most_seconds=turn_seconds,
             name=rules.name,
-            ending=state.live.reason,
+            ending=dying.reason,
         )
-        state = replace(state, ready=shut)
-        configured.append(GateName.READY)
+    state = Gates(ready=shut, live=dying)
+    configured = {GateName.LIVE: rules.live_seconds, GateName.READY: rules.ready_seconds}
     return state, tuple(
-        Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None)) for name in configured
+        Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None))
+        for name, seconds in configured.items()
+        if seconds is not None
     )

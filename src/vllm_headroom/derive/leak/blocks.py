@@ -35,11 +35,14 @@ def lowered(level: Level, drop: float) -> Level:
     )
 
 
-def close(track: Track, block: Block) -> Track | None:
+def close(track: Track) -> Track | None:
     """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
 
     None when memory was given back for good.
     """
+    block = track.levels[0].block
+    if block is None:
+        return track
     track, levels = _remember(track, block), list(track.levels)
     for index, level in enumerate(track.levels):
         if index:

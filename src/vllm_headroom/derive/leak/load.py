@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import named, running_requests
+from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Sample, Snapshot
 
@@ -53,10 +53,9 @@ def load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample,
 
 def _requests(snapshot: Snapshot) -> float | None:
     """Return requests running and waiting in all engines; None where one does not say how many run."""
-    running = None if snapshot.page is None else running_requests(snapshot.page)
-    if snapshot.page is None or running is None:
-        return None
-    return running + sum(engine.waiting or 0.0 for engine in named(snapshot.page))
+    engines = () if snapshot.page is None else named(snapshot.page)
+    running = together(engine.running for engine in engines)
+    return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
 
 
 def _gathered(state: LoadState, requests: float, now: float) -> LoadState:

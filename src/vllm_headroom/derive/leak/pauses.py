@@ -48,25 +48,16 @@ def _paused(track: Track) -> Track:
 
 def anchored(track: Track) -> Track:
     """Return the track at the beginning of a new stretch of comparable readings."""
-    return replace(
-        track,
+    return Track(
+        clock=track.clock,
+        seconds=track.seconds,
+        work=track.work,
+        asleep=track.asleep,
+        neighbours=track.neighbours,
         anchor_seconds=track.seconds,
         anchor_requests=track.work.requests,
-        first_bytes=0.0,
-        busy_seconds=0.0,
-        top_bytes=0.0,
-        most_bytes=0.0,
-        resting_since=None,
         levels=(Level(),) * len(THRESHOLDS),
-        history=(),
-        rises=(),
-        grown_bytes=0.0,
         run=Run(quiet_until=track.seconds + QUIET_SECONDS),
-        projected=Verdict.NONE,
-        sure_seconds=None,
-        flush=None,
-        verdict=Verdict.NONE,
-        estimate=None,
     )
 
 

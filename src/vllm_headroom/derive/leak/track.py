@@ -74,7 +74,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     track = _flushed(track, held_bytes, room_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        closed = close(track, block)
+        closed = close(track)
         if closed is None:
             return _gather(anchored(track), held_bytes, room_bytes)
         track = closed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom.derive.life.computing import Computing, computed
-from vllm_headroom.derive.life.lives import Lives, OneLife, advance, is_broken
+from vllm_headroom.derive.life.lives import Lives, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
 from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.derive.page_facts import awake
@@ -69,8 +69,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
     """
-    now = snapshot.monotonic_seconds
-    newest = state.lives.newest
+    now, newest = snapshot.monotonic_seconds, state.lives.newest
     top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
@@ -88,19 +87,20 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
         state=state.state,
         served_bytes=served,
     )
-    doing = _state(looked, seen, now)
+    age = None if seen.page is None else progress_age(looked.movements, now, seen.owed_since)
+    doing = _state(looked, seen, age, now)
     if doing is EngineState.SERVING:
         before = {} if asleep else served
         served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
     state = replace(looked, state=doing, served_bytes=served)
-    return state, replace(snapshot, life=_life(state, seen, now))
+    return state, replace(snapshot, life=_life(state, seen, age, now))
 
 
-def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
+def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> EngineState:
     """Return what the engine does, by a state that says what it did before."""
     life = state.lives.newest
     if seen.page is not None:
-        return _answering(state, seen, now)
+        return _answering(state, seen, age)
     if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED):
         return EngineState.DOWN
     if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
@@ -113,26 +113,20 @@ def _state(state: LifeState, seen: Signs, now: float) -> EngineState:
     return EngineState.UNKNOWN if computes or seen.answer is Answer.UNREADABLE else EngineState.STALLED
 
 
-def _answering(state: LifeState, seen: Signs, now: float) -> EngineState:
+def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     if seen.page is None or not (seen.page.engines or seen.processes):
         return EngineState.UNKNOWN
     if awake(seen.page) is False:
         return EngineState.ASLEEP
-    age = progress_age(state.movements, now, seen.owed_since)
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
-    if _broken(state.lives.newest, seen) or (age is not None and age >= most):
+    if is_broken(state.lives.newest, seen.processes) or (age is not None and age >= most):
         return EngineState.STALLED
     return EngineState.SERVING
 
 
-def _broken(life: OneLife | None, seen: Signs) -> bool:
-    return life is not None and is_broken(life, seen)
-
-
-def _life(state: LifeState, seen: Signs, now: float) -> Life:
+def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
     life = state.lives.newest
-    goes_on = life is not None and life.worked and not life.ended and not _broken(life, seen)
-    movements = {} if seen.page is None else state.movements
+    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen.processes)
     return Life(
         state=state.state,
         in_service=goes_on and state.state is not EngineState.DOWN,
@@ -140,10 +134,8 @@ def _life(state: LifeState, seen: Signs, now: float) -> Life:
         restarts=state.lives.restarts,
         exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in ExitReason),
         recent_ends=len(state.lives.ends_seconds),
-        progress_age_seconds=None
-        if state.state is EngineState.ASLEEP
-        else progress_age(movements, now, seen.owed_since),
-        stranded=stranded(movements, now),
+        progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
+        stranded=() if seen.page is None else stranded(state.movements, now),
         first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
         first_host_room_bytes=None if life is None or life.ended else life.host_room_bytes,
         to_wake=tuple(

@@ -8,6 +8,7 @@ from typing import Final
 
 from vllm_headroom.derive.life.movement import worked
 from vllm_headroom.derive.life.signs import Answer, ProcessName, Signs
+from vllm_headroom.model import EngineProcess
 from vllm_headroom.vocabulary import ExitReason, Role
 
 SAME_START_SECONDS: Final = 2.0
@@ -84,11 +85,11 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     return Lives(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
-def is_broken(life: OneLife, seen: Signs) -> bool:
-    """Return whether a process without which this life serves nobody has gone."""
-    if not seen.processes:
+def is_broken(life: OneLife | None, processes: tuple[EngineProcess, ...] | None) -> bool:
+    """Return whether a process without which this life serves nobody has gone; not where none can be seen."""
+    if life is None or not processes:
         return False
-    now = Counter(process.role for process in seen.processes)
+    now = Counter(process.role for process in processes)
     return any(now[role] < most for role, most in life.vital.items())
 
 
@@ -161,5 +162,5 @@ def _seen(life: OneLife, seen: Signs) -> OneLife:
         rooms=life.rooms or seen.rooms,
         host_room_bytes=seen.host_room_bytes if life.host_room_bytes is None else life.host_room_bytes,
         tight=_is_tight(life, seen) if seen.rooms else life.tight,
-        oom_kills=life.oom_kills if seen.oom_kills is None or is_broken(life, seen) else seen.oom_kills,
+        oom_kills=life.oom_kills if seen.oom_kills is None or is_broken(life, seen.processes) else seen.oom_kills,
     )

@@ -36,9 +36,10 @@ def in_service(step: Step[State]) -> Step[State]:
 
 def leaks_in_service(step: Step[State]) -> Step[State]:
     """Return the leak detector over what belongs to a working life; of any other it says what state that is in."""
+    served = in_service(step)
 
     def shown(state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
-        state, samples = in_service(step)(state, snapshot)
+        state, samples = served(state, snapshot)
         if _works(snapshot):
             return state, samples
         engine = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state

@@ -9,7 +9,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
@@ -195,13 +195,13 @@ def test_a_sidecar_that_does_not_answer_is_one_line() -> None:
     assert process.stderr == f"vllm-headroom advise: {problem} unless it is set otherwise\n"
 
 
-NO_METRICS: Final = "The engine's page is not metrics, it starts with '<html>'"
-
-
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (page("<html>"), f"--engine-url: {NO_METRICS}: check that vLLM serves there\n"),
+        (
+            page("<html>"),
+            "--engine-url: The engine's page is not metrics, it starts with '<html>': check that vLLM serves there\n",
+        ),
         (page("up 1\n"), "--engine-url: the page at {url} is not vLLM's\n"),
         (
             page("", status="503 Overloaded"),

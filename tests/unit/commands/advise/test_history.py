@@ -87,21 +87,6 @@ def test_an_equal_start_is_no_change_of_settings() -> None:
     assert traces.facts(records).since_seconds is None
 
 
-def test_a_sleep_ends_no_engine() -> None:
-    """Little is left just before it sleeps, and the memory goes."""
-
-    def asleep() -> Iterator[traces.Record]:
-        for step in traces.steps(4):
-            if step == 200:
-                yield traces.sample(step, engine_mib=traces.USABLE_MIB - 420)
-            elif 200 < step < 300:
-                yield traces.sample(step, engine_mib=2_000, awake=False, running=0)
-            else:
-                yield traces.sample(step)
-
-    assert judge(traces.facts(asleep())).advice == ()
-
-
 def test_what_a_start_takes_for_a_moment_is_no_shortage() -> None:
     def loading() -> Iterator[traces.Record]:
         for step in range(10):

@@ -10,6 +10,9 @@ import pytest
 
 from tests.unit.commands.check.checking import OWN, check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
+from vllm_headroom.commands.check.command import COMMAND
+from vllm_headroom.commands.check.judge import JUDGES
+from vllm_headroom.commands.cli import parser_of
 
 A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"
 LIMIT = ("--max-leak-per-thousand-requests", "1MB")
@@ -113,6 +116,12 @@ def test_help_has_an_example_and_every_limit() -> None:
     assert (process.returncode, process.stderr) == (0, "")
     assert "vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB" in process.stdout
     assert process.stdout.count("  --max-") == 7
+
+
+def test_every_limit_that_can_be_set_is_judged() -> None:
+    given = vars(parser_of(COMMAND, "check").read(["--trace", "x"], {}))
+
+    assert {name for name in given if name.startswith("max_")} == JUDGES.keys()
 
 
 def test_a_check_imports_nothing_of_the_daemon() -> None:

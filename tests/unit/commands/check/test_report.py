@@ -90,6 +90,20 @@ def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> 
     assert case[0].text == "at the highest <&>"
 
 
+@pytest.mark.parametrize(
+    ("unit", "value", "words"),
+    [
+        (Unit.RATIO, 0.05, "+5.00%"),
+        (Unit.TOKENS, 1e6, "1,000,000 tokens"),
+        (Unit.COUNT, 0.25, "0.25"),
+        (Unit.COUNT, 1234.0, "1,234"),
+        (Unit.COUNT, None, "unknown"),
+    ],
+)
+def test_a_figure_is_said_in_its_unit(unit: Unit, value: float | None, words: str) -> None:
+    assert Judgement(limit="x", verdict=Verdict.GOOD, unit=unit, value=value).words == (words, "", "")
+
+
 def test_a_trace_that_cannot_be_read_leaves_no_older_report(tmp_path: Path) -> None:
     file, trace = tmp_path / "report.xml", tmp_path / "trace"
     file.write_text("all is well")

@@ -40,8 +40,7 @@ def problem(url: str, *, ca_file: Path | None = None) -> str:
     async def steps() -> None:
         base = base_url(url)
         tls = trust(ca_file) if base.scheme == "https" else None
-        await find(base, Api.CHAT, tls, None)
-        await offered_model(base, tls, None)
+        await offered_model(base, await find(base, Api.CHAT, tls, None))
 
     with pytest.raises(BadInput) as error:
         run(steps)
@@ -77,7 +76,8 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_the_server_is_found_with_its_model() -> None:
     async def steps() -> tuple[Target, Model]:
         url = base_url(f"{server.url}/some/v1")
-        return await find(url, Api.CHAT, None, "secret"), await offered_model(base_url(server.url), None, "secret")
+        found = await find(url, Api.CHAT, None, "secret")
+        return found, await offered_model(base_url(server.url), found)
 
     with StreamingServer(token="secret") as server:
         found, model = run(steps)
@@ -133,7 +133,12 @@ def test_a_server_that_hangs_up_is_one_line() -> None:
 
 def test_a_model_without_a_length_has_none() -> None:
     with EngineServer(engine_server.page(json.dumps({"data": [{"id": "m", "max_model_len": None}]}))) as server:
-        model = run(lambda: offered_model(httpx.URL(f"http://{LOOPBACK}:{server.port}"), None, None))
+        url = httpx.URL(f"http://{LOOPBACK}:{server.port}")
+
+        async def steps() -> Model:
+            return await offered_model(url, await find(url, Api.CHAT, None, None))
+
+        model = run(steps)
 
     assert model == Model(name="m", most_tokens=None)
 
@@ -145,8 +150,9 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
 
         async def steps() -> Model:
             tls = trust(certificate)
-            assert (await find(base, Api.CHAT, tls, None)).tls is tls
-            return await offered_model(base, tls, None)
+            found = await find(base, Api.CHAT, tls, None)
+            assert found.tls is tls
+            return await offered_model(base, found)
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.samples import gpu, snapshot
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.state.history import HISTORY
+from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory

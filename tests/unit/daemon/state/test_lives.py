@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import NAME, write
-from vllm_headroom.daemon.state.lives import LIVES, KeptLives
+from vllm_headroom.daemon.state.file import LIVES, NAME, write
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.vocabulary import ExitReason
 
@@ -89,7 +88,7 @@ def test_a_file_that_is_no_state_is_set_aside(content: bytes, tmp_path: Path) ->
 
 
 def test_a_change_of_one_byte_is_noticed(tmp_path: Path) -> None:
-    written = LIVES.encode(KeptLives(lives=crashed().lives))
+    written = LIVES.encode(crashed().lives)
     (tmp_path / LIVES.name).write_bytes(written.replace(b'"restarts":1', b'"restarts":2'))
 
     assert taken_up(tmp_path)[0] == {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts
-from vllm_headroom.commands.advise.history.idle import Idle
+from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.history.tally import Rise, Tally
 from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
 from vllm_headroom.derive.kv_cache import tokens_per_request
@@ -80,6 +79,34 @@ class Waiting:
         return CappedFacts(seconds=at_cap, running=most_running, kv_used_ratio=used)
 
 
+class Idle:
+    """Follows the idle times of one life: what was held a minute after the last request, and whether it rose each time.
+
+    What falls was given back after all, and what came before it is no leak.
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._ratios: list[float] = []
+
+    def step(self, began_seconds: float | None, held: float | None) -> None:
+        """Go on to the next sample; `held` is None but a minute after the last request."""
+        if began_seconds != self._began:
+            self._began, self._ratios = began_seconds, []
+        if held is None:
+            return
+        if not self._ratios or held < self._ratios[-1]:
+            self._ratios = [held]
+        elif held > self._ratios[-1]:
+            self._ratios.append(held)
+
+    def facts(self) -> StrandedFacts | None:
+        """Return what is known; None where the engine was never idle for a minute."""
+        if not self._ratios:
+            return None
+        return StrandedFacts(ratio=self._ratios[-1], first_ratio=self._ratios[0], rises=len(self._ratios) - 1)
+
+
 class EngineHistory:
     """Follows one engine through a trace, for as long as its settings seem the same."""
 
@@ -100,8 +127,8 @@ class EngineHistory:
         before, now = self._capacity, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
 
-    def step(self, reading: EngineReading, seconds: float) -> None:
-        """Go on to the next sample, `seconds` after the one before."""
+    def step(self, reading: EngineReading, seconds: float, stranded: float | None) -> None:
+        """Go on to the next sample, `seconds` after the one before; `stranded` is what an idle engine's cache holds."""
         self._last = reading
         self._known_seconds += seconds
         self._capacity = self._capacity if reading.kv_capacity_tokens is None else reading.kv_capacity_tokens
@@ -112,7 +139,7 @@ class EngineHistory:
         self._queries.step(reading.prefix_queries_total)
         self._hits.step(reading.prefix_hits_total)
         self._waiting.step(seconds, reading)
-        self._idle.step(reading, seconds)
+        self._idle.step(reading.started_at_seconds, stranded)
         if reading.running is not None:
             self._most_running = max(self._most_running or 0.0, reading.running)
         if reading.kv_used_ratio is None:

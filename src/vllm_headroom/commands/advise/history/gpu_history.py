@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllm_headroom.commands.advise.facts import Extent, GpuFacts, Leak, Shortage, Spell
 from vllm_headroom.commands.advise.history.lives import others_bytes
-from vllm_headroom.commands.advise.limits import APART_SECONDS, GONE_SHARE, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
+from vllm_headroom.commands.advise.limits import APART_SECONDS, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
 from vllm_headroom.model import Gpu, Leftover
-
-TAKEN_SHARE = 1.1
-"""Ours: one step of so much is weights or the KV cache; high-water marks come in steps of less."""
 
 MOSTLY = 0.5
 """Ours: a spell with more room in it than that is made of peaks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
-    """What the engine does at a sample: requests running in all ranks together, None where not known."""
-
-    running: float | None
-    asleep: bool
 
 
 class GpuHistory:
@@ -35,12 +22,16 @@ class GpuHistory:
         self._leftovers: tuple[Leftover, ...] = ()
         self._roomy_running: float | None = None
         self._held_since = began_seconds
-        self._top_bytes = 0.0
         self._open: _Open | None = None
         self._spells: list[Spell] = []
 
-    def step(self, gpu: Gpu, now: float, seconds: float, serving: Serving | None) -> None:
-        """Go on to the next sample, `seconds` after the one before; `serving` is None until the engine has served.
+    def rest(self, now: float, *, ended_engine: bool) -> None:
+        """Close a spell that ends with the engine, or as it falls asleep: it takes hold of the GPU anew."""
+        self._close(ended_engine=ended_engine)
+        self._held_since = now
+
+    def step(self, gpu: Gpu, now: float, seconds: float, running: float | None, *, serving: bool) -> None:
+        """Go on to the next sample, `seconds` after the one before, with so many requests running in all ranks.
 
         What a start takes for a moment is no shortage of an engine that serves.
         """
@@ -52,10 +43,8 @@ class GpuHistory:
         self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
         if others is not None:
             self._others = (self._others or Extent(others, others, others)).widened(others)
-        if gpu.held_bytes is not None:
-            self._lives(float(gpu.held_bytes), now, asleep=serving is not None and serving.asleep)
-        if serving is not None:
-            self._shortage(room + (others or 0.0), now, seconds, serving.running)
+        if serving:
+            self._shortage(room + (others or 0.0), now, seconds, running)
 
     def facts(self, leak: Leak) -> GpuFacts:
         """Return what is known, with the spell that goes on."""
@@ -71,17 +60,6 @@ class GpuHistory:
             leftovers=self._leftovers,
             roomy_running=self._roomy_running,
         )
-
-    def _lives(self, held: float, now: float, *, asleep: bool) -> None:
-        """Close a spell that ends with the engine's memory, and note when an engine takes hold of a GPU."""
-        if held < GONE_SHARE * self._top_bytes:
-            self._close(ended_engine=not asleep)
-            self._top_bytes = held
-        elif held > TAKEN_SHARE * self._top_bytes:
-            self._held_since = now if self._top_bytes else self._held_since
-            self._top_bytes = held
-        else:
-            self._top_bytes = max(self._top_bytes, held)
 
     def _shortage(self, room: float, now: float, seconds: float, running: float | None) -> None:
         if room >= LOW_BYTES:

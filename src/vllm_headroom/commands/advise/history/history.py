@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
-from vllm_headroom.commands.advise.history.gpu_history import GpuHistory, Serving
+from vllm_headroom.commands.advise.history.gpu_history import GpuHistory
 from vllm_headroom.commands.advise.history.lives import Ends
 from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, Failure, Snapshot
 from vllm_headroom.trace.course import Course
-from vllm_headroom.trace.replay import Watch
-
-LONGEST_INTERVAL_SECONDS: Final = 300.0
-"""The longest that the daemon may be told to sample at; what lies between two samples further apart was not seen."""
+from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS, Watch
 
 
 class History:
@@ -37,10 +33,10 @@ class History:
     def step(self, snapshot: Snapshot) -> None:
         """Go on to the next sample."""
         seconds = snapshot.time_seconds - self._now if self._watch.samples else 0.0
-        seconds = min(max(0.0, seconds), LONGEST_INTERVAL_SECONDS)
+        seconds = min(max(0.0, seconds), LONGEST_STEP_SECONDS)
         self._now = snapshot.time_seconds
-        self._watch.step(snapshot)
-        self._ends.step(snapshot, self._watch.lives)
+        snapshot = self._watch.step(snapshot)
+        ended = self._ends.step(snapshot, self._watch.lives)
         page = snapshot.page
         engines = () if page is None else named(page)
         self._page = page if engines else self._page
@@ -50,14 +46,12 @@ class History:
             if engine_labels(one) in self._engines
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
+        stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
         for engine in engines:
-            self._engines.setdefault(engine_labels(engine), EngineHistory()).step(engine, seconds)
+            key = engine_labels(engine)
+            self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
             self._at_least = max(self._at_least, _shown_by(engine))
-        running = None if page is None else running_requests(page)
-        asleep = page is not None and awake(page) is False
-        serving = Serving(running=running, asleep=asleep) if self._ends.serving else None
-        for gpu in snapshot.devices:
-            self._gpu(gpu).step(gpu, self._now, seconds, serving)
+        self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
     def facts(self, settings: Settings) -> Facts:
@@ -84,11 +78,16 @@ class History:
             endings=tuple(ending for ending in self._ends.found if ending.seconds > (self._since or 0.0)),
         )
 
-    def _gpu(self, gpu: Gpu) -> GpuHistory:
-        reading = gpu.reading
-        if reading.uuid not in self._gpus:
-            self._gpus[reading.uuid] = GpuHistory(reading.index, reading.uuid, self._now)
-        return self._gpus[reading.uuid]
+    def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
+        page = snapshot.page
+        running = None if page is None else running_requests(page)
+        serving = self._ends.serving and (page is None or awake(page) is not False)
+        for history in self._gpus.values() if ended or not serving else ():
+            history.rest(self._now, ended_engine=ended)
+        for gpu in snapshot.devices:
+            index, uuid = gpu.reading.index, gpu.reading.uuid
+            history = self._gpus.setdefault(uuid, GpuHistory(index, uuid, self._now))
+            history.step(gpu, self._now, seconds, running, serving=serving)
 
     def _step_host(self, snapshot: Snapshot) -> None:
         if isinstance(snapshot.processes, Failure):

@@ -27,19 +27,20 @@ class Ends:
         """Whether this life has served, also while its page cannot be read."""
         return self._served is not None
 
-    def step(self, snapshot: Snapshot, lives: Lives) -> None:
-        """Go on to the next sample, up to which there were these lives."""
+    def step(self, snapshot: Snapshot, lives: Lives) -> bool:
+        """Go on to the next sample, up to which there were these lives; return whether one has ended."""
         gpus, page = snapshot.devices, snapshot.page
         exits = sum(lives.exits.values())
-        if exits > self._exits:
+        ended, self._exits = exits > self._exits, exits
+        if ended:
             self._end(snapshot.time_seconds, gpus)
-        self._exits = exits
         if page is not None and named(page):
             self._served, self._start = (page, gpus), None
         elif lives.newest is None or lives.newest.ended:
             self._idle_room = room_bytes(gpus)
         elif self._served is None:
             self._start = self._grown(gpus)
+        return ended
 
     def _end(self, now: float, gpus: tuple[Gpu, ...]) -> None:
         if self._served is not None:

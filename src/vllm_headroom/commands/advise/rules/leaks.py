@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence
-from vllm_headroom.commands.advise.settings import Version
 from vllm_headroom.derive.leak.inside import PLACES
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.units import duration, instant, size
@@ -37,33 +35,26 @@ Found = tuple[str, Leak, Moment]
 """A series, what the detector says of it, and its alarm."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A leak of host memory whose cause was found."""
-
-    role: Role
-    first: Version
-    last: Version
-    text: str
-
-
-KNOWN: Final = (
-    Known(
-        role=Role.ENGINE_CORE,
-        first=(0, 18, 0),
-        last=(0, 25, 0),
-        text="Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied"
-        " (vllm-project/vllm#44490)",
-    ),
-    Known(
-        role=Role.WORKER,
-        first=(0, 24, 0),
-        last=(0, 27, 1),
-        text="If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak"
-        " (vllm-project/vllm#50150)",
-    ),
+BLOCK_IDS: Final = (
+    "Upgrade to vLLM 0.26 or newer: from 0.18 to 0.25 a list of block ids is never emptied (vllm-project/vllm#44490)"
 )
-"""Those of the runbook HeadroomHostMemoryLeak that a role and a version tell."""
+NO_GRAPHS: Final = (
+    "If CUDA graphs are turned off, turn them on: without them workers of 0.24 to 0.27.1 leak (vllm-project/vllm#50150)"
+)
+KNOWN: Final = (
+    (Role.ENGINE_CORE, (0, 18, 0), (0, 25, 0), BLOCK_IDS),
+    (Role.WORKER, (0, 24, 0), (0, 27, 1), NO_GRAPHS),
+)
+"""Leaks of host memory whose cause was found: the role, the first and the last version, and what mends it; those of the
+runbook HeadroomHostMemoryLeak that a role and a version tell."""
+
+CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
+    LeakLocation.FRAGMENTATION: (EXPANDABLE, VERSION),
+    LeakLocation.OUTSIDE_TORCH: (OUTSIDE,),
+    LeakLocation.TENSORS: (f"{VERSION}; it is tensors that nobody frees: report it to vLLM with the trace",),
+    None: (VERSION,),
+}
+"""Three places, three cures; and one where the place is not known."""
 
 
 def gpu_leak(facts: Facts) -> Advice | None:
@@ -78,22 +69,9 @@ def gpu_leak(facts: Facts) -> Advice | None:
         cause=Cause.GPU_LEAK,
         summary=f"The engine leaks GPU memory on {', '.join(name for name, *_ in leaks)}{_until(leak)}.",
         evidence=tuple(_figures(name, leak.state, alarm)),
-        changes=_mended(leak, when, *_cures(alarm.location)),
+        changes=_mended(leak, when, *CURES[alarm.location]),
         remark=FRAGMENTS if alarm.location is LeakLocation.FRAGMENTATION else NO_FLAG,
     )
-
-
-def _cures(location: LeakLocation | None) -> tuple[str, ...]:
-    """Return what mends it: three places, three cures."""
-    match location:
-        case LeakLocation.FRAGMENTATION:
-            return (EXPANDABLE, VERSION)
-        case LeakLocation.OUTSIDE_TORCH:
-            return (OUTSIDE,)
-        case LeakLocation.TENSORS:
-            return (f"{VERSION}; it is tensors that nobody frees: report it to vLLM with the trace",)
-        case None:
-            return (VERSION,)
 
 
 def host_leak(facts: Facts) -> Advice | None:
@@ -106,7 +84,8 @@ def host_leak(facts: Facts) -> Advice | None:
     evidence = list(_figures(name, leak.state, alarm))
     if held is not None:
         evidence.append(Evidence("held_bytes", held, f"{name} holds {size(held)} of host memory"))
-    known = [one.text for one in KNOWN if one.role == name and _is_of(one, facts.settings.version)]
+    version = facts.settings.version
+    known = [cure for role, first, last, cure in KNOWN if role == name and version and first <= version <= last]
     soon = _soon(alarm)
     when = f"within {duration(soon)}, the least that is left before the kernel kills it" if soon is not None else LIMIT
     return Advice(
@@ -154,7 +133,3 @@ def _figures(name: str, state: LeakState, alarm: Moment) -> Iterator[Evidence]:
     if alarm.time_to_oom_seconds is not None and state is LeakState.LEAKING:
         left = alarm.time_to_oom_seconds
         yield Evidence("time_to_oom_seconds", left, f"out of memory in about {duration(left)}")
-
-
-def _is_of(known: Known, version: Version | None) -> bool:
-    return version is not None and known.first <= version <= known.last

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import FULL_BYTES, Facts, GpuFacts, What
+from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
 from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.derive.life.lives import TIGHT_BYTES
 from vllm_headroom.units import GIB, duration, size
 from vllm_headroom.vocabulary import LeakState
 
@@ -39,7 +40,7 @@ def never_fitted(facts: Facts) -> Finding | None:
     told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
     return Finding(
         cause=Cause.NEVER_FITTED,
-        sureness=Sureness.SURE if gpu.last_room_bytes <= FULL_BYTES else Sureness.LIKELY,
+        sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
         sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
         evidence=(left(gpu), *told),
     )

@@ -20,7 +20,7 @@ from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.run import SHARES, Step
-from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
+from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.text import text
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, Sample
@@ -192,16 +192,3 @@ def test_gpus_of_which_none_is_the_engines_are_told() -> None:
     assert report(seen=seen)["unread"] == [
         "nvml: it cannot be told which of them are the engine's: name them with --gpus"
     ]
-
-
-def test_a_server_that_always_says_something_new_is_quoted_so_often_only() -> None:
-    made = Tally(0.0)
-    for number in range(100):
-        made.begin()
-        made.end(Answer(outcome=Outcome.FAILED, text=f"error {number}"))
-    made.begin()
-    made.end(Answer(outcome=Outcome.FAILED, text="error 3"))
-
-    assert len(made.texts) == MOST_TEXTS + 1
-    assert made.texts[Outcome.FAILED, OTHERS] == 100 - MOST_TEXTS
-    assert made.texts[Outcome.FAILED, "error 3"] == 2
