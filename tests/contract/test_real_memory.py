@@ -51,11 +51,12 @@ def watched(name: str) -> Watch:
 
 
 def held(name: str, role: Role) -> list[tuple[float, float, float]]:
-    """Return times, finished requests and the memory of a role, of the later half of a recording."""
+    """Return times, finished requests and a role's own memory, without files, of the later half of a recording."""
     found = []
     for each in recorded(name):
         if isinstance(each.engines, EnginePage) and not isinstance(each.processes, Failure):
-            held_bytes = sum(process.rss_bytes for process in each.processes if process.role is role)
+            processes = [process for process in each.processes if process.role is role]
+            held_bytes = sum(process.rss_bytes - (process.file_bytes or 0) for process in processes)
             finished = sum(engine.finished_total or 0.0 for engine in each.engines.engines)
             found.append((each.time_seconds, finished, float(held_bytes)))
     return found[len(found) // 2 :]
@@ -88,7 +89,7 @@ def test_a_leak_is_found_and_stays_found(name: str, role: Role) -> None:
     course = watched(name).course(role)
 
     assert course.state in COLLECTED
-    (begin, end), *_ = course.growing
+    (begin, end), *_ = course.growing or course.leaking
     assert begin - watched(name).span[0] < 30 * 60
     assert end is None or course.leaking[-1] == (end, None)
 
@@ -111,3 +112,14 @@ def test_the_rate_is_what_was_leaked(name: str, role: Role) -> None:
         assert said.bytes_per_second == pytest.approx(BYTES_PER_SECOND, rel=0.1)
     else:
         assert said.bytes_per_request == pytest.approx(BYTES_PER_REQUEST, rel=0.1)
+
+
+def test_the_kernel_kills_when_it_was_foretold() -> None:
+    """Files that are mapped are taken back first: resident memory fell while the leak went on."""
+    course, (_, killed) = watched("leak-to-death").course(Role.ENGINE_CORE), watched("leak-to-death").span
+    said = course.first
+
+    assert said is not None
+    assert said.time_to_oom_seconds == pytest.approx(killed - said.seconds, rel=0.05)
+    assert said.time_to_oom_seconds_lower is not None
+    assert said.time_to_oom_seconds_lower < killed - said.seconds

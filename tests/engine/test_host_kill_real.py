@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.engine.serving import HERE, Engine, free_port, serving, started, words
-from tests.fakes.cgroups import limited
+from tests.fakes.cgroups import leave, limited
 from tests.process import Daemon, Page, daemon, eventually
 
 pytestmark = pytest.mark.engine
@@ -47,14 +47,6 @@ def asked(engine: Engine) -> Iterator[None]:
     yield
     over.set()
     client.join()
-
-
-def limit(folder: Path) -> None:
-    """Let it run out in LASTS_SECONDS at its pace: what it holds now and the kernel cannot take back, and that much."""
-    counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    held = int((folder / "memory.usage_in_bytes").read_text())
-    held -= int(counted["total_active_file"]) + int(counted["total_inactive_file"])
-    (folder / "memory.limit_in_bytes").write_text(str(held + LASTS_SECONDS * BYTES_PER_SECOND))
 
 
 def until_killed(folder: Path, running: Daemon) -> tuple[float, list[tuple[float, float]]]:
@@ -91,7 +83,7 @@ def test_a_real_leak_is_foretold_and_told_before_the_kernel_kills_and_named_afte
             pytest.skip("this machine's cgroups are of version 2; their tree is read in tests/unit/scrape/proc")
         (folder / "cgroup.procs").write_text(str(engine.process.pid))
         started(engine)
-        limit(folder)
+        leave(folder, LASTS_SECONDS * BYTES_PER_SECOND)
         with daemon(ENGINE_URL=engine.url, STATE_DIR=str(state)) as running, asked(engine):
             killed, foretold = until_killed(folder, running)
             page = running.sees(ended, "the life ended by the kernel's hand")

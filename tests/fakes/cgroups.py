@@ -15,13 +15,13 @@ V2: Final = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
-def limited(limit_bytes: int) -> Iterator[Path]:
+def limited(limit_bytes: int, name: str = "") -> Iterator[Path]:
     """Make a cgroup with this limit for as long as the block runs; skip the test where that is not allowed.
 
-    What is in it at the end is killed.
+    What is in it at the end is killed. `name` tells several of one test apart.
     """
     top, limit = (V1, "memory.limit_in_bytes") if (V1 / "memory.limit_in_bytes").exists() else (V2, "memory.max")
-    folder = top / f"headroom-test-{os.getpid()}"
+    folder = top / f"headroom-test-{os.getpid()}{name}"
     try:
         folder.mkdir()
         (folder / limit).write_text(str(limit_bytes))
@@ -33,6 +33,14 @@ def limited(limit_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         remove(folder)
+
+
+def leave(folder: Path, room_bytes: int) -> None:
+    """Let a cgroup of version 1 take so much more than it holds now and the kernel cannot take back."""
+    counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    held = int((folder / "memory.usage_in_bytes").read_text())
+    held -= int(counted["total_active_file"]) + int(counted["total_inactive_file"])
+    (folder / "memory.limit_in_bytes").write_text(str(held + room_bytes))
 
 
 def remove(folder: Path) -> None:

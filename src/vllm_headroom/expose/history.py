@@ -19,8 +19,6 @@ POINTS: Final = 1440
 
 MOST_GPUS: Final = 64
 MOST_EVENTS: Final = 50
-FORMAT: Final = 2
-"""To be raised when the fields of what is kept, or what they mean, change."""
 
 TYPE: Final = "f"
 """Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""

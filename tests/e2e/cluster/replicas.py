@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
@@ -83,12 +83,12 @@ class Engine:
 
 
 class Service:
-    """Sends each request to one of the pods that are ready, and counts what became of it."""
+    """Sends each request to one of the pods that are ready, and counts what became of it, as `answer` says."""
 
-    def __init__(self, pods: list[tuple[Engine, Container]]) -> None:
+    def __init__(self, pods: list[tuple[str, Container]], answer: Callable[[str], str]) -> None:
         self.pods = pods
         self.became: Counter[str] = Counter()
-        self._client = httpx.Client(verify=NO_TLS, timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
+        self._answer = answer
         self._random = random.Random(1)  # noqa: S311 - a choice, no secret
 
     @property
@@ -108,17 +108,19 @@ class Service:
 
     def request(self) -> None:
         """Send one, and wait for what becomes of it."""
-        ready = [engine.url for engine, container in self.pods if container.ready]
+        ready = [url for url, container in self.pods if container.ready]
         self.became[self._answer(self._random.choice(ready)) if ready else "nobody ready"] += 1
 
-    def _answer(self, url: str) -> str:
-        try:
-            self._client.post(f"{url}/v1/completions").raise_for_status()
-        except httpx.ConnectError:
-            return "refused"
-        except httpx.TransportError:
-            return "broken off"
-        return "served"
+
+def answer(url: str) -> str:
+    """Ask a fake engine; return what became of it."""
+    try:
+        httpx.post(f"{url}/v1/completions", verify=NO_TLS, timeout=60).raise_for_status()
+    except httpx.ConnectError:
+        return "refused"
+    except httpx.TransportError:
+        return "broken off"
+    return "served"
 
 
 @contextmanager
@@ -126,15 +128,17 @@ def services(folder: Path, worlds: Mapping[str, Mapping[str, str]]) -> Iterator[
     """Run a Service for each of these settings of the gates, side by side, until every pod of all is ready."""
     with ExitStack() as stack:
 
-        def pod(place: Path, number: int, gates: Mapping[str, str]) -> tuple[Engine, Container]:
+        def pod(place: Path, number: int, gates: Mapping[str, str]) -> tuple[str, Container]:
             engine = Engine(place, number)
             sidecar = stack.enter_context(daemon(module="tests.e2e.hurried", **engine.settings, **gates))
             container = Container(engine.start, engine.watch, Scripts(engine.url, sidecar.url, SPEED), now)
             stack.callback(container.close)
-            return engine, container
+            return engine.url, container
 
         made = {
-            name: Service([pod(folder / f"{place}-{number}", number, gates) for number in range(1, REPLICAS + 1)])
+            name: Service(
+                [pod(folder / f"{place}-{number}", number, gates) for number in range(1, REPLICAS + 1)], answer
+            )
             for place, (name, gates) in enumerate(worlds.items())
         }
         pods = [container for service in made.values() for _, container in service.pods]
@@ -142,13 +146,13 @@ def services(folder: Path, worlds: Mapping[str, Mapping[str, str]]) -> Iterator[
         yield made
 
 
-def load(services: Iterable[Service], count: int) -> None:
+def load(services: Iterable[Service], count: int, between_seconds: float = BETWEEN_SECONDS / SPEED) -> None:
     """Send so many requests to each, at the same moments; return when all are over."""
     sent = list[threading.Thread]()
     for _ in range(count):
         for service in services:
             sent.append(threading.Thread(target=service.request))
             sent[-1].start()
-        time.sleep(BETWEEN_SECONDS / SPEED)
+        time.sleep(between_seconds)
     for each in sent:
         each.join()

@@ -118,7 +118,7 @@ STATE: Final = File("state.json", SavedState, FORMAT)
 LIVES: Final = File("lives.json", Lives, 2)
 """Apart from what the leak detector learned, which is of one life: this goes on when that is set aside."""
 
-HISTORY: Final = File("history.json", KeptHistory, 1)
+HISTORY: Final = File("history.json", KeptHistory, 2)
 """Apart from the rest: it is of whatever engine was there, and only shown."""
 
 NAME: Final = STATE.name

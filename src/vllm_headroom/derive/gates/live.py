@@ -55,7 +55,7 @@ def live(
     if now - failed_at < least_between_seconds:
         return following
     left = _left(values)
-    if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name)):
+    if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name), 2 * turn_seconds):
         return following
     if left > MARGIN_SECONDS and not may_leave(name, snapshot.time_seconds, turn_seconds):
         return following
@@ -76,13 +76,16 @@ def _leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
     return [labels[:-1] for labels, held in values.of(states).items() if held and labels[-1] == LeakState.LEAKING]
 
 
-def _is_time(loads: tuple[float | None, ...], now: float, left: float, share_of_name: float) -> bool:
+def _is_time(
+    loads: tuple[float | None, ...], now: float, left: float, share_of_name: float, turns_seconds: float
+) -> bool:
     """Return whether this is the moment: replicas are spread over half an hour, and over the last one by what is left.
 
-    The other half of the hour is for their turns, each of which then comes.
+    The other half of the hour, or `turns_seconds` of the last, is for their turns, each of which then comes: whoever is
+    left until the end is minutes away goes while others may be gone.
     """
     if left <= HOUR_SECONDS + MARGIN_SECONDS:
-        return left <= MARGIN_SECONDS + share_of_name * HOUR_SECONDS
+        return left <= MARGIN_SECONDS + turns_seconds + share_of_name * max(0.0, HOUR_SECONDS - turns_seconds)
     hours = [int(now // HOUR_SECONDS) + ahead for ahead in range(int((left - MARGIN_SECONDS) // HOUR_SECONDS) + 1)]
     known = [loads[hour % HOURS] for hour in hours[:HOURS]]
     present, others = known[0], [load for load in known if load is not None]

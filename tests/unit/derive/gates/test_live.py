@@ -8,7 +8,7 @@ from typing import Final
 from tests.samples import A_GPU, engine, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.live import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, live
-from vllm_headroom.derive.gates.place import share
+from vllm_headroom.derive.gates.place import may_leave
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.vocabulary import EngineState, LeakState
 
@@ -97,13 +97,17 @@ def test_replicas_do_not_fall_together() -> None:
     assert len(moments) == 8
 
 
-def test_with_less_than_an_hour_left_they_are_spread_over_it() -> None:
-    name = "vllm-3"
-    failed, _ = follow(3 * DAY, end=1.5 * DAY, begin=1.5 * DAY - HOUR_SECONDS, name=name)
+def test_with_less_than_an_hour_left_each_goes_in_another_moment_of_the_others_turns() -> None:
+    for phase in range(0, int(2 * TURN), 300):
+        end, moments = 1.5 * DAY + phase, set()
+        for name in ("vllm-1", "vllm-2", "vllm-3", "vllm-5"):
+            failed, _ = follow(3 * DAY, end=end, begin=end - HOUR_SECONDS - MARGIN_SECONDS, name=name)
 
-    assert failed is not None
-    early = failed - (1.5 * DAY - MARGIN_SECONDS - share(name) * HOUR_SECONDS)
-    assert 0 <= early <= 2 * TURN, "the next time that others stay open"
+            assert failed is not None
+            assert end - failed > MARGIN_SECONDS
+            assert may_leave(name, MIDNIGHT + failed, TURN)
+            moments.add(failed)
+        assert len(moments) >= 3
 
 
 def test_of_two_that_are_late_one_stays_until_the_other_is_back() -> None:
