@@ -75,8 +75,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     goes_on = lives.restarts == state.lives.restarts
-    movements = state.movements if goes_on else {}
-    served = state.served_bytes if goes_on else {}
+    movements, served = (state.movements, state.served_bytes) if goes_on else ({}, {})
     answered = seen.answer is Answer.GIVEN
     looked = LifeState(
         lives=lives,
