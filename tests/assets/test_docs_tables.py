@@ -49,9 +49,9 @@ def _unnamed(summary: str) -> str:
 def engines_table() -> str:
     """Return of every input whether each engine tells it, and below why one does not."""
     names = [profile.product for profile in PROFILES]
-    known = {profile.product: {name for name, _ in profile.inputs} for profile in PROFILES}
+    without = {profile.product: dict(profile.absent) for profile in PROFILES}
     rows = (
-        f"| `{name}` | {' | '.join('known' if name in known[product] else '-' for product in names)} |"
+        f"| `{name}` | {' | '.join('-' if name in without[product] else 'known' for product in names)} |"
         for name, _ in INPUTS
     )
     head = (f"| input | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}")

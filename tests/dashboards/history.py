@@ -12,6 +12,7 @@ from typing import Final
 
 from prometheus_client import Metric
 
+from tests.dashboards.recorded import RecordedEngine
 from vllm_headroom.commands.demo.page import SimulatedEngine
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.run import present
@@ -55,12 +56,21 @@ class SteppedClock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is scraped: the sidecar of a simulated engine, until it stops answering; `labels` are the scrape's."""
+    """What is scraped: the sidecar of a simulated engine, until it stops answering; `labels` are the scrape's.
+
+    With `page` the engine shows this recorded one.
+    """
 
     scenario: Scenario
     labels: Mapping[str, str]
     answers_hours: float = inf
     gpus: type[SimulatedGpus] = SimulatedGpus
+    page: str | None = None
+
+    @property
+    def played(self) -> tuple[Scenario, type[SimulatedGpus], str | None]:
+        """What is the same for targets that differ in labels alone."""
+        return self.scenario, self.gpus, self.page
 
 
 def scrapes(
@@ -71,26 +81,28 @@ def scrapes(
     scrape_seconds: int = SAMPLE_SECONDS,
     seed: int = 0,
     gpus: type[SimulatedGpus] = SimulatedGpus,
+    page: str | None = None,
 ) -> Iterator[Scrape]:
     """Yield each scrape of a daemon that samples `scenario` from its start on."""
     began = ends_seconds - hours * 3600
     clock = SteppedClock(began)
     now = present(World(scenario, seed), clock)
+    engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
     sampler = Sampler(
-        sources=Sources(engine=SimulatedEngine(now, began), gpus=gpus(now), processes=SimulatedProcesses(now, began)),
+        sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began)),
         parse=parse_engines,
         selection=Selection(),
         derivations=derivations(reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None),
         clock=clock,
         gpu_timeout_seconds=2,
     )
-    page = registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build()))
+    shown = registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build()))
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
             clock.seconds = began + step * SAMPLE_SECONDS
             runner.run(sampler.tick())
             if step * SAMPLE_SECONDS % scrape_seconds == 0:
-                yield clock.seconds, list(page.collect())
+                yield clock.seconds, list(shown.collect())
 
 
 def open_metrics(
@@ -101,9 +113,12 @@ def open_metrics(
     The format knows no staleness markers: let Prometheus look back for less than two scrapes (--query.lookback-delta).
     """
     families: dict[str, list[str]] = {}
-    for scenario, gpus in {(target.scenario, target.gpus): None for target in targets}:
-        scraped = list(scrapes(scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds, gpus=gpus))
-        for target in (target for target in targets if (target.scenario, target.gpus) == (scenario, gpus)):
+    for scenario, gpus, page in {each.played: None for each in targets}:
+        played = scrapes(
+            scenario, hours, ends_seconds=ends_seconds, scrape_seconds=scrape_seconds, gpus=gpus, page=page
+        )
+        scraped = list(played)
+        for target in (target for target in targets if target.played == (scenario, gpus, page)):
             answered = int(min(hours, target.answers_hours) * 3600 / scrape_seconds)
             series = _series(scraped[:answered])
             series["up", ()] = [(at, float(place < answered)) for place, (at, _) in enumerate(scraped)]

@@ -135,4 +135,4 @@ def test_an_engine_takes_one_file_and_its_name_in_the_table(source: Path) -> Non
     found = look(source, 'other:busy{model_name="m",engine="0"} 3\n')
 
     assert (found["profile"], found["page"]["headroom_engine_requests_running"]) == ("other", 3.0)
-    assert found["inputs"] == {"requests_running": True}
+    assert [name for name, is_there in found["inputs"].items() if is_there] == ["requests_running"]

@@ -106,13 +106,12 @@ class Profile:
 
     @cached_property
     def inputs(self) -> tuple[tuple[str, str], ...]:
-        """The inputs that this kind of engine may offer, and their fields."""
-        fields = {fact.field for fact in self.facts} | {fact.field for fact in self.texts}
-        if {"kv_blocks", "kv_block_tokens"} <= fields:
-            fields.add("kv_capacity_tokens")
-        if "kv_used_tokens" in fields:
-            fields.add("kv_used_ratio")
-        return tuple((name, field) for name, field in INPUTS if field in fields)
+        """The inputs that engines may offer, and their fields: those, too, that this kind never does.
+
+        For bytes of memory, where a page has none, the budget and the probe stand in.
+        """
+        has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
+        return tuple((name, field) for name, field in INPUTS if has_bytes or field != "memory_bytes")
 
 
 def _any_of(names: Iterable[str]) -> str:

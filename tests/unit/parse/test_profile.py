@@ -5,7 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from vllm_headroom.model import EngineReading
+from vllm_headroom.model import EnginePage, EngineReading
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.parse.profile import INPUTS, Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
@@ -22,9 +23,21 @@ def test_a_profile_fills_fields_of_a_reading(profile: Profile) -> None:
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
 def test_a_profile_says_of_every_input_that_it_offers_it_or_why_not(profile: Profile) -> None:
-    offered, absent = [name for name, _ in profile.inputs], [name for name, _ in profile.absent]
+    filled = {fact.field for fact in profile.facts} | {text.field for text in profile.texts}
+    filled |= {"kv_capacity_tokens"} if {"kv_blocks", "kv_block_tokens"} <= filled else set()
+    filled |= {"kv_used_ratio"} if "kv_used_tokens" in filled else set()
+    offered, absent = [name for name, field in INPUTS if field in filled], [name for name, _ in profile.absent]
 
     assert sorted((*offered, *absent)) == sorted(name for name, _ in INPUTS)
+
+
+def test_a_page_says_0_of_what_its_engine_never_tells_and_no_bytes_where_there_are_none() -> None:
+    page = parse_engines('sglang:num_running_reqs{model_name="m"} 1\n')
+    assert isinstance(page, EnginePage)
+
+    assert dict(page.inputs).keys() == {name for name, _ in INPUTS}
+    assert dict(page.inputs)["scheduler_steps"] is False
+    assert "memory_bytes" not in dict(PROFILES[0].inputs)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)

@@ -66,7 +66,7 @@ def engine_inputs(sight: Sight) -> Finding:
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
     wanted = needed(page)
     profile = profile_of(page.profile)
-    spare = ", ".join(name for name, found in page.inputs if not found and name not in wanted)
+    spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
     details = (
         *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
         *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
@@ -132,8 +132,9 @@ def _report(basis: str, value: float) -> str:
 
 
 def needed(page: EnginePage) -> tuple[str, ...]:
-    """Return the inputs that the page does not offer and something is made of."""
-    return tuple(name for name, found in page.inputs if not found and name in SERIES)
+    """Return the inputs that the page does not offer, engines of its kind do, and something is made of."""
+    never = dict(profile_of(page.profile).absent)
+    return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
 
 
 def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from vllm_headroom.derive.leak.evidence import PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
+from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
 from vllm_headroom.derive.leak.facts import MIB, Block, Level, Point, Track, Verdict
 from vllm_headroom.derive.leak.shape import CLIP
 
@@ -14,6 +14,10 @@ HISTORY_STEP: Final = 1.08
 HISTORY_POINTS: Final = 200
 NEWEST_RISES: Final = 31
 FEW_RISES: Final = 3
+LEAP: Final = 2.0
+"""Load that is so many times as high as ever before makes demands of its own. Level load exceeds its first minutes by a
+half at times."""
+
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
 GIVEN_BACK_LEVEL: Final = 2
@@ -35,14 +39,22 @@ def lowered(level: Level, drop: float) -> Level:
     )
 
 
-def close(track: Track) -> Track | None:
+def founded(track: Track, block: Block) -> Track:
+    """Return the track with the block that work is counted from: the first one, or a later one in which load doubled.
+
+    Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew.
+    """
+    if track.first is not None and track.most_load <= LEAP * track.first_load:
+        return track
+    first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
+    return replace(track, first=first, first_load=track.most_load)
+
+
+def close(track: Track, block: Block) -> Track | None:
     """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
 
     None when memory was given back for good.
     """
-    block = track.levels[0].block
-    if block is None:
-        return track
     track, levels = _remember(track, block), list(track.levels)
     for index, level in enumerate(track.levels):
         if index:
@@ -92,9 +104,10 @@ def _tells(track: Track, reference_bytes: float, block: Block, point: Point) -> 
 
 
 def _chance(track: Track, block: Block) -> float:
-    anchor = track.anchor_seconds or 0.0
-    first = (block.seconds - anchor, block.requests - track.anchor_requests)
-    return chance(first, (track.seconds - anchor, track.work.requests - track.anchor_requests))
+    assert track.first is not None  # noqa: S101 - it is set before the first block is weighed
+    seconds, requests = track.first.seconds - BLOCK_SECONDS, track.first.requests
+    opened = (max(0.0, block.seconds - seconds), max(0.0, block.requests - requests))
+    return chance(opened, (track.seconds - seconds, track.work.requests - requests))
 
 
 def _given_back(level: Level, block: Block) -> Level:
@@ -106,8 +119,6 @@ def _given_back(level: Level, block: Block) -> Level:
 def _remember(track: Track, block: Block) -> Track:
     """Add a shortest block to busy time, to the clipped growth and, now and then, to the history."""
     reference = track.levels[0].reference_bytes
-    if reference is None:
-        track = replace(track, first_bytes=block.floor_bytes)
     rise = 0.0 if reference is None else max(0.0, block.floor_bytes - reference)
     if track.work.requests <= block.requests and rise < RISE_BYTES:
         return track

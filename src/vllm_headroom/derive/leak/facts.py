@@ -22,14 +22,15 @@ class Verdict(IntEnum):
 class Observation:
     """One reading: monotonic seconds, bytes held (None: not known now), finished requests and who is observed.
 
-    `finished_total` is the engine's own counter, None while its page fails or has none. `life` names this life of the
-    engine, `neighbours` the number of processes where other processes' memory cannot be told apart. `room_bytes` is
-    what is left on the device.
+    `finished_total` is the engine's own counter and `running` its requests, None while its page fails or has none.
+    `life` names this life of the engine, `neighbours` the number of processes where other processes' memory cannot be
+    told apart. `room_bytes` is what is left on the device.
     """
 
     seconds: float
     held_bytes: int | None
     finished_total: float | None = None
+    running: float | None = None
     life: str | None = None
     neighbours: int | None = None
     awake: bool | None = None
@@ -156,9 +157,10 @@ class Track:
     `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and
     `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable readings
     began. `history` holds (requests, busy seconds, grown bytes) at 8 % steps since the anchor, `rises` the newest rises
-    of the shortest level, `grown_bytes` their clipped sum, `first_bytes` its first floor. `most_bytes` is what the
-    engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds` when an
-    alarm was last sure with little time left.
+    of the shortest level, `grown_bytes` their clipped sum. `first` is the block that work is counted from: the first
+    one, or the last in which `most_load`, the most requests that ever ran at once, came to twice the `first_load` of
+    the one before. `most_bytes` is what the engine could hold at most, had others stood still. `crowded_since` is when
+    a neighbour came, `sure_seconds` when an alarm was last sure with little time left.
     """
 
     clock: float
@@ -167,7 +169,9 @@ class Track:
     work: Work = field(default_factory=Work)
     anchor_seconds: float | None = None
     anchor_requests: float = 0.0
-    first_bytes: float = 0.0
+    first: Point | None = None
+    first_load: float = 0.0
+    most_load: float = 0.0
     busy_seconds: float = 0.0
     top_bytes: float = 0.0
     most_bytes: float = 0.0

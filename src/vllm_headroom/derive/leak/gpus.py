@@ -9,7 +9,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
 from vllm_headroom.derive.leak.track import observe, warming_up
-from vllm_headroom.derive.page_facts import awake, finished, life
+from vllm_headroom.derive.page_facts import awake, finished, life, running_requests
 from vllm_headroom.derive.readings import gpu_labels, states
 from vllm_headroom.model import Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState
@@ -50,6 +50,7 @@ def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
         seconds=snapshot.monotonic_seconds,
         held_bytes=gpu.held_bytes,
         finished_total=None if page is None else finished(page),
+        running=None if page is None else running_requests(page),
         life=None if page is None else life(page),
         neighbours=gpu.process_count if gpu.engine_bytes is None else None,
         awake=None if page is None else awake(page),

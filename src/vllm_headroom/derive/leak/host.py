@@ -9,7 +9,7 @@ from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
 from vllm_headroom.derive.leak.gpus import SHOWN, Tracks, kept, leak_state
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.page_facts import awake, finished
+from vllm_headroom.derive.page_facts import awake, finished, running_requests
 from vllm_headroom.derive.readings import states
 from vllm_headroom.model import Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import Role
@@ -50,6 +50,7 @@ def host_observations(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
             seconds=snapshot.monotonic_seconds,
             held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
             finished_total=None if page is None else finished(page),
+            running=None if page is None else running_requests(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
             awake=None if page is None else awake(page),
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,

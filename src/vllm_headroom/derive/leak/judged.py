@@ -10,7 +10,7 @@ from vllm_headroom.derive.leak.estimate import estimate, timed
 from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, THRESHOLDS, settle, stretch
 from vllm_headroom.derive.leak.facts import Level, Track, Verdict
 from vllm_headroom.derive.leak.projection import Life, project
-from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, growth, judge, steadiness
 from vllm_headroom.derive.leak.swings import swing
 
 PROJECTED_LEVEL: Final = 3
@@ -23,8 +23,9 @@ HELD_SECONDS: Final = 2700.0
 
 STEP_LEVEL: Final = 1
 STEP_SECONDS: Final = 3240.0
+STEPS_LEFT: Final = 2
 """An alarm of a few large steps is a warning again after 54 minutes without a rise, which this level sees four minutes
-late at most, and until the next one; not where the next one may find no room."""
+late at most, and until the next one; not where two as large as the largest of late may find no room."""
 
 REFILL_SECONDS: Final = 3600.0
 """After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
@@ -38,7 +39,7 @@ def judged(track: Track, room_bytes: int | None) -> Track:
         track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - _floor(track)
     track, grown = _weighed(track, own_room)
-    verdict = max(_foretold(track), *(level.verdict for level in track.levels))
+    verdict = max(_foretold(track, room_bytes), *(level.verdict for level in track.levels))
     if verdict is not Verdict.LEAKING and _is_held(track):
         return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
     track = replace(track, verdict=verdict)
@@ -53,20 +54,19 @@ def judged(track: Track, room_bytes: int | None) -> Track:
     return replace(track, sure_seconds=track.seconds if near else None)
 
 
-def _foretold(track: Track) -> Verdict:
+def _foretold(track: Track, room_bytes: int | None) -> Verdict:
     """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
     if track.projected is not Verdict.LEAKING:
         return track.projected
     level = track.levels[STEP_LEVEL]
     risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
-    left = None if track.estimate is None else track.estimate.oom_seconds_lower
-    paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
+    needed = OUT_OF_MEMORY_BYTES + STEPS_LEFT * max(track.rises, default=0.0)
+    paused = track.seconds - risen >= STEP_SECONDS and (room_bytes is None or room_bytes >= needed)
     return Verdict.GROWING if paused else Verdict.LEAKING
 
 
 def _floor(track: Track) -> float:
-    points = track.levels[0].points
-    return points[-1].floor_bytes if points else track.first_bytes
+    return track.levels[0].points[-1].floor_bytes
 
 
 def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
@@ -96,11 +96,10 @@ def _grown(track: Track, level: Level, threshold: float) -> Growth | None:
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
     """Return what the last hours foretell; anew only when one of their blocks ends."""
     level = track.levels[PROJECTED_LEVEL]
-    if not _just_ended(track, level):
+    if track.first is None or not _just_ended(track, level):
         return track.projected, None
     life = Life(
-        began=(track.anchor_seconds or 0.0, track.anchor_requests),
-        first_bytes=track.first_bytes,
+        first=track.first,
         room_bytes=room_bytes,
         before=track.projected,
     )

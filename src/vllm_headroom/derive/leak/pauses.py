@@ -52,6 +52,7 @@ def anchored(track: Track) -> Track:
         clock=track.clock,
         seconds=track.seconds,
         work=track.work,
+        most_load=track.most_load,
         asleep=track.asleep,
         neighbours=track.neighbours,
         anchor_seconds=track.seconds,

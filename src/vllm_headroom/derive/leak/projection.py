@@ -53,13 +53,12 @@ WINDOWS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What the window is held against: when it began (seconds, requests), its first floor, the room that is left.
+    """What the window is held against: its first block, the room that is left.
 
     `before` is what was said last.
     """
 
-    began: tuple[float, float]
-    first_bytes: float
+    first: Point
     room_bytes: float | None
     before: Verdict
 
@@ -84,12 +83,12 @@ def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | No
 
 
 def _said(grown: Growth, life: Life) -> Verdict:
-    room = life.first_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
+    room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = room / grown.total_bytes * lasted
     on = life.before is Verdict.LEAKING
     share = HELD_SHARE if on else LEAKING_SHARE
-    old = grown.points[-1].seconds - life.began[0] >= YOUNG_SECONDS
+    old = grown.points[-1].seconds - life.first.seconds >= YOUNG_SECONDS
     if old and lasted >= share * left and (on or _keeps_pace(grown, lasted)):
         said = Verdict.LEAKING
     else:
@@ -106,7 +105,7 @@ def _keeps_pace(grown: Growth, lasted: float) -> bool:
 def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
     """Return the growth of a window if it is a pace: several rises, even, late in the life and not slowing down."""
     total = floors[-1] - floors[0]
-    if total < LEAST_BYTES or points[0].seconds - life.began[0] < WARM_SECONDS:
+    if total < LEAST_BYTES or points[0].seconds - life.first.seconds < WARM_SECONDS:
         return None
     rises = tuple(after - before for before, after in pairwise(floors))
     when = [point.seconds for point, rise in zip(points[1:], rises, strict=True) if rise >= RISE_SHARE * total]
@@ -148,8 +147,10 @@ def _reached(places: list[float], floors: tuple[float, ...], share: float) -> fl
 
 
 def _outpaces(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
-    seconds, requests = life.began
-    opened, ended = ((point.seconds - seconds, point.requests - requests) for point in (points[0], points[-1]))
+    first = life.first
+    opened, ended = (
+        (point.seconds - first.seconds, point.requests - first.requests) for point in (points[0], points[-1])
+    )
     inside = (floors[-1] - floors[0]) / folds(opened, ended)
-    before = (floors[0] - life.first_bytes) / folds((0.0, 0.0), opened)
+    before = (floors[0] - first.floor_bytes) / folds((0.0, 0.0), opened)
     return inside >= FASTER_THAN_RECORDS * before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, lowered
+from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, founded, lowered
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, USELESS_CHANCE, chance
 from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Point, Run, Track, Verdict
 from vllm_headroom.derive.leak.fast import LASTS_SECONDS, fast, followed
@@ -42,6 +42,7 @@ def observe(track: Track, seen: Observation) -> Track:
         doubted_clock=None,
         seconds=now,
         work=worked(work, seen, elapsed, now),
+        most_load=max(track.most_load, seen.running or 0.0),
         asleep=seen.awake is False,
     )
     if seen.held_bytes is None:
@@ -74,7 +75,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     track = _flushed(track, held_bytes, room_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        closed = close(track)
+        closed = close(founded(track, block), block)
         if closed is None:
             return _gather(anchored(track), held_bytes, room_bytes)
         track = closed
@@ -108,7 +109,7 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         return track
     return replace(
         track,
-        first_bytes=track.first_bytes - drop,
+        first=None if track.first is None else replace(track.first, floor_bytes=track.first.floor_bytes - drop),
         flush=Flush(track.seconds, block.ceiling_bytes, held_bytes),
         levels=tuple(lowered(level, drop) for level in track.levels),
     )

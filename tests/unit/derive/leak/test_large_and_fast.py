@@ -49,6 +49,19 @@ def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone_or_at_the_th
     assert 0.3 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
 
 
+def test_between_large_steps_an_alarm_is_a_warning_while_two_more_would_find_room() -> None:
+    """There is room for seven steps, and the last hour has none."""
+    size = 900 * MIB
+
+    def after(most: int) -> Verdict:
+        course = follow(readings(lambda seconds: min(most * size, steps(size, 60)(seconds)), most + 1.0))
+        assert Verdict.LEAKING in course.verdicts
+        return course.verdicts[-1]
+
+    assert after(4) is Verdict.GROWING
+    assert after(6) is Verdict.LEAKING
+
+
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     when = [0.3 * 1.9**number for number in range(7)]
 

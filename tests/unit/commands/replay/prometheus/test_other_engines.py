@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from tests.contract.recorded import OTHERS
 from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import TARGET, add_dcgm, level, records, scraped
+from vllm_headroom.model import EnginePage, Snapshot
+from vllm_headroom.parse.page import parse_engines
+from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.trace.parse import snapshot_of
+
+PAGES: Final = sorted(OTHERS.glob("*.prom"))
+TELL_NO_LOAD: Final = {"dynamo-component"}
+KEPT: Final = ("running", "waiting", "finished_total", "kv_used_ratio")
+"""What a history is asked for, beside whether the engine is awake."""
 
 
 @pytest.fixture
@@ -51,3 +64,29 @@ def test_llama_cpp_counts_no_finished_requests(server: PrometheusServer) -> None
     [engine] = records(server, 20)[40]["engines"]
 
     assert engine == {"model_name": "llama_cpp", "engine": "0", "running": 2}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_history_says_what_the_page_says(server: PrometheusServer, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name if f"\n{sample.name}" in text else sample.name.removesuffix("_total")  # the parser's own
+            server.add(name, scraped(20, level(sample.value)), **{**sample.labels, **TARGET})
+    read = parse_engines(text)
+    assert isinstance(read, EnginePage)
+    if page.stem in TELL_NO_LOAD:
+        with pytest.raises(BadInput, match="no engine in"):
+            records(server, 20)
+        return
+
+    snapshot = snapshot_of(records(server, 20)[40])
+    assert isinstance(snapshot, Snapshot)
+    replayed = snapshot.engines
+    assert isinstance(replayed, EnginePage)
+    assert [(engine.model_name, engine.engine) for engine in replayed.engines] == [
+        (engine.model_name, engine.engine) for engine in read.engines
+    ]
+    for ours, theirs in zip(replayed.engines, read.engines, strict=True):
+        for name in KEPT:
+            assert getattr(ours, name) == getattr(theirs, name), name

@@ -1,0 +1,130 @@
+"""What rules and boards can be asked of an engine whose page tells less than vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import promql_parser as promql
+
+from tests.assets.alerts import rules
+from tests.assets.promql import parsed, recorded
+from tests.dashboards.grafana import NAMES, VARIABLE, load, panels, queries
+from tests.dashboards.history import Target, scrapes
+from vllm_headroom.commands.demo.scenario import TABLE
+from vllm_headroom.commands.doctor.offers import SERIES
+from vllm_headroom.parse.profiles import PROFILES
+
+PAGES: Final = Path(__file__).parents[1] / "contract"
+VLLM: Final = "vLLM"
+ENGINES: Final[Mapping[str, Path]] = {
+    VLLM: PAGES / "captures" / "vllm-0.32.0" / "load-waiting.prom",
+    "SGLang": PAGES / "engines" / "sglang-0.5.23.prom",
+    "TensorRT-LLM": PAGES / "engines" / "tensorrt-llm.prom",
+    "LMDeploy": PAGES / "engines" / "lmdeploy-0.18.0.prom",
+    "Text Generation Inference": PAGES / "engines" / "tgi.prom",
+    "llama.cpp": PAGES / "engines" / "llama-cpp-load.prom",
+    "Aphrodite": PAGES / "engines" / "aphrodite.prom",
+    "Dynamo": PAGES / "engines" / "dynamo-component.prom",
+}
+"""A page of each under load."""
+
+HOURS: Final = 1.6
+"""The leak is sure after 1.3 h."""
+
+END: Final = 1_767_225_600
+RECORDED: Final = dict(recorded())
+TARGETS: Final = {
+    engine: Target(
+        scenario=TABLE["leak"],
+        labels={"namespace": f"team-{number}", "job": "vllm-headroom", "instance": f"10.2.0.{number}:9839"},
+        page=path.read_text(encoding="utf-8"),
+    )
+    for number, (engine, path) in enumerate(ENGINES.items())
+}
+
+
+@cache
+def metrics(engine: str) -> frozenset[str]:
+    """Return the metrics that the daemon has over hours of a leak beside the engine's page."""
+    played = scrapes(TABLE["leak"], HOURS, ends_seconds=END, scrape_seconds=300, page=TARGETS[engine].page)
+    return frozenset(sample.name for _, families in played for family in families for sample in family.samples)
+
+
+def told(engine: str) -> frozenset[str]:
+    """Return the metrics that doctor says to be absent: they are made of what this engine does not tell."""
+    (profile,) = (each for each in PROFILES if each.product == engine)
+    return frozenset(made.name for name, _ in profile.absent for made in SERIES.get(name, ()))
+
+
+@cache
+def lost(engine: str) -> frozenset[str]:
+    """Return the metrics that are there for vLLM, and not for this engine."""
+    return metrics(VLLM) - metrics(engine) | told(engine)
+
+
+def answers(expr: Any, lost: frozenset[str]) -> bool:
+    """Tell whether an expression can have a result without these metrics."""
+    match expr:
+        case promql.VectorSelector():
+            return _found(expr, lost)
+        case promql.BinaryExpr():
+            sides = answers(expr.lhs, lost), answers(expr.rhs, lost)
+            return {"or": any(sides), "unless": sides[0]}.get(str(expr.op), all(sides))
+        case promql.Call():
+            return expr.func.name == "absent" or all(answers(each, lost) for each in expr.args)
+    inner = getattr(expr, "vector_selector", None) or getattr(expr, "expr", None)
+    return inner is None or answers(inner, lost)  # what has nothing inside is a number or a text
+
+
+def _found(selector: Any, lost: frozenset[str]) -> bool:
+    states = [matcher.value for matcher in selector.matchers.matchers if matcher.name == "state"]
+    if selector.name == "headroom_engine_state" and states == ["asleep"] and "headroom_engine_awake" in lost:
+        return False  # the series is there, and never 1
+    rule = RECORDED.get(selector.name, "")
+    if rule and selector.name not in rule:  # one that asks for itself keeps what it had
+        return answers(parsed(rule), lost)
+    return selector.name not in lost
+
+
+def rules_without(engine: str) -> set[str]:
+    """Return the alerts that can never fire of this engine."""
+    return {rule.name for rule in rules() if rule.is_alert and not answers(parsed(rule.expr), lost(engine))}
+
+
+def queries_without(engine: str, board: str) -> set[tuple[str, str]]:
+    """Return the queries of a board's panels, by title and name, that never have a result of this engine."""
+    every = [query for panel in panels(load(board)) for query in queries(panel)]
+    return {(each.where, each.name) for each in every if not answers(parsed(plain(each.expr)), lost(engine))}
+
+
+def table() -> str:
+    """Return for docs what alerts and panels cannot say of each engine."""
+    rows = [
+        "| engine | alerts that stay silent | panels that stay empty | panels that lack a part |",
+        "|" + 4 * " --- |",
+    ]
+    for engine in ENGINES:
+        cells = (sorted(rules_without(engine)), *_panels_without(engine))
+        rows.append(f"| {engine} | {' | '.join(', '.join(cell) or '-' for cell in cells)} |")
+    return "\n".join(rows)
+
+
+def _panels_without(engine: str) -> tuple[list[str], list[str]]:
+    """Return the panels that stay empty, and those that lack a part."""
+    found: tuple[list[str], list[str]] = [], []
+    for board in NAMES:
+        without = queries_without(engine, board)
+        for panel in panels(load(board)):
+            asked = {(query.where, query.name) for query in queries(panel)}
+            if asked & without:
+                where = "" if board == "headroom" else f" ({board})"
+                found[0 if asked <= without else 1].append(f"{panel['title']}{where}")
+    return found
+
+
+def plain(expr: str) -> str:
+    """Return a board's expression with something for each variable."""
+    return VARIABLE.sub(lambda found: "1m" if "__" in found[0] else ".*", expr)
