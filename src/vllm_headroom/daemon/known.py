@@ -22,12 +22,10 @@ FIGURES: Final = (
 
 def known(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
     """Return what a later reader cannot tell from the samples alone."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    owned = [gpu for gpu in gpus if gpu.attribution is not None]
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
     holders = [
         {"uuid": gpu.reading.uuid, "pid": each.pid, "used": each.used_bytes}
-        for gpu in owned
+        for gpu in snapshot.owned
         for each in gpu.reading.processes or ()
     ]
     return {
@@ -36,7 +34,7 @@ def known(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> di
             {"subject": each.subject, "level": each.level, "sentence": each.sentence, "alert": each.alert}
             for each in verdicts
         ],
-        "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in owned],
+        "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
         "holders": holders[:MOST_HOLDERS],
         "probe": [_said(process) for process in _probed(snapshot)[:MOST_HOLDERS]],
         "problems": [each.message for each in parts if isinstance(each, Failure)],

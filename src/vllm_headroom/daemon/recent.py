@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.model import Snapshot
 
 MOST_LOOKS: Final = 600
 LEAST_SECONDS: Final = 0.9
@@ -32,10 +32,9 @@ class Recent:
 
     def note(self, snapshot: Snapshot) -> None:
         """Take note of the XID errors that are new in a sample."""
-        gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-        if not gpus:
+        if not snapshot.devices:
             return
-        counts = {(gpu.reading.uuid, xid): n for gpu in gpus for xid, n in gpu.reading.xid_errors}
+        counts = {(gpu.reading.uuid, xid): n for gpu in snapshot.devices for xid, n in gpu.reading.xid_errors}
         before, self._counted = self._counted, {**(self._counted or {}), **counts}
         if before is None:  # what was counted before this process could tell when
             return

@@ -10,7 +10,7 @@ from math import isfinite, isnan, nan
 from typing import Final
 
 from vllm_headroom.expose.drawing import Curve
-from vllm_headroom.model import Failure, Gpu, Snapshot, Verdict
+from vllm_headroom.model import Gpu, Snapshot, Verdict
 from vllm_headroom.vocabulary import Level
 
 STEP_SECONDS: Final = 60
@@ -65,8 +65,8 @@ class History:
         else:
             self._forget(min(minute - self._minute, POINTS))
         self._minute = minute
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
-            if gpu.attribution is not None and len(self._curves) < 2 * MOST_GPUS:
+        for gpu in snapshot.owned:
+            if len(self._curves) < 2 * MOST_GPUS:
                 self._gpu(gpu)
         if running is not None:
             self._add("running", running, max)

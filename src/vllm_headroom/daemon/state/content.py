@@ -11,7 +11,7 @@ from vllm_headroom.derive.leak.gpus import Tracks
 from vllm_headroom.derive.leak.inside import moved
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
-from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.model import Snapshot
 
 FORMAT: Final = 7
 """To be raised when the fields of a state, or what they mean, change."""
@@ -41,7 +41,7 @@ class SavedState:
 
 def visible(snapshot: Snapshot) -> set[str]:
     """Return the UUIDs of the GPUs that NVML shows."""
-    return set() if isinstance(snapshot.gpus, Failure) else {gpu.reading.uuid for gpu in snapshot.gpus}
+    return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
 def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:

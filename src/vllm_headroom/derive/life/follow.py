@@ -74,25 +74,30 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     asleep = state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
+    looked = _looked(state, lives, seen, now)
+    age = None if seen.page is None else progress_age(looked.movements, now, seen.owed_since)
+    doing, served = _state(looked, seen, age, now), looked.served_bytes
+    if doing is EngineState.SERVING:
+        before = {} if asleep else served
+        served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
+    state = replace(looked, state=doing, served_bytes=served)
+    return state, replace(snapshot, life=_life(state, seen, age, now))
+
+
+def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeState:
+    """Return the state after one more look, but for what the engine does now."""
     goes_on = lives.restarts == state.lives.restarts
-    movements, served = (state.movements, state.served_bytes) if goes_on else ({}, {})
+    movements = state.movements if goes_on else {}
     answered = seen.answer is Answer.GIVEN
-    looked = LifeState(
+    return LifeState(
         lives=lives,
         movements=movements if seen.page is None else moved(movements, seen.page, now),
         answered_seconds=now if answered or state.answered_seconds is None else state.answered_seconds,
         answered=answered,
         computing=computed(state.computing, seen.processes, now),
         state=state.state,
-        served_bytes=served,
+        served_bytes=state.served_bytes if goes_on else {},
     )
-    age = None if seen.page is None else progress_age(looked.movements, now, seen.owed_since)
-    doing = _state(looked, seen, age, now)
-    if doing is EngineState.SERVING:
-        before = {} if asleep else served
-        served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
-    state = replace(looked, state=doing, served_bytes=served)
-    return state, replace(snapshot, life=_life(state, seen, age, now))
 
 
 def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> EngineState:

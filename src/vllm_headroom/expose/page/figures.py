@@ -12,7 +12,7 @@ from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
 from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Failure, Gpu, GpuMemory, Snapshot
+from vllm_headroom.model import Gpu, GpuMemory, Snapshot
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import Level
 
@@ -32,8 +32,7 @@ USUAL: Final = 0.9
 
 def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load."""
-    gpus = () if isinstance(snapshot.gpus, Failure) else snapshot.gpus
-    owned = [gpu for gpu in gpus if gpu.attribution is not None][:MOST_GPUS]
+    owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     yield "<div class=rooms>"
