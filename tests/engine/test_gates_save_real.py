@@ -19,9 +19,9 @@ from typing import Final
 import httpx
 import pytest
 
+from tests.bench.test_gates_save import WORLDS
 from tests.e2e.cluster.kubelet import Container, Scripts
 from tests.e2e.cluster.replicas import Service, load
-from tests.e2e.test_gates_save import WORLDS
 from tests.engine.serving import FOLDER, HERE, START_SECONDS, free_port
 from tests.fakes.cgroups import leave, limited
 from tests.process import NO_TLS, daemon, eventually

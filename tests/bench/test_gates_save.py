@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.cluster.replicas import REPLICAS, Service, load, services
 
+pytestmark = pytest.mark.bench
+
 REQUESTS: Final = 1200
 """To each Service: each replica dies of some 300, which takes it one and a half hours."""
 
