@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -53,12 +52,12 @@ def written(made: Json) -> str:
 
 
 def config_maps() -> str:
-    """Return one ConfigMap for each dashboard; kubectl apply can take 256 KiB of one, the API 1 MiB."""
+    """Return one ConfigMap for each dashboard, in a line: kubectl apply can take 256 KiB of one, the API 1 MiB."""
     return "---\n".join(
         CONFIG_MAP.format(
             name=f"headroom-dashboard-{made.__name__}",
             file=f"{name}.json",
-            text=textwrap.indent(rendered(name), "    "),
+            text=f"    {json.dumps(made(), ensure_ascii=False)}\n",
         )
         for name, made in DASHBOARDS.items()
     )

@@ -130,6 +130,16 @@ IN_FULL = frozenset(
 
 
 @contextmanager
+def hangups_heard() -> Iterator[None]:
+    """Have what is started meanwhile hear SIGHUP, also where these tests run under nohup, which it would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@contextmanager
 def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -> Iterator[Daemon]:
     """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full.
 
@@ -141,7 +151,7 @@ def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -
     }
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as stream:
+        with log.open("wb") as stream, hangups_heard():
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 env={**os.environ, **settings},

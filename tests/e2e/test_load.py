@@ -236,7 +236,8 @@ def test_what_cannot_be_loaded_is_one_line_and_nothing_is_asked(trace: Path, tmp
         assert server.ways.total() == 0
     gone = Load(server.url, trace, *BRIEF)
     assert gone.end() == (2, "")
-    assert gone.error.splitlines()[-1].startswith(f"vllm-headroom load: {server.url}: no connection: ")
+    refused = f"vllm-headroom load: no connection to {server.url} (Connection refused): "
+    assert gone.error.splitlines()[-1].startswith(refused)
     assert not trace.exists()
 
 
