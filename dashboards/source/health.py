@@ -201,8 +201,8 @@ def _itself() -> list[Json]:
             min=0,
         ),
         table(
-            "Inputs vLLM does not offer",
-            "What this vLLM's page does not have; what is derived from it is absent. Some belong to other versions.",
+            "Inputs the engine does not offer",
+            "What the engine's page does not have; what is derived from it is absent. Another version may have it.",
             [query(f"max by (input) (headroom_input_available{{{TARGET}}}) == 0")],
             [{"id": "organize", "options": {"excludeByName": {"Time": True, "Value": True}}}],
             width=6,

@@ -116,7 +116,7 @@ EMPTY: Final = (
                 "Unreported": (),
                 "More requests": (),
                 "KV cache capacity": (),
-                "Inputs vLLM does not offer": (),
+                "Inputs the engine does not offer": (),
             },
             "headroom-fleet": {
                 "GPUs, worst first": ("E",),
