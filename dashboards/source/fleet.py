@@ -48,10 +48,9 @@ def _counts() -> list[Json]:
         stat(
             "Engines",
             "Engines whose sidecar answers.",
-            [query(_there(f"count({engines})", READ))],
+            [query(f"count({engines})")],
             unit="locale",
             width=3,
-            drawn=True,
             noValue="none",
         ),
         stat(
@@ -74,19 +73,14 @@ def _counts() -> list[Json]:
             mappings=[TIME_TO_OOM_VALUES],
             thresholds=TIME_TO_OOM_STEPS,
         ),
-        _trouble(
-            "No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines, READ
-        ),
+        _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
         _trouble(
             "Sidecars down",
             "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
             f"{SIDECAR} == 0",
             SIDECAR,
-            SIDECAR,
         ),
-        _trouble(
-            "GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked(), ranked()
-        ),
+        _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
     ]
 
 
@@ -115,19 +109,13 @@ def _time_to_oom() -> str:
     )
 
 
-def _there(number: str, series: str) -> str:
-    """Return an expression for a number over time, of which there is nothing unless `series` is there at its end."""
-    return f"{number} and on () group({series} @ end())"
-
-
-def _trouble(title: str, description: str, bad: str, every: str, series: str) -> Json:
+def _trouble(title: str, description: str, bad: str, every: str) -> Json:
     return stat(
         title,
         description,
-        [query(_there(f"(count({bad}) or 0 * count({every}))", series))],
+        [query(f"count({bad}) or 0 * count({every})")],
         unit="locale",
         width=3,
-        drawn=True,
         noValue="unknown",
         thresholds=steps((None, GOOD), (1, BAD)),
     )
