@@ -46,7 +46,7 @@ bench: $(VENV)/.test
 
 # Some 150 traces of a seed, about five seconds of processor each; tuning may use seeds 50 to 79 and no other.
 bench-leak: $(VENV)/.test
-	$(BIN)/python tests/bench/leak/score.py --seeds 92 --jobs 2 --write docs/leaks.md $(SCORE)
+	$(BIN)/python tests/bench/leak/score.py --seeds 95 --jobs 2 --write docs/leaks.md $(SCORE)
 
 engine-test: $(VENV)/.test
 	tests/engine/setup.sh $(ENGINE_FOLDER)
