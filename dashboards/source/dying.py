@@ -127,7 +127,7 @@ def _free() -> list[Json]:
             thresholds=FREE_FLOOR,
         ),
         stat(
-            "Lowest free",
+            "Lowest",
             "The least that was free at any moment of the time shown: from the peaks that the sidecar keeps between "
             "scrapes, of the GPU that had least.",
             [query(f"min({lowest_free(GPU)})")],
