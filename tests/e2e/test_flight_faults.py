@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
+from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.commands.postmortem.command import report_of
 from vllm_headroom.commands.postmortem.finding import Cause
@@ -23,12 +22,7 @@ SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler named cc: the volume cannot be made to hang")
-    built = tmp_path / "stuck.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(built), str(SOURCE), "-ldl"], check=True)
-    return built
+    return preloadable(SOURCE, tmp_path)
 
 
 def test_an_end_while_the_volume_hangs_is_set_aside_when_it_answers(

@@ -13,7 +13,7 @@ from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.expose.history import History
 from vllm_headroom.expose.view import Incident, View
-from vllm_headroom.model import Failure, Verdict
+from vllm_headroom.model import Verdict
 
 
 class Views:
@@ -51,9 +51,9 @@ class Views:
         """Take note of a sample that was published."""
         if sampler.snapshot is None or sampler.published is None:
             return
-        page = sampler.snapshot.engines
+        page = sampler.snapshot.page
         self.verdicts = verdicts(sampler.snapshot, sampler.values)
-        running = None if isinstance(page, Failure) else running_requests(page)
+        running = None if page is None else running_requests(page)
         self.history.step(sampler.snapshot, self.verdicts, running)
 
     def view(self, sampler: Sampler) -> View:

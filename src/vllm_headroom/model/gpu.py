@@ -32,6 +32,15 @@ class GpuMemory:
     machine_available_bytes: int | None = None
 
     @property
+    def usable_bytes(self) -> int:
+        """What CUDA calls the GPU's total, of which vLLM takes its share: NVML's less what the driver reserves.
+
+        Seen: 95.59 GiB in NVML, 94.97 in CUDA (ollama/ollama#18201). Where NVML does not tell what is reserved, this is
+        NVML's total, and what follows errs on the safe side.
+        """
+        return self.total_bytes - (self.reserved_bytes or 0)
+
+    @property
     def unified(self) -> bool:
         """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
         return self.machine_available_bytes is not None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
+from tests.fakes.preload import preloadable
 from tests.process import Daemon, Page, daemon, eventually
 from vllm_headroom.daemon.state.file import NAME, read
 from vllm_headroom.trace.incidents import FLIGHT
@@ -88,12 +87,7 @@ def test_a_settings_file_that_is_replaced_midway_changes_nothing_even_by_sighup(
 @pytest.fixture
 def clock(tmp_path: Path) -> Path:
     """A library that moves the time of day by the seconds in the file beside it, and no other clock."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler named cc: the time of day cannot be set for one process alone")
-    library = tmp_path / "clock.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(CLOCK), "-ldl"], check=True)
-    return library
+    return preloadable(CLOCK, tmp_path)
 
 
 def step(clock: Path, seconds: int) -> None:

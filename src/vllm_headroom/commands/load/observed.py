@@ -68,7 +68,7 @@ class Observed:
     def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
         """Take one tick: what was read, and what the daemon derives of it."""
         self._note(snapshot)
-        for gpu in () if isinstance(snapshot.gpus, Failure) else snapshot.gpus:
+        for gpu in snapshot.devices:
             if gpu.held_bytes is not None:
                 self.held.take(gpu_labels(gpu), gpu.held_bytes)
         engine: defaultdict[str, float] = defaultdict(float)

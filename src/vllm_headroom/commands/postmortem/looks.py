@@ -104,7 +104,7 @@ def _look(gpu: Gpu, now: float) -> _Look:
 
 def _room(gpu: Gpu) -> int | None:
     memory = gpu.reading.memory
-    return None if memory is None else memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    return None if memory is None else memory.usable_bytes - memory.used_bytes
 
 
 def _least(values: Iterable[int | None]) -> int | None:

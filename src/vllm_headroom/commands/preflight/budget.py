@@ -34,19 +34,10 @@ class Ask:
         return MOST_OWN_BYTES_IN_PARALLEL if self.tensor_parallel_size > 1 else MOST_OWN_BYTES
 
 
-def usable_bytes(memory: GpuMemory) -> int:
-    """Return what CUDA calls the GPU's total, of which vLLM takes its share: NVML's less what the driver reserves.
-
-    Seen: 95.59 GiB in NVML, 94.97 in CUDA (ollama/ollama#18201). Where NVML does not tell what is reserved, this is
-    NVML's total, and what follows errs on the safe side.
-    """
-    return memory.total_bytes - (memory.reserved_bytes or 0)
-
-
 def asked_bytes(ask: Ask, memory: GpuMemory) -> int:
     """Return what has to be free: vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory)."""
     ratio = ask.utilization_ratio
-    return max(0 if ratio is None else ceil(ratio * usable_bytes(memory)), ask.bytes_per_gpu or 0)
+    return max(0 if ratio is None else ceil(ratio * memory.usable_bytes), ask.bytes_per_gpu or 0)
 
 
 def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
@@ -56,5 +47,5 @@ def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
         memory.free_bytes if available is None else min(memory.free_bytes, available - LEFT_TO_THE_MACHINE_BYTES)
     )
     left_bytes = free_bytes - ask.most_own_bytes
-    hundredths = left_bytes * 100 // usable_bytes(memory) if usable_bytes(memory) > 0 else 0
+    hundredths = left_bytes * 100 // memory.usable_bytes if memory.usable_bytes > 0 else 0
     return hundredths / 100 if hundredths > 0 else None

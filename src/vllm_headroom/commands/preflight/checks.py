@@ -10,7 +10,6 @@ from vllm_headroom.commands.preflight.budget import (
     Ask,
     asked_bytes,
     highest_utilization,
-    usable_bytes,
 )
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.verdict import Verdict
@@ -87,7 +86,7 @@ def swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
-    asked, usable = asked_bytes(ask, memory), usable_bytes(memory)
+    asked, usable = asked_bytes(ask, memory), memory.usable_bytes
     if asked + LEAST_OWN_BYTES > usable:
         text = (
             f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, Final
 
-from vllm_headroom.commands.preflight.budget import usable_bytes
 from vllm_headroom.commands.preflight.finding import Finding
 from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
 from vllm_headroom.commands.verdict import Verdict
@@ -38,7 +37,7 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
     if memory is None or gpu.asked_bytes is None:
         yield f"{name}: memory not known"
         return
-    free, usable = gib(memory.free_bytes), gib(usable_bytes(memory))
+    free, usable = gib(memory.free_bytes), gib(memory.usable_bytes)
     yield f"{name}: {free} free of {usable}, vLLM asks for {gib(gpu.asked_bytes)}"
     for holder in gpu.holders or ():
         held = "?" if holder.used_bytes is None else gib(holder.used_bytes)

@@ -42,7 +42,7 @@ def room(gpu: Gpu) -> int | None:
     memory = gpu.reading.memory
     if memory is None:
         return None
-    left_bytes = memory.total_bytes - (memory.reserved_bytes or 0) - memory.used_bytes
+    left_bytes = memory.usable_bytes - memory.used_bytes
     granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
     if granted_bytes is None or gpu.engine_bytes is None:
         return left_bytes

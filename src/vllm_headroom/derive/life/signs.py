@@ -146,4 +146,4 @@ def _room(gpu: Gpu) -> int | None:
     if memory is None:
         return None
     used_bytes = max(memory.used_bytes, gpu.reading.used_peak_bytes or 0)
-    return memory.total_bytes - (memory.reserved_bytes or 0) - used_bytes
+    return memory.usable_bytes - used_bytes

@@ -38,7 +38,7 @@ class GpuHistory:
         memory = gpu.reading.memory
         if memory is None:
             return
-        self._usable, self._leftovers = float(memory.total_bytes - (memory.reserved_bytes or 0)), gpu.leftovers
+        self._usable, self._leftovers = float(memory.usable_bytes), gpu.leftovers
         room, others = self._usable - memory.used_bytes, others_bytes(gpu)
         self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
         if others is not None:
