@@ -32,6 +32,8 @@ def run(read: Callable[[], NoReturn]) -> NoReturn:
     What reads them, pydantic, argparse and YAML, takes 13 MiB, of which the daemon needs nothing. It imports its own
     meanwhile.
     """
+    with unhindered():
+        import vllm_headroom.daemon.parts  # noqa: F401, PLC0415 - before the child, which needs most of it as well
     child = os.fork()
     if child == 0:
         os.close(RECEIVING)
