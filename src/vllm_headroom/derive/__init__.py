@@ -11,7 +11,6 @@ from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.inside.counters import Counts, counters
-from vllm_headroom.derive.inside.readings import inside
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
@@ -40,7 +39,6 @@ def derivations(
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
         stateless("life", life),
-        stateless("inside", inside),
         Derivation(name="allocator", initial=Counts(), step=counters),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),

@@ -10,7 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.inside.schedulers import schedulers
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, ProbeReadings, Sample, Snapshot
+from vllm_headroom.model import EngineReading, ProbeReadings, Sample, SchedulerReading, Snapshot
 
 TIMES: Final = 3
 """How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
@@ -52,9 +52,9 @@ def within_batch(
 def _followed(state: Batches, snapshot: Snapshot) -> Batches:
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
-    if isinstance(snapshot.engines, Failure):
+    if snapshot.page is None:
         return state
-    seen = {engine_labels(engine): engine for engine in named(snapshot.engines)}
+    seen = {engine_labels(engine): engine for engine in named(snapshot.page)}
     return replace(
         state, engines={labels: _of(state.engines.get(labels, Batch()), engine) for labels, engine in seen.items()}
     )
@@ -71,24 +71,20 @@ def _of(batch: Batch, engine: EngineReading) -> Batch:
 
 def _room(state: Batches, snapshot: Snapshot) -> dict[tuple[str, ...], float]:
     """Return how many more may run, for each engine whose limit is known."""
-    if isinstance(snapshot.engines, Failure):
+    if snapshot.page is None:
         return {}
     present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
-    told = {labels: each.max_num_seqs for labels, each in schedulers(snapshot.engines, present).items()}
-    limits = {
-        engine_labels(engine): (_limit(state.engines[engine_labels(engine)], told.get(engine_labels(engine))), engine)
-        for engine in named(snapshot.engines)
-    }
+    told = schedulers(snapshot.page, present)
     return {
         labels: max(0.0, limit - (engine.running or 0.0))
-        for labels, (limit, engine) in limits.items()
-        if limit is not None
+        for engine in named(snapshot.page)
+        if (limit := _limit(state.engines[labels := engine_labels(engine)], told.get(labels))) is not None
     }
 
 
-def _limit(batch: Batch, told: int | None) -> float | None:
-    if told is not None:
-        return float(told)
+def _limit(batch: Batch, told: SchedulerReading | None) -> float | None:
+    if told is not None and told.max_num_seqs is not None:
+        return told.max_num_seqs
     return batch.most if batch.waited >= TIMES else None
 
 

@@ -41,6 +41,11 @@ class GpuMemory:
         return self.total_bytes - (self.reserved_bytes or 0)
 
     @property
+    def left_bytes(self) -> int:
+        """What is left of that."""
+        return self.usable_bytes - self.used_bytes
+
+    @property
     def unified(self) -> bool:
         """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
         return self.machine_available_bytes is not None

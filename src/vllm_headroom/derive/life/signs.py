@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, GpuMemory, GpuReading, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Reason
 
 ProcessName = tuple[int, float]
@@ -103,7 +103,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         finished_total=None if page is None else finished(page),
         processes=processes,
         held=held,
-        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
+        rooms={gpu.reading.uuid: _room(gpu.reading, memory) for gpu in gpus if (memory := gpu.reading.memory)},
         owed_since=snapshot.unanswered_since_seconds,
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
@@ -140,10 +140,6 @@ def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
     return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
 
 
-def _room(gpu: Gpu) -> int | None:
-    """Return the least that was free in the last minute."""
-    memory = gpu.reading.memory
-    if memory is None:
-        return None
-    used_bytes = max(memory.used_bytes, gpu.reading.used_peak_bytes or 0)
-    return memory.usable_bytes - used_bytes
+def _room(reading: GpuReading, memory: GpuMemory) -> int:
+    """Return the least that was left in the last minute."""
+    return min(memory.left_bytes, memory.usable_bytes - (reading.used_peak_bytes or 0))

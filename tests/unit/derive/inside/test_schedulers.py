@@ -47,7 +47,6 @@ def test_without_a_probe_or_a_page_nothing_changes() -> None:
     assert with_steps(seen, None) is seen
     assert with_steps(seen, failure(Source.PROBE)) is seen
     assert with_steps(failure(Source.ENGINE), ProbeReadings()) == failure(Source.ENGINE)
-    assert schedulers(failure(Source.ENGINE), (core(0),)) == {}
 
 
 def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
