@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 from typing import Final
 
 from vllm_headroom.commands.check.doubts import doubt
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.record import Record, paired
-from vllm_headroom.commands.check.sensitivity import faintest
+from vllm_headroom.commands.check.sensitivity import seen_from
 from vllm_headroom.commands.check.series import Series
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.trace.course import Course, Moment
@@ -80,14 +79,14 @@ def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judg
     missing = doubt(record, series.coverage, series.name)
     if missing is not None:
         return replace(told, why=missing)
-    seen = faintest(series.readings, most / THOUSAND)
-    least = inf if seen is None else THOUSAND * seen
+    limit = most / THOUSAND
+    seen = seen_from(series.readings, limit)
     done = f"in {duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
-    if least <= most:
-        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(least)} or more would have been seen {done}")
+    if seen == limit:
+        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(most)} or more would have been seen {done}")
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
-        why += f", only one of {size(least)} or more: record about {least / most:.0f} times as many"
+        why += f", only one of {size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"
     return replace(told, why=why)
 
 

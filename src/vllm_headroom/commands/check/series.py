@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from vllm_headroom.commands.check.excess import Excess
+from vllm_headroom.commands.check.sensitivity import Reading
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.model import Inside
@@ -26,24 +27,6 @@ class Coverage:
         if self._last is not None and 0 < now - self._last <= LONGEST_STEP_SECONDS:
             self.seconds += now - self._last
         self._last = now
-
-
-class Counted:
-    """What a counter of the engine's rose by; None until it was read."""
-
-    def __init__(self) -> None:
-        self.total: float | None = None
-        self._last = 0.0
-
-    def step(self, value: float | None, *, anew: bool) -> None:
-        """Add a reading; `anew` says that the engine began to count from 0 since the last one."""
-        if value is None:
-            return
-        if self.total is None:
-            self.total = 0.0
-        else:
-            self.total += value if anew else max(0.0, value - self._last)
-        self._last = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +100,15 @@ class Series:
         self.course = course
         self.coverage, self.told = Coverage(), Coverage()
         self.costs, self.parts = Costs(), Parts()
-        self.readings: list[Observation] = []
+        self.readings: list[Reading] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
         self._keeps = keeps
 
-    def step(self, seen: Observation, running: float | None) -> None:
-        """Add a reading; `running` is the load it counts for, None where it counts for none."""
+    def step(self, seen: Observation, requests: float, running: float | None) -> None:
+        """Add a reading after so many requests; `running` is the load it counts for, None where it counts for none."""
         if self._keeps:
-            self.readings.append(seen)
+            self.readings.append((seen, requests))
         if seen.held_bytes is None:
             return
         self.coverage.step(seen.seconds)

@@ -24,22 +24,3 @@ class Tally:
             if counted >= wanted:
                 return value
         return None
-
-
-class Rise:
-    """How far a counter rose. One that fell began again from 0: the engine restarted."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.known = False
-        self._last: float | None = None
-
-    def step(self, value: float | None) -> float:
-        """Take the counter as it is now; return how far it rose since it was last known."""
-        if value is None:
-            return 0.0
-        self.known = True
-        last, self._last = self._last, value
-        rise = 0.0 if last is None else value - (last if value >= last else 0.0)
-        self.total += rise
-        return rise
