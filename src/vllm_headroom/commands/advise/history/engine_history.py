@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.history.tally import Tally
-from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
+from vllm_headroom.commands.advise.limits import (
+    CHANGED_RATIO,
+    FULL_RATIO,
+    ROOMY_RATIO,
+    WAITING_REQUESTS,
+)
 from vllm_headroom.derive.kv_cache import tokens_per_request
 from vllm_headroom.model import EngineReading
 from vllm_headroom.trace.counter import Rise

@@ -9,10 +9,11 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.history.scraped import Labels, Page
-from vllm_headroom.commands.advise.limits import FULL_RATIO, LOW_BYTES, PEAK_BYTES, SOMEBODY_BYTES
+from vllm_headroom.commands.advise.limits import FULL_RATIO, PEAK_BYTES, SOMEBODY_BYTES
 from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP, Settings
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.page_facts import together
+from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState

@@ -5,8 +5,9 @@ from __future__ import annotations
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, percent
-from vllm_headroom.commands.advise.limits import LOST_RATIO, LOST_RISES, STRANDED_RATIO
+from vllm_headroom.commands.advise.limits import LOST_RATIO, LOST_RISES
 from vllm_headroom.commands.advise.rules.leaks import EVIDENCE_FIRST, RESTART
+from vllm_headroom.derive.verdicts import STRANDED
 
 
 def kv_block_leak(facts: Facts) -> Advice | None:
@@ -34,7 +35,7 @@ def _loses(engine: EngineFacts) -> bool:
     lost = engine.stranded
     if lost is None:
         return False
-    return lost.ratio > STRANDED_RATIO or (lost.rises >= LOST_RISES and lost.ratio > LOST_RATIO)
+    return lost.ratio > STRANDED or (lost.rises >= LOST_RISES and lost.ratio > LOST_RATIO)
 
 
 def _evidence(engine: EngineFacts) -> tuple[Evidence, ...]:

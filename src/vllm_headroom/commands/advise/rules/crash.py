@@ -7,7 +7,8 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Ending, Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count
-from vllm_headroom.commands.advise.limits import FAILED_STARTS, LOW_BYTES
+from vllm_headroom.commands.advise.limits import FAILED_STARTS
+from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.units import instant, size
 
 REMARK: Final = (
