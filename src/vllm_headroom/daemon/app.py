@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
@@ -32,7 +32,6 @@ from vllm_headroom.model import Snapshot
 log = structlog.get_logger()
 
 CANNOT_LISTEN: Final = 2
-CLOSE_SECONDS: Final = 0.3
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
 """Scrapes in progress may take as long beside it."""
@@ -75,16 +74,7 @@ async def run(parts: Parts, settings: Settings) -> int:
             log.info("listening", port=listener.getsockname()[1], version=version())
             return await _run(parts, settings, listener, ending, door)
         finally:
-            await _close(parts)
-
-
-async def _close(parts: Parts) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await parts.engine.close()
-            await parts.gpus.close()
-            if parts.asked is not None:
-                await parts.asked.close()
+            await closed(parts.engine, parts.gpus, parts.asked)
 
 
 async def _run(

@@ -100,6 +100,17 @@ class GpuReading:
     failure: Failure | None = None
     vendor: Vendor = Vendor.NVIDIA
 
+    def failed(self, failure: Failure) -> GpuReading:
+        """Return the reading of the same device when it cannot be read; XID errors are counted here and stay known."""
+        return GpuReading(
+            index=self.index,
+            uuid=self.uuid,
+            name=self.name,
+            xid_errors=self.xid_errors,
+            failure=failure,
+            vendor=self.vendor,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReadings:

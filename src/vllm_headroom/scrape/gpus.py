@@ -88,7 +88,4 @@ class Gpus:
         """Return that each GPU of NVIDIA's seen so far has failed; one that is not known where there should be some."""
         if not self._of_nvidia and failure.reason not in NO_NVIDIA:
             return (GpuReading(index=0, uuid="", name="", failure=failure),)
-        return tuple(
-            GpuReading(index=each.index, uuid=each.uuid, name=each.name, xid_errors=each.xid_errors, failure=failure)
-            for each in self._of_nvidia
-        )
+        return tuple(each.failed(failure) for each in self._of_nvidia)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.check.excess import Report
 from vllm_headroom.commands.check.judge import JUDGES, judge
 from vllm_headroom.commands.check.judgement import Judgement, overall
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.reports import broken, commands, report
+from vllm_headroom.commands.check.series import Report
 from vllm_headroom.commands.check.text import document, table
-from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
@@ -116,11 +115,11 @@ def _run(given: Namespace) -> Checked:
             if name is not None
         ]
     except BadInput as error:
-        _save(given.junit, broken(str(error)))
+        save(given.junit, broken(str(error)))
         raise
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
-    _save(given.junit, report(judgements))
+    save(given.junit, report(judgements))
     return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
@@ -144,15 +143,6 @@ def _text(checked: Checked) -> Iterator[str]:
     yield from table(checked.traces, checked.judgements)
     if checked.for_github:
         yield from commands(checked.judgements)
-
-
-def _save(file: Path | None, text: bytes) -> None:
-    if file is None:
-        return
-    try:
-        file.write_bytes(text)
-    except OSError as error:
-        raise BadInput(f"{file}: cannot be written: {error.strerror}") from error
 
 
 COMMAND: Final[Command[Checked]] = Command(

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.commands.check.doubts import doubt
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
-from vllm_headroom.commands.check.record import Record, paired
+from vllm_headroom.commands.check.record import Record, doubt, paired
 from vllm_headroom.commands.check.sensitivity import seen_from
 from vllm_headroom.commands.check.series import Series
 from vllm_headroom.commands.verdict import Verdict

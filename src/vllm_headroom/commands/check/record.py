@@ -1,19 +1,21 @@
-"""Everything about a trace that a limit may be set on."""
+"""Everything about a trace that a limit may be set on, and why it may not suffice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from vllm_headroom.commands.check.excess import Report, excesses
-from vllm_headroom.commands.check.series import Coverage, Series
+from vllm_headroom.commands.check.series import Coverage, Report, Series, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observation
 from vllm_headroom.derive.leak.host import host_observations
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS
 from vllm_headroom.derive.page_facts import finished, named, running_requests, together
 from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
 from vllm_headroom.trace.counter import Rise
 from vllm_headroom.trace.replay import Watch
+from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import Role
 
 
@@ -112,3 +114,38 @@ def paired(record: Record, before: Record | None) -> Iterator[tuple[Series, Seri
 
 def _name(reading: GpuReading) -> str:
     return reading.uuid if reading.uuid.startswith("MIG-") else f"GPU {reading.index}"
+
+
+LEAST_SECONDS: Final = GROWING_SECONDS
+LEAST_REQUESTS: Final = WARM_REQUESTS
+"""First uses of kernels are over by then; before, memory says little about what it will be."""
+
+LEAST_SHARE: Final = 0.9
+"""Of the trace, in which a figure must be known: a peak may hide in the rest."""
+
+
+def doubt(record: Record, coverage: Coverage | None, what: str) -> str | None:
+    """Return what is missing for `what`, which `coverage` tells was read for how long; None when nothing is."""
+    return too_little(record) or unread(record, record.engine, "the engine") or unread(record, coverage, what)
+
+
+def too_little(record: Record) -> str | None:
+    """Return why the trace is too short; None when it is not."""
+    if not record.samples:
+        return "the trace has no samples"
+    watched, done = record.watched.seconds, record.finished.total
+    if watched < LEAST_SECONDS:
+        return f"the trace is too short: it covers {duration(watched)}, and {LEAST_SECONDS / 60:.0f} min are the least"
+    if done is None:
+        return "the engine does not say how many requests it finished"
+    if done < LEAST_REQUESTS:
+        return f"too little load: {done:,.0f} requests finished, and {LEAST_REQUESTS:,.0f} are the least"
+    return None
+
+
+def unread(record: Record, coverage: Coverage | None, what: str) -> str | None:
+    """Return that `what` could not be read for too long; None when it could."""
+    read = 0.0 if coverage is None else coverage.seconds
+    if read >= LEAST_SHARE * record.span_seconds:
+        return None
+    return f"{what} could be read for {duration(read)} of {duration(record.span_seconds)}"

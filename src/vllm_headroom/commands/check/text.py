@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from vllm_headroom.commands.check.judgement import Judgement, overall
 from vllm_headroom.commands.check.record import Record
-from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.terminal import wrapped
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.run import SHARES
-from vllm_headroom.commands.text import paragraphs
+from vllm_headroom.commands.terminal import paragraphs
 from vllm_headroom.units import size
 
 Found = Mapping[str, Any]

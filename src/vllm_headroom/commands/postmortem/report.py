@@ -11,7 +11,7 @@ from vllm_headroom.commands.postmortem.finding import TODO, Finding
 from vllm_headroom.commands.postmortem.known import Known, log_lines, sentences
 from vllm_headroom.commands.postmortem.numbers import numbers
 from vllm_headroom.commands.postmortem.timeline import Moment
-from vllm_headroom.commands.text import HEAD, headed, paragraphs, wrapped
+from vllm_headroom.commands.terminal import HEAD, headed, paragraphs, wrapped
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.units import instant
 
