@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from math import isfinite
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,6 +25,19 @@ from vllm_headroom.vocabulary import LeakLocation, LeakState
 Word = TypeVar("Word", bound=StrEnum)
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""
+
+OF_A_GPU: Final = {
+    "bytes_per_second": catalog.LEAK_RATE,
+    "bytes_per_request": catalog.LEAK_PER_REQUEST,
+    "leaked_bytes": catalog.LEAKED,
+    "time_to_oom_seconds": catalog.TIME_TO_OOM,
+    "time_to_oom_seconds_lower": catalog.TIME_TO_OOM_LOWER,
+}
+ON_THE_HOST: Final = {
+    "bytes_per_second": catalog.HOST_LEAK_RATE,
+    "time_to_oom_seconds": catalog.HOST_TIME_TO_OOM,
+    "time_to_oom_seconds_lower": catalog.HOST_TIME_TO_OOM_LOWER,
+}
 
 
 def facts_of(text: str, settings: Settings) -> Facts | str:
@@ -95,17 +108,7 @@ def _gpus(page: Values) -> Iterator[GpuFacts]:
 
 def _gpu(page: Values, gpu: Labels, running: float | None) -> GpuFacts:
     total, used = page.value(catalog.GPU_MEMORY_TOTAL, *gpu), page.value(catalog.GPU_MEMORY_USED, *gpu)
-    leak = _leak(
-        page,
-        catalog.LEAK_STATE,
-        gpu,
-        bytes_per_second=catalog.LEAK_RATE,
-        bytes_per_request=catalog.LEAK_PER_REQUEST,
-        leaked_bytes=catalog.LEAKED,
-        time_to_oom_seconds=catalog.TIME_TO_OOM,
-        time_to_oom_seconds_lower=catalog.TIME_TO_OOM_LOWER,
-    )
-    facts = GpuFacts(index=int(gpu[0]), uuid=gpu[1], leak=leak)
+    facts = GpuFacts(index=int(gpu[0]), uuid=gpu[1], leak=_leak(page, catalog.LEAK_STATE, gpu, OF_A_GPU))
     if total is None or used is None:
         return facts
     usable = total - (page.value(catalog.GPU_MEMORY_RESERVED, *gpu) or 0.0)
@@ -134,9 +137,9 @@ def _spells(room: float, room_at_peak: float, running: float | None) -> Iterator
         yield Spell(kind=Shortage.PEAK, least_bytes=max(0.0, room_at_peak))
 
 
-def _leak(page: Values, state: Metric, labels: tuple[str, ...], **figures: Metric) -> Leak:
+def _leak(page: Values, state: Metric, labels: tuple[str, ...], figures: Mapping[str, Metric]) -> Leak:
     """Return what is said of a series; a figure that all series share has no labels."""
-    said = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
+    said: dict[str, Any] = {name: page.value(metric, *labels[: len(metric.labels)]) for name, metric in figures.items()}
     where = _one_of(LeakLocation, page.state(catalog.LEAK_LOCATION, *labels))
     is_in = _one_of(LeakState, page.state(state, *labels)) or LeakState.UNKNOWN
     return Leak(state=is_in, alarm=Moment(seconds=0.0, location=where, **said) if is_in is LeakState.LEAKING else None)
@@ -149,14 +152,7 @@ def _one_of(known: type[Word], named: str | None) -> Word | None:
 def _hosts(page: Values) -> Iterator[HostFacts]:
     """Yield each role of the engine's processes."""
     for role, held in page.of(catalog.HOST_MEMORY).items():
-        leak = _leak(
-            page,
-            catalog.HOST_LEAK_STATE,
-            role,
-            bytes_per_second=catalog.HOST_LEAK_RATE,
-            time_to_oom_seconds=catalog.HOST_TIME_TO_OOM,
-            time_to_oom_seconds_lower=catalog.HOST_TIME_TO_OOM_LOWER,
-        )
+        leak = _leak(page, catalog.HOST_LEAK_STATE, role, ON_THE_HOST)
         yield HostFacts(process=role[0], leak=leak, held_bytes=held)
 
 
@@ -166,14 +162,9 @@ def _host(page: Values) -> HostMemory:
     return HostMemory(basis=None, **{fact: int(value) for fact, value in known if value is not None})
 
 
-def _stranded(page: Values, *engine: str) -> StrandedFacts | None:
-    ratio = page.value(catalog.ENGINE_KV_STRANDED, *engine)
-    return None if ratio is None else StrandedFacts(ratio=ratio, first_ratio=ratio, rises=0)
-
-
 def _engine(page: Values, *engine: str) -> EngineFacts:
     used = page.value(catalog.ENGINE_KV_USED, *engine)
-    running = page.value(catalog.ENGINE_RUNNING, *engine)
+    running, lost = page.value(catalog.ENGINE_RUNNING, *engine), page.value(catalog.ENGINE_KV_STRANDED, *engine)
     return EngineFacts(
         model_name=engine[0],
         engine=engine[1],
@@ -185,7 +176,7 @@ def _engine(page: Values, *engine: str) -> EngineFacts:
         finished=page.value(catalog.ENGINE_FINISHED, *engine),
         full=_full(page, *engine) if used is not None and used > FULL_RATIO and running else None,
         prefix=_prefix(page, *engine),
-        stranded=_stranded(page, *engine),
+        stranded=None if lost is None else StrandedFacts(ratio=lost, first_ratio=lost, rises=0),
     )
 
 
