@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import structlog
 
-from vllm_headroom.daemon.known import known, ooms
-from vllm_headroom.daemon.recent import Recent
+from vllm_headroom.daemon.known import Recent, known, ooms
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Life, Snapshot, Values, Verdict

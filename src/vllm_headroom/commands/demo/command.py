@@ -13,6 +13,16 @@ from vllm_headroom.config.fields import setting
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
+DESCRIPTION: Final = """\
+Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
+"""
+
+EPILOG: Final = """\
+Example:
+  vllm-headroom demo --scenario burst --speed 10
+  curl http://127.0.0.1:9839/metrics
+"""
+
 SCENARIOS: Final = tuple(TABLE)
 FASTEST: Final = 1000
 
@@ -42,17 +52,6 @@ class DemoSettings(Settings):
         gt=0,
         le=FASTEST,
     )
-
-
-DESCRIPTION: Final = """\
-Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
-"""
-
-EPILOG: Final = """\
-Example:
-  vllm-headroom demo --scenario burst --speed 10
-  curl http://127.0.0.1:9839/metrics
-"""
 
 
 def _options(parser: Parser) -> None:

@@ -17,7 +17,7 @@ from vllm_headroom.config.kinds import FILE, RATIO, Value, choice, size, tokens,
 from vllm_headroom.config.options import Parser
 from vllm_headroom.sizing.estimate import estimate, fits
 from vllm_headroom.sizing.footprint import KV_DTYPES
-from vllm_headroom.sizing.model_file import NAME
+from vllm_headroom.sizing.model_config import NAME
 from vllm_headroom.sizing.quantisation import QUANTISED_BYTES
 from vllm_headroom.sizing.question import BLOCK_TOKENS, LORA_RANK, TYPICAL_TOKENS, UTILIZATION
 from vllm_headroom.trace.errors import BadInput

@@ -23,6 +23,25 @@ from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.read import recorded
 
+DESCRIPTION: Final = """\
+Says in one page what happened before the engine ended, and why: out of GPU
+memory by a leak, by a burst or by a neighbour; killed by the kernel; a crash
+with memory at ease; a start that never fitted; a hang; an orderly end. And how
+sure that is.
+
+FILE is an incident that the daemon set aside, or any trace, whose last end
+counts; of a FOLDER it is the newest incident. Without either it is that of
+HEADROOM_STATE_DIR.
+"""
+
+EXAMPLES: Final = """\
+It ends with status 0, and with 2 where it cannot use its input.
+
+Example:
+  vllm-headroom postmortem
+  vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
+"""
+
 RULES: Final[tuple[Callable[[Facts], Finding | None], ...]] = (
     killed,
     never_fitted,
@@ -58,25 +77,6 @@ def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
         found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
     return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (UNKNOWN,)
 
-
-DESCRIPTION: Final = """\
-Says in one page what happened before the engine ended, and why: out of GPU
-memory by a leak, by a burst or by a neighbour; killed by the kernel; a crash
-with memory at ease; a start that never fitted; a hang; an orderly end. And how
-sure that is.
-
-FILE is an incident that the daemon set aside, or any trace, whose last end
-counts; of a FOLDER it is the newest incident. Without either it is that of
-HEADROOM_STATE_DIR.
-"""
-
-EXAMPLES: Final = """\
-It ends with status 0, and with 2 where it cannot use its input.
-
-Example:
-  vllm-headroom postmortem
-  vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
-"""
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 PLACE: Final = Value(read=FILE.read, accepts="the path of a file or a folder")

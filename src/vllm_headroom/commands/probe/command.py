@@ -15,6 +15,25 @@ from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.units import duration, size
 
+DESCRIPTION: Final = """\
+install puts the probe into a folder where any vLLM from 0.9 on finds it, its
+image unchanged. It tells the sidecar what only vLLM's processes know of their
+memory, by files in HEADROOM_PROBE_DIR, which both can use.
+
+record asks the probes of a running vLLM who allocates, for a time, what is
+kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
+vLLM meanwhile, and is never done unasked. See docs/probe.md.
+"""
+
+EPILOG: Final = """\
+It ends with status 0, and with 2 when the folder cannot be written or no probe
+is there to record.
+
+Example:
+  vllm-headroom probe install /opt/headroom-probe
+  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
+"""
+
 Found = Mapping[str, Any]
 """A part of what --json prints."""
 
@@ -64,25 +83,6 @@ def _cost(cost: Found) -> str:
     )
     return ", ".join(part for part in parts if part) or "what it does not tell"
 
-
-DESCRIPTION: Final = """\
-install puts the probe into a folder where any vLLM from 0.9 on finds it, its
-image unchanged. It tells the sidecar what only vLLM's processes know of their
-memory, by files in HEADROOM_PROBE_DIR, which both can use.
-
-record asks the probes of a running vLLM who allocates, for a time, what is
-kept: host memory by tracemalloc, GPU memory by torch's memory history. It slows
-vLLM meanwhile, and is never done unasked. See docs/probe.md.
-"""
-
-EPILOG: Final = """\
-It ends with status 0, and with 2 when the folder cannot be written or no probe
-is there to record.
-
-Example:
-  vllm-headroom probe install /opt/headroom-probe
-  kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
-"""
 
 INSTALL, RECORD = "install", "record"
 LONGEST_SECONDS: Final = 3600

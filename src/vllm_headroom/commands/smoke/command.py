@@ -20,6 +20,22 @@ from vllm_headroom.model import Failure
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import Reason
 
+DESCRIPTION: Final = """\
+Says whether a vLLM that was just started serves: waits until it is healthy,
+lets it complete one short prompt, looks for that request in its metrics, and
+compares the GPU memory it holds with what it was told to use. It takes the
+daemon's settings for how to reach vLLM.
+"""
+
+EPILOG: Final = """\
+It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
+cannot use its settings. What cannot be looked at from here is skipped, and it
+says why.
+
+Example:
+  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
+"""
+
 PATH: Final = "health"
 ANSWER_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 1.0
@@ -45,23 +61,6 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
             said, say_at = answer.message, now() + SAY_SECONDS
             say(f"waiting, {duration(ends - now())} left: {said}")
         await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
-
-
-DESCRIPTION: Final = """\
-Says whether a vLLM that was just started serves: waits until it is healthy,
-lets it complete one short prompt, looks for that request in its metrics, and
-compares the GPU memory it holds with what it was told to use. It takes the
-daemon's settings for how to reach vLLM.
-"""
-
-EPILOG: Final = """\
-It ends with status 0 when vLLM serves, 1 when something failed, and 2 when it
-cannot use its settings. What cannot be looked at from here is skipped, and it
-says why.
-
-Example:
-  vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
-"""
 
 
 MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
+from vllm_headroom.commands.doctor.fixes import Finding, Fix, State
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.commands.terminal import WIDTH
 

@@ -11,9 +11,15 @@ from typing import Any, Final
 
 from vllm_headroom.commands.progress import followed
 from vllm_headroom.commands.replay.prometheus.api import Api, Series
-from vllm_headroom.commands.replay.prometheus.engines import ENGINES, OWN_ENGINES, OWN_PROCESSES
-from vllm_headroom.commands.replay.prometheus.gpus import DCGM_GPUS, OWN_GPUS, SMI_GPUS
 from vllm_headroom.commands.replay.prometheus.join import Kind, Source, read, selector
+from vllm_headroom.commands.replay.prometheus.kinds import (
+    DCGM_GPUS,
+    ENGINES,
+    OWN_ENGINES,
+    OWN_GPUS,
+    OWN_PROCESSES,
+    SMI_GPUS,
+)
 from vllm_headroom.commands.replay.prometheus.text import Span, matcher, span_between
 from vllm_headroom.trace.errors import BadInput
 
