@@ -61,7 +61,7 @@ class Views:
             return
         page = sampler.snapshot.page
         self.verdicts = verdicts(sampler.snapshot, sampler.values)
-        running = None if page is None else running_requests(page)
+        running = running_requests(page)
         self.history.step(sampler.snapshot, self.verdicts, running)
 
     async def record(self, sampler: Sampler) -> None:

@@ -15,7 +15,7 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
     engines does not say; and at nothing held, as when the engine dies between the two readings.
     """
-    running = None if snapshot.page is None else running_requests(snapshot.page)
+    running = running_requests(snapshot.page)
     if not running:
         return ()
     return tuple(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.page_facts import engines
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EngineReading, Sample, Snapshot
 
@@ -50,14 +51,12 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
     counts = {key: _aged(old, now) for key, old in state.engines.items()}
-    engines = snapshot.page.engines if snapshot.page else ()
-    for engine in engines:
-        key = engine_labels(engine)
+    present = {engine_labels(engine): engine for engine in engines(snapshot.page)}
+    for key, engine in present.items():
         if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
             counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
-    present = {engine_labels(engine) for engine in engines}
     following = {key: kept for key, kept in counts.items() if kept.steps or key in present}
-    samples = tuple(sample for engine in engines for sample in _ratio(engine, counts.get(engine_labels(engine))))
+    samples = tuple(sample for key, engine in present.items() for sample in _ratio(engine, counts.get(key)))
     return PrefixCacheState(engines=following), samples
 
 

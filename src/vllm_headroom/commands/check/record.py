@@ -71,7 +71,7 @@ class Record:
         page = snapshot.page
         if page is not None and named(page):
             self._engines(page, now)
-        running = None if page is None or (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
+        running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
         for gpu in snapshot.devices:
             self._gpu(gpu, observation(gpu, snapshot), running)
         for uuid, excess in excesses(snapshot, self._report):
