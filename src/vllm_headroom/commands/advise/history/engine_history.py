@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts, StrandedFacts
-from vllm_headroom.commands.advise.history.tally import Tally
 from vllm_headroom.commands.advise.limits import (
     CHANGED_RATIO,
     FULL_RATIO,
@@ -12,7 +11,7 @@ from vllm_headroom.commands.advise.limits import (
 )
 from vllm_headroom.derive.kv_cache import tokens_per_request
 from vllm_headroom.model import EngineReading
-from vllm_headroom.trace.counter import Rise
+from vllm_headroom.trace.counter import Rise, Tally
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
