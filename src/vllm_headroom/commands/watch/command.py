@@ -1,28 +1,26 @@
-"""The command `watch`: its options, what a sidecar says, and what it does with that."""
+"""The command `watch`: its options, and what it does with them."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import httpx
 
 from vllm_headroom.commands.cli import Command, say
-from vllm_headroom.commands.terminal import NO_SIDECAR, console, draws
+from vllm_headroom.commands.terminal import console, draws
+from vllm_headroom.commands.watch.sidecar import Document, ask, said
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon.sources import closed
-from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.vocabulary import CONTROLS, WORDS
+from vllm_headroom.vocabulary import CONTROLS
 
 DESCRIPTION: Final = """\
 Shows what a sidecar says, live: its verdict on each GPU, the engine and the
@@ -38,30 +36,6 @@ Example:
   vllm-headroom watch http://gpu-7:9839
   kubectl exec -it POD -c headroom -- vllm-headroom watch
 """
-
-KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
-
-Document = dict[str, Any]
-
-
-async def ask(reader: PageReader) -> Document | str:
-    """Return the document, or in one line why there is none."""
-    page = await reader.fetch()
-    if isinstance(page, Failure):
-        return f"{without_advice(page)}: {NO_SIDECAR}"
-    try:
-        document = json.loads(page)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not document.keys() >= KEYS:
-        return f"what answers is not vllm-headroom: {NO_SIDECAR}"
-    return document
-
-
-def said(verdict: dict[str, Any]) -> str:
-    """Return a verdict: its level as a word, which a colour only repeats."""
-    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
-
 
 HERE: Final = "http://127.0.0.1:9839"
 EVERY_SECONDS: Final = 2.0

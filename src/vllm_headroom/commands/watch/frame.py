@@ -10,7 +10,7 @@ from rich.text import Text
 
 from vllm_headroom.commands.bars import Point, bars
 from vllm_headroom.commands.terminal import hanging
-from vllm_headroom.commands.watch.command import Document, said
+from vllm_headroom.commands.watch.sidecar import Document, said
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import CONTROLS
 

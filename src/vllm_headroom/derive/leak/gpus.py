@@ -49,11 +49,11 @@ def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
     return Observation(
         seconds=snapshot.monotonic_seconds,
         held_bytes=gpu.held_bytes,
-        finished_total=finished(page),
-        running=running_requests(page),
-        life=life(page),
+        finished_total=None if page is None else finished(page),
+        running=None if page is None else running_requests(page),
+        life=None if page is None else life(page),
         neighbours=gpu.process_count if gpu.engine_bytes is None else None,
-        awake=awake(page),
+        awake=None if page is None else awake(page),
         room_bytes=room(gpu),
     )
 

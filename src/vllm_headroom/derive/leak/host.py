@@ -49,10 +49,10 @@ def host_observations(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
             held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
-            finished_total=finished(page),
-            running=running_requests(page),
+            finished_total=None if page is None else finished(page),
+            running=None if page is None else running_requests(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
-            awake=awake(page),
+            awake=None if page is None else awake(page),
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
         )
         yield role, seen

@@ -53,7 +53,7 @@ def load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample,
 
 def _requests(snapshot: Snapshot) -> float | None:
     """Return requests running and waiting in all engines; None where one does not say how many run."""
-    engines = named(snapshot.page)
+    engines = () if snapshot.page is None else named(snapshot.page)
     running = together(engine.running for engine in engines)
     return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
 

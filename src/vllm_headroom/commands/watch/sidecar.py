@@ -1,0 +1,35 @@
+"""What a sidecar says of itself at /snapshot.json."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from vllm_headroom.commands.terminal import NO_SIDECAR
+from vllm_headroom.model import Failure
+from vllm_headroom.scrape.http.failures import without_advice
+from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.vocabulary import CONTROLS, WORDS
+
+KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
+
+Document = dict[str, Any]
+
+
+async def ask(reader: PageReader) -> Document | str:
+    """Return the document, or in one line why there is none."""
+    page = await reader.fetch()
+    if isinstance(page, Failure):
+        return f"{without_advice(page)}: {NO_SIDECAR}"
+    try:
+        document = json.loads(page)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or not document.keys() >= KEYS:
+        return f"what answers is not vllm-headroom: {NO_SIDECAR}"
+    return document
+
+
+def said(verdict: dict[str, Any]) -> str:
+    """Return a verdict: its level as a word, which a colour only repeats."""
+    return f"{WORDS.get(verdict['level'], verdict['level']):<11}{verdict['sentence']}".translate(CONTROLS)
