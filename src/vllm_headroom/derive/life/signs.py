@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, GpuMemory, GpuReading, ProbeReadings, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Reason
 
 ProcessName = tuple[int, float]
@@ -103,7 +103,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         finished_total=finished(page),
         processes=processes,
         held=held,
-        rooms={gpu.reading.uuid: _room(gpu.reading, memory) for gpu in gpus if (memory := gpu.reading.memory)},
+        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
         owed_since=snapshot.unanswered_since_seconds,
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
@@ -140,6 +140,7 @@ def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
     return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
 
 
-def _room(reading: GpuReading, memory: GpuMemory) -> int:
+def _room(gpu: Gpu) -> int | None:
     """Return the least that was left in the last minute."""
-    return min(memory.left_bytes, memory.usable_bytes - (reading.used_peak_bytes or 0))
+    memory = gpu.reading.memory
+    return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))

@@ -1,0 +1,42 @@
+"""What a GPU says of faults in its memory, and of changes that wait for a reset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pynvml
+
+from vllm_headroom.scrape.nvml.calls import Calls, Handle
+from vllm_headroom.scrape.nvml.parts import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFaults:
+    """The faults of the GPU at an NVML index; None where it does not tell, as with MIG instances on it.
+
+    `ecc` is whether ECC is on now, and after the next reset. `row_remap_failed` stays True once it has been.
+    """
+
+    index: int
+    ecc: tuple[bool, bool] | None
+    row_remap_pending: bool | None
+    row_remap_failed: bool | None
+    page_retirement_pending: bool | None
+
+
+def faults_of(gpu: Part, calls: Calls) -> GpuFaults:
+    """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
+    ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
+    rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
+    pages = calls.ask(gpu.uuid, "page retirement", lambda: _pages_pending(gpu.handle))
+    return GpuFaults(
+        index=gpu.index,
+        ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
+        row_remap_pending=None if rows is None else bool(rows[2]),
+        row_remap_failed=None if rows is None else bool(rows[3]),
+        page_retirement_pending=pages,
+    )
+
+
+def _pages_pending(handle: Handle) -> bool:
+    return bool(pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))
