@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.check.sensitivity import Reading
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
@@ -15,6 +14,9 @@ from vllm_headroom.model import Failure, Inside, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS
 from vllm_headroom.vocabulary import MemoryPart
+
+Reading = tuple[Observation, float]
+"""What the detector was told, and the requests that had finished by then as it counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.commands.plan.measured import Planned, parts_of, planned_document, planned_text
+from vllm_headroom.commands.plan.document import Planned, parts_of, planned_document, planned_text
 from vllm_headroom.commands.plan.request import SIZES, question
 from vllm_headroom.config.kinds import FILE, RATIO, Value, choice, size, tokens, whole
 from vllm_headroom.config.options import Parser

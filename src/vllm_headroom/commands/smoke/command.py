@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command, tell
-from vllm_headroom.commands.smoke.completion import completed
-from vllm_headroom.commands.smoke.counters import counted, offered, read_page
+from vllm_headroom.commands.smoke.completion import completed, counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
