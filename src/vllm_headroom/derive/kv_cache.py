@@ -1,9 +1,9 @@
-"""How big is the KV cache, what does a request take of it and how many more fit?"""
+"""How big is the KV cache, and what does a request take of it?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import floor, isfinite
+from math import isfinite
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import engines, named, together
@@ -67,10 +67,6 @@ def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator
     labels, capacity_tokens = engine_labels(engine), engine.kv_capacity_tokens
     if capacity_tokens is not None and bytes_per_token is not None:
         yield Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * bytes_per_token)
-    if not engine.running or not engine.kv_used_ratio:
-        return
-    more = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
-    yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor(more)) if isfinite(more) else more)
     tokens = tokens_per_request(engine)
     if tokens is None:
         return
