@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from math import ceil, log, sqrt
 from typing import Final
 
-from vllm_headroom.commands.load.answer import Answer, Outcome
+from vllm_headroom.commands.load.stream import Answer, Outcome
 
 EXACT_VALUES: Final = 10_000
 """Up to so many, every value is kept."""
