@@ -66,23 +66,19 @@ def _aged(counts: EngineCounts, now: float) -> EngineCounts:
 
 
 def _counted(before: EngineCounts | None, queries_total: float, hits_total: float, now: float) -> EngineCounts:
+    steps = () if before is None else before.steps
     if before is None:
-        began = Step(began_seconds=now, queries=0.0, hits=0.0)
-        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(began,))
-    if queries_total < before.queries_total or hits_total < before.hits_total:
-        anew = Step(began_seconds=now, queries=queries_total, hits=hits_total)
-        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(anew,))
-    queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
-    steps = before.steps
-    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
-        last = steps[-1]
-        steps = (
-            *steps[:-1],
-            Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits),
-        )
+        queries, hits = 0.0, 0.0
+    elif queries_total < before.queries_total or hits_total < before.hits_total:
+        steps, queries, hits = (), queries_total, hits_total
     else:
-        steps = (*steps, Step(began_seconds=now, queries=queries, hits=hits))
-    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=steps)
+        queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
+    step = Step(began_seconds=now, queries=queries, hits=hits)
+    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
+        *rest, last = steps
+        steps = tuple(rest)
+        step = Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits)
+    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(*steps, step))
 
 
 def _ratio(engine: EngineReading, counts: EngineCounts | None) -> Iterator[Sample]:

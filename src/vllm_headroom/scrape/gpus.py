@@ -71,12 +71,7 @@ class Gpus:
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
-        untold = (
-            GpuFaults(
-                index=index, ecc=None, row_remap_pending=None, row_remap_failed=None, page_retirement_pending=None
-            )
-            for index in {reading.index for reading in self._of_amd}
-        )
+        untold = (GpuFaults(index=index) for index in {reading.index for reading in self._of_amd})
         return *(await self._nvml.faults(timeout_seconds)), *untold
 
     async def close(self) -> None:
