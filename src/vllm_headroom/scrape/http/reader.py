@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import ipaddress
-from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class PageReader:
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
         if login.userinfo:
-            pair = b64encode(f"{login.username}:{login.password}".encode()).decode()
+            pair = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {pair}"
         self._server: OneConnection | None = None
 
