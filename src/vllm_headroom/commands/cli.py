@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from vllm_headroom.commands.early import unhindered
@@ -121,6 +122,15 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     import uvloop  # noqa: PLC0415 - the same
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
+
+
+def save(file: Path | None, content: bytes, option: str = "") -> None:
+    """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
+    try:
+        if file is not None:
+            file.write_bytes(content)
+    except OSError as error:
+        raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
 
 def say(text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Final
 import httpx
 
 from vllm_headroom.config.values import Values
-from vllm_headroom.daemon.app import CLOSE_SECONDS
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.gpus import Gpus
@@ -41,14 +40,6 @@ async def fetched(reader: PageReader) -> str | Failure:
         return await reader.fetch()
     finally:
         await closed(reader)
-
-
-async def closed(*readers: PageReader | Gpus) -> None:
-    """Close what was read, unless that takes long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            for reader in readers:
-                await reader.close()
 
 
 async def machine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> Machine:

@@ -10,7 +10,7 @@ import httpx
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.canary import Asked
-from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProbeSource, ProcessSource
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.canary import Canary
@@ -27,15 +27,11 @@ TOKEN_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Parts(Sources):
     """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
 
-    engine: EngineSource
-    gpus: GpuSource
-    processes: ProcessSource
     clock: Clock
     notice: str = ""
-    probe: ProbeSource | None = None
     asked: Asked | None = None
 
 

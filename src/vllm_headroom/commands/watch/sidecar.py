@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from vllm_headroom.commands.text import NO_SIDECAR
+from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
