@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from vllm_headroom.commands.terminal import shown
@@ -50,6 +51,7 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
+    _stand_in()
     if name in table and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
         say(_version())
         status = 0
@@ -66,6 +68,13 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()
     os._exit(status)
+
+
+def _stand_in() -> None:
+    """Let a standard stream that was closed from the start lead nowhere, before another file takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - it stays open
 
 
 @contextmanager
@@ -146,8 +155,11 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
+            raise SystemExit(BAD_INPUT) from None  # not 1, which `check` and others say of what they judged
 
 
 def tell(line: str) -> None:

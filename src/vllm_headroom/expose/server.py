@@ -20,9 +20,9 @@ log = structlog.get_logger()
 MOST_CONNECTIONS: Final = 256
 """Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""
 
-PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
-"""How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
-at the least often."""
+PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
+"""How long a client may take over a request and an answer, how long it may wait for its turn (a check of its password
+may have given way to others), and may keep its connection: Prometheus scrapes every minute at the least often."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
 """What the kernel keeps for a connection each way, twice over: left to itself it takes 2.5 MB of answers that a client
@@ -174,12 +174,12 @@ class Server:
             return text(500, "this is a fault of the daemon, its log says more")
 
     async def _sweep(self) -> None:
-        """Close the connections whose clients take too long."""
+        """Close the connections whose clients take too long, or wait too long."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for connection in tuple(self._connections):
-                if now() - connection.since_seconds > PATIENCE_SECONDS.get(connection.phase, float("inf")):
+                if now() - connection.since_seconds > PATIENCE_SECONDS[connection.phase]:
                     connection.drop()
 
 
