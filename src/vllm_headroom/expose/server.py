@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from vllm_headroom.expose.answers import Answer, Handler, Request, text
+from vllm_headroom.expose.answers import Handler, Request, text
 from vllm_headroom.expose.connection import Connection, Phase
 from vllm_headroom.expose.web.door import Door
 
@@ -161,17 +161,17 @@ class Server:
             while self._short or self._waiting:
                 for queue in (self._short, self._waiting):
                     if queue:
-                        connection, request = queue.popleft()
-                        answer = self._handled(request)
-                        connection.answer(self._door.dressed(answer) if self._door else answer)
+                        self._give(*queue.popleft())
                         await asyncio.sleep(0)
 
-    def _handled(self, request: Request) -> Answer:
+    def _give(self, connection: Connection, request: Request) -> None:
+        """Answer, and outlive an answer that cannot be made or sent: one request must not end the daemon."""
         try:
-            return self._handler(request)
+            answer = self._handler(request)
+            connection.answer(self._door.dressed(answer) if self._door else answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
-            return text(500, "this is a fault of the daemon, its log says more")
+            connection.answer(text(500, "this is a fault of the daemon, its log says more"))
 
     async def _sweep(self) -> None:
         """Close the connections whose clients take too long, or wait too long."""
