@@ -140,8 +140,11 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
+            raise SystemExit(BAD_INPUT) from None  # not 1, which `check` and others say of what they judged
 
 
 def tell(line: str) -> None:

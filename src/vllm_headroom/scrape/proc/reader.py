@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from errno import ENOENT
 from functools import cached_property, partial
 from math import ceil
 from pathlib import Path
@@ -86,6 +87,8 @@ class Processes:
 
     def _read(self) -> ProcessReadings | Failure:
         pids = proc_files.pids(self._proc)
+        if not pids:
+            raise FileNotFoundError(ENOENT, "no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
             self._forget()
         engine = self._engine(pids)
