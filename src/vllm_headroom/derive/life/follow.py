@@ -105,7 +105,8 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
     life = state.lives.newest
     if seen.page is not None:
         return _answering(state, seen, age)
-    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED):
+    may_be_there = life is None and seen.ambiguous
+    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED and not may_be_there):
         return EngineState.DOWN
     if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
         return EngineState.UNKNOWN

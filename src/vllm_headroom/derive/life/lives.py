@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom.derive.life.movement import worked
-from vllm_headroom.derive.life.signs import Answer, ProcessName, Signs
-from vllm_headroom.model import EngineProcess
+from vllm_headroom.derive.life.signs import Answer, Signs
+from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, ProcessName
 from vllm_headroom.vocabulary import ExitReason, Role
-
-SAME_START_SECONDS: Final = 2.0
-"""Two daemons tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
 
 LOOP_SECONDS: Final = 90 * 60.0
 """How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
@@ -72,6 +70,8 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     """
     ends = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
     life, restarts, exits = lives.newest, lives.restarts, lives.exits
+    if life is not None and not life.ready and not life.ended and _is_among(life.processes, seen.neighbours):
+        life = None  # another engine was taken for this one: what lives on did not end
     if life is not None and not life.ended and (_is_another(life, seen) or _is_gone(seen)):
         reason = _cause(life, seen, answered_before=answered_before)
         life = replace(life, ended=True)
@@ -135,11 +135,13 @@ def _is_another(life: OneLife, seen: Signs) -> bool:
         and seen.finished_total < life.finished_total
     ):
         return True
-    return bool(life.processes and seen.names) and not any(
-        pid == other and abs(started - then) <= SAME_START_SECONDS
-        for pid, started in seen.names
-        for other, then in life.processes
-    )
+    return bool(life.processes and seen.names) and not _is_among(life.processes, seen.names)
+
+
+def _is_among(known: Iterable[ProcessName], processes: Iterable[ProcessName]) -> bool:
+    """Return whether any of the known ones is one of these processes."""
+    starts = dict(processes)
+    return any(pid in starts and abs(started - starts[pid]) <= SAME_START_SECONDS for pid, started in known)
 
 
 def _seen(life: OneLife, seen: Signs) -> OneLife:

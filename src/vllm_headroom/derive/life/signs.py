@@ -8,11 +8,8 @@ from typing import Final
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, ProcessName, Snapshot
 from vllm_headroom.vocabulary import Reason
-
-ProcessName = tuple[int, float]
-"""A process by its pid and its start, in seconds since the epoch: a pid alone is given to another one later."""
 
 OCCUPIED_RATIO: Final = 0.05
 """A GPU on which less than this share is held runs no model: CUDA contexts take half a gigabyte."""
@@ -47,7 +44,8 @@ class Signs:
     `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
     a process last ran out of GPU memory that did not outlive it. `held` is by UUID what the engine holds of its GPUs,
     `rooms` the least that was free on each in the last minute. `oom_kills` is what the kernel has killed in its
-    container, `owed_since` since when a request of the daemon's own has waited.
+    container, `neighbours` the engines in sight that are not this one, of which it may be one where it is `ambiguous`,
+    `owed_since` since when a request of the daemon's own has waited.
     """
 
     answer: Answer
@@ -64,6 +62,8 @@ class Signs:
     oom_seconds: float | None
     oom_kills: int | None = None
     host_room_bytes: int | None = None
+    neighbours: frozenset[ProcessName] = frozenset()
+    ambiguous: bool = False
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -85,7 +85,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
     cannot be read.
     """
     page = snapshot.page
-    processes = None if isinstance(snapshot.processes, Failure) else snapshot.processes
+    processes = None if snapshot.ambiguous or isinstance(snapshot.processes, Failure) else snapshot.processes
     if processes or (processes is not None and page is not None):
         sighted = bool(processes)
     gpus = snapshot.owned
@@ -109,6 +109,8 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         oom_seconds=_oom_seconds(snapshot.probe),
         oom_kills=None if snapshot.host is None else snapshot.host.oom_kills,
         host_room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,
+        neighbours=snapshot.neighbours,
+        ambiguous=snapshot.ambiguous > 0,
     )
 
 
