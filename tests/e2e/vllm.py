@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Vllm:
-    """A server, a core and a worker, which holds `held_gib` of a GPU."""
+    """A server, a core and workers, of which the first holds `held_gib` of a GPU; `launcher` runs the server."""
 
     def __init__(
         self,
@@ -27,6 +27,8 @@ class Vllm:
         ready: bool = True,
         idle: bool = False,
         held_gib: int = 60,
+        workers: int = 1,
+        launcher: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir()
         if idle:
@@ -37,12 +39,13 @@ class Vllm:
         if ready:
             self.become_ready()
         self.process = subprocess.Popen(
-            [sys.executable, str(program), "serve", "m", "--port", str(port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder)},
+            [*launcher, sys.executable, str(program), "serve", "m", "--port", str(port)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers)},
             start_new_session=True,
         )
         pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
-        self.server, self.core, self.worker = map(int, str(pids).split())
+        self.server, self.core, *self.workers = map(int, str(pids).split())
+        self.worker = self.workers[0]
         self.hold(held_gib)
 
     def become_ready(self) -> None:

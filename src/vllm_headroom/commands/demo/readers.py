@@ -70,7 +70,7 @@ class SimulatedProcesses:
         self._now = now
         self._epoch_seconds = epoch_seconds
 
-    async def read(self, timeout_seconds: float, page: object) -> ProcessReadings:  # noqa: ARG002 - it knows
+    async def read(self, timeout_seconds: float, page: object = None) -> ProcessReadings:  # noqa: ARG002 - it knows
         """Return the engine's processes, none while it is down, and every pid there is."""
         world = self._now()
         engine = world.engine

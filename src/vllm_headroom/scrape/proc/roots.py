@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
 from vllm_headroom.model import SAME_START_SECONDS
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.servers import server_of
+from vllm_headroom.vocabulary import Role
 
 _INIT: Final = 1
 
@@ -38,7 +40,8 @@ class Choice:
     """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
 
     `told` is what the engine told when last it was sure to be the one; None before it ever was. `others` are the roots
-    of the engines that are not it, `strangers` those of them that were seen beside the one behind the page.
+    of the engines that are not it, `strangers` those of them that were seen beside the one that a page named by its
+    start, `since`.
     """
 
     roots: tuple[int, ...] = ()
@@ -47,6 +50,7 @@ class Choice:
     names: frozenset[Name] = frozenset()
     others: frozenset[Name] = frozenset()
     strangers: frozenset[Name] = frozenset()
+    since: float | None = None
 
 
 def engine_roots(
@@ -62,8 +66,9 @@ def engine_roots(
     A root is a process of an engine's with none of an engine's above it. Beside a server, an engine core without one is
     a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any
     server, cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has
-    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: they are
-    the engine's where there is but one, and where there are several, none is chosen.
+    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: where
+    there is one engine they are its, without any they are it while something listens, and beside several none is
+    chosen.
 
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
     same, it is not known which.
@@ -79,24 +84,27 @@ def engine_roots(
     names = frozenset[Name]().union(*(engine.names for engine in engines))
     strangers = before.strangers & names
     if len(chosen) != 1 or (actors and len(engines) > 1):
-        roots, ambiguous = () if engines else actors, len(engines) if chosen else 0
-        return Choice(roots=roots, ambiguous=ambiguous, told=before.told, others=names, strangers=strangers)
+        roots = actors if asked.listens and not engines else ()
+        ambiguous = len(engines) if chosen else 0
+        before = replace(before, roots=roots, names=frozenset(), ambiguous=ambiguous)
+        return replace(before, others=names, strangers=strangers)
     (engine,) = chosen
     began, fits, _, _ = best
-    others = names - engine.names
-    is_sure = began or fits or (asked.answers and before.told is None)
+    others, is_named = names - engine.names, began > _NEVER
+    is_sure = is_named or fits or (asked.answers and before.told is None)
     return Choice(
         roots=engine.roots + actors,
         names=engine.names,
         told=engine.told if is_sure else before.told,
         others=others,
-        strangers=others if began else strangers,
+        strangers=others if is_named else strangers,
+        since=asked.began_seconds if is_named else before.since,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Engine:
-    """An engine in sight; `starts` are when its roots began, and the program above them that may serve its page."""
+    """An engine in sight; `starts` are of all that may serve its page: its roots, servers below, a program above."""
 
     roots: tuple[int, ...]
     names: frozenset[Name]
@@ -104,16 +112,18 @@ class _Engine:
     told: Told
 
 
-Claim = tuple[bool, bool, bool, bool]
-_NONE: Final[Claim] = (False, False, False, False)
+_NEVER: Final = -inf
+Claim = tuple[float, bool, bool, bool]
+_NONE: Final[Claim] = (_NEVER, False, False, False)
 
 
 def _engine(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told_by: Callable[[int], Told]) -> _Engine:
-    line = (*roots, entries[roots[0]].parent_pid)
+    line = {*roots, entries[roots[0]].parent_pid}
+    servers = {pid for pid, each in entries.items() if each.parent_pid in roots and each.role is Role.API_SERVER}
     return _Engine(
         roots=roots,
         names=frozenset((pid, entries[pid].started_seconds) for pid in roots),
-        starts=tuple(entries[pid].started_seconds for pid in line if pid in entries),
+        starts=tuple(entries[pid].started_seconds for pid in line | servers if pid in entries),
         told=told_by(roots[0]),
     )
 
@@ -121,16 +131,18 @@ def _engine(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told_by: C
 def _claim(engine: _Engine, port: int, asked: Asked, before: Choice) -> Claim:
     """Return how well it is vouched for that an engine is the one, the surest first.
 
-    It began when the page says that its server did. It has the port, and can listen where the page is asked for, or
-    tells what the engine told when that was sure. It may be the one for all that is known: it tells no port, or has
-    another and something listens that can stand before it, a proxy or a port mapping. It was chosen before.
+    It began nearer than any to when the page says that its server did; of strangers that is believed of another server
+    only. It has the port, and can listen where the page is asked for, or tells what the engine told when that was sure.
+    It may be the one for all that is known: it tells no port, or has another and something listens that can stand
+    before it, a proxy or a port mapping. It was chosen before.
 
     A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
     """
     since, never_sure = asked.began_seconds, before.told is None
-    began = since is not None and any(abs(start - since) <= SAME_START_SECONDS for start in engine.starts)
-    fits = engine.told in {(port, True), before.told}
-    if engine.names & before.strangers or (since is not None and never_sure and not fits):
+    fits, is_strange = engine.told in {(port, True), before.told}, bool(engine.names & before.strangers)
+    apart = inf if since is None else min(abs(start - since) for start in engine.starts)
+    began = -apart if apart <= SAME_START_SECONDS and not (is_strange and since == before.since) else _NEVER
+    if is_strange or (since is not None and never_sure and not fits):
         return began, False, False, False
     may_be = never_sure and (asked.listens or engine.told == (None, True))
     return began, fits, may_be, bool(engine.names & before.names)

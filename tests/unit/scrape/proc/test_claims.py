@@ -101,3 +101,29 @@ def test_the_one_that_was_chosen_stays_it_unless_its_pid_is_anothers() -> None:
     assert choice(seen, before=first).roots == (10,)
     recycled = {**seen, 10: replace(seen[10], started_seconds=50.0)}
     assert choice(recycled, before=first).ambiguous == 2
+
+
+def test_of_two_that_began_within_a_second_the_nearer_is_meant() -> None:
+    seen = tree(OURS, NEIGHBOUR)
+    seen[20] = replace(seen[20], started_seconds=1.9)
+
+    assert choice(seen, asked=Asked(answers=True, began_seconds=1.9)).roots == (20,)
+
+
+def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -> None:
+    """The last page of a dead server names a neighbour that began in the same second."""
+    named, other = Asked(answers=True, began_seconds=1.0), replace(tree(NEIGHBOUR)[20], started_seconds=1.5)
+    first = choice({**tree(OURS), 20: other}, asked=named)
+
+    dead = choice({20: other}, asked=named, before=first)
+    assert (first.roots, dead.roots, dead.ambiguous) == ((10,), (), 0)
+
+    turned = choice({20: other}, asked=Asked(answers=True, began_seconds=1.5), before=dead)
+    assert turned.roots == (20,), "the address leads to another server"
+
+
+def test_a_server_of_several_ports_is_known_by_the_one_that_answers() -> None:
+    seen = tree((20, 1, "vllm serve m --port 9000"), (21, 20, "VLLM::APIServer_DP0"), (22, 20, "VLLM::APIServer_DP1"))
+    seen[22] = replace(seen[22], started_seconds=70.0)
+
+    assert choice(seen, asked=Asked(answers=True, began_seconds=70.0)).roots == (20,)

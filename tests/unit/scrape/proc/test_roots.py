@@ -112,6 +112,10 @@ def test_rays_actors_are_the_only_engines(engine: tuple[tuple[int, int, str], ..
     assert choice(tree(*RAY, *engine), asked=Asked()).roots == roots
 
 
+def test_rays_actors_are_nothing_that_comes_to_listen_here() -> None:
+    assert choice(tree(*RAY)).roots == ()
+
+
 def test_nothing_tells_whose_rays_actors_are_beside_several_servers() -> None:
     assert choice(tree(*RAY, OURS, NEIGHBOUR)).ambiguous == 2
 
