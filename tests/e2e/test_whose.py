@@ -62,6 +62,17 @@ def test_another_engine_is_not_taken_for_one_that_is_not_up_yet(
         serves_its_first_life(running, 20, 30)
 
 
+def test_one_that_tells_no_port_is_taken_for_it_and_forgotten_when_it_comes(
+    start: Start, nvml: FakeNvml, port: int, another_port: int
+) -> None:
+    start("another", port=another_port, tells_port=False, ready=False, held_gib=30)
+    with daemon(**settings(port, nvml)) as running:
+        becomes(running, "starting")
+
+        start("ours", held_gib=20)
+        serves_its_first_life(running, 20, 30)
+
+
 def test_one_with_the_same_port_on_another_network_is_not_taken_either(start: Start, nvml: FakeNvml, port: int) -> None:
     if subprocess.run([*ELSEWHERE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine gives out no namespaces")

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Vllm:
-    """A server, a core and workers, of which the first holds `held_gib` of a GPU; `launcher` runs the server."""
+    """A server, a core and workers, of which the first holds `held_gib` of a GPU.
+
+    `launcher` runs the server, `tells_port` is whether its command line does.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Vllm:
         held_gib: int = 60,
         workers: int = 1,
         launcher: tuple[str, ...] = (),
+        tells_port: bool = True,
     ) -> None:
         folder.mkdir()
         if idle:
@@ -38,8 +42,9 @@ class Vllm:
         program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
         if ready:
             self.become_ready()
+        said = ("m", "--port") if tells_port else ("--config", "c.yaml")
         self.process = subprocess.Popen(
-            [*launcher, sys.executable, str(program), "serve", "m", "--port", str(port)],
+            [*launcher, sys.executable, str(program), "serve", *said, str(port)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers)},
             start_new_session=True,
         )

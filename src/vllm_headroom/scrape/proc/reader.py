@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -49,14 +50,13 @@ class Processes:
         monotonic: Callable[[], float],
         rescan_seconds: float = 15.0,
     ) -> None:
-        self._engine_port = engine_port
         self._engine_is_here = engine_is_here
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
         self._looked_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
-        self._asked = Asked()
+        self._asked = self._unasked = Asked(port=engine_port)
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._orphans = Orphans()
@@ -113,11 +113,12 @@ class Processes:
 
     def _asking(self, page: EnginePage | Failure | None) -> Asked:
         if page is None:
-            return Asked()
+            return self._unasked
         if isinstance(page, Failure):
-            return Asked(listens=not (self._engine_is_here and page.reason is Reason.UNREACHABLE))
+            return replace(self._unasked, listens=not (self._engine_is_here and page.reason is Reason.UNREACHABLE))
         told = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
-        return Asked(answers=bool(page.engines), began_seconds=min(told) - self._boot_time_seconds if told else None)
+        since = min(told) - self._boot_time_seconds if told else None
+        return replace(self._unasked, answers=bool(page.engines), began_seconds=since)
 
     def _engine(self, pids: frozenset[int], asked: Asked) -> tuple[EngineProcess, ...]:
         if self._look(pids) or asked != self._asked:
@@ -154,8 +155,7 @@ class Processes:
         self._strays = strays(entries)
         left = self._orphaned | self._strays
         rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-        port, before = self._engine_port, self._choice
-        self._choice = engine_roots(rest, self._told, port=port, asked=self._asked, before=before)
+        self._choice = engine_roots(rest, self._told, self._asked, self._choice)
         roles = engine_roles(rest, own_pid, self._choice.roots)
         self._orphans.remember(rest, self._choice.roots, roles)
         self._sees_others = sees_others(entries, own_pid)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Final
 
@@ -24,12 +25,13 @@ Told = tuple[int | None, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What came of asking for the engine's page; all is possible while nobody has asked.
+    """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
 
     `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
     since boot, the server behind the page began, None where it does not say.
     """
 
+    port: int
     listens: bool = True
     answers: bool = False
     began_seconds: float | None = None
@@ -53,13 +55,13 @@ class Choice:
     since: float | None = None
 
 
+Claim = tuple[float, bool, bool, bool]
+_NEVER: Final = -inf
+_NONE: Final[Claim] = (_NEVER, False, False, False)
+
+
 def engine_roots(
-    entries: Mapping[int, ProcEntry],
-    told_by: Callable[[int], Told],
-    *,
-    port: int,
-    asked: Asked,
-    before: Choice,
+    entries: Mapping[int, ProcEntry], told_by: Callable[[int], Told], asked: Asked, before: Choice
 ) -> Choice:
     """Return whose process trees are the engine's, after the last choice.
 
@@ -76,59 +78,32 @@ def engine_roots(
     tops = _tops(entries)
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
     servers = [(pid,) for pid in tops if server_of(entries[pid].command)]
-    found = servers or _families(entries[pid] for pid in tops if pid not in actors)
-    engines = [_engine(entries, roots, told_by) for roots in found]
-    claims = {engine: _claim(engine, port, asked, before) for engine in engines}
+    engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
+    told = {roots: told_by(roots[0]) for roots in engines}
+    claims = {roots: _claim(entries, roots, told[roots], asked, before) for roots in engines}
     best = max(claims.values(), default=_NONE)
-    chosen = [engine for engine in engines if claims[engine] == best != _NONE]
-    names = frozenset[Name]().union(*(engine.names for engine in engines))
+    chosen = [roots for roots in engines if claims[roots] == best != _NONE]
+    names = _names(entries, chain.from_iterable(engines))
     strangers = before.strangers & names
     if len(chosen) != 1 or (actors and len(engines) > 1):
         roots = actors if asked.listens and not engines else ()
         ambiguous = len(engines) if chosen else 0
         before = replace(before, roots=roots, names=frozenset(), ambiguous=ambiguous)
         return replace(before, others=names, strangers=strangers)
-    (engine,) = chosen
-    began, fits, _, _ = best
-    others, is_named = names - engine.names, began > _NEVER
+    (roots,), own = chosen, _names(entries, chosen[0])
+    is_named, fits = best[0] > _NEVER, best[1]
     is_sure = is_named or fits or (asked.answers and before.told is None)
     return Choice(
-        roots=engine.roots + actors,
-        names=engine.names,
-        told=engine.told if is_sure else before.told,
-        others=others,
-        strangers=others if is_named else strangers,
+        roots=roots + actors,
+        names=own,
+        told=told[roots] if is_sure else before.told,
+        others=names - own,
+        strangers=names - own if is_named else strangers,
         since=asked.began_seconds if is_named else before.since,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Engine:
-    """An engine in sight; `starts` are of all that may serve its page: its roots, servers below, a program above."""
-
-    roots: tuple[int, ...]
-    names: frozenset[Name]
-    starts: tuple[float, ...]
-    told: Told
-
-
-_NEVER: Final = -inf
-Claim = tuple[float, bool, bool, bool]
-_NONE: Final[Claim] = (_NEVER, False, False, False)
-
-
-def _engine(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told_by: Callable[[int], Told]) -> _Engine:
-    line = {*roots, entries[roots[0]].parent_pid}
-    servers = {pid for pid, each in entries.items() if each.parent_pid in roots and each.role is Role.API_SERVER}
-    return _Engine(
-        roots=roots,
-        names=frozenset((pid, entries[pid].started_seconds) for pid in roots),
-        starts=tuple(entries[pid].started_seconds for pid in line | servers if pid in entries),
-        told=told_by(roots[0]),
-    )
-
-
-def _claim(engine: _Engine, port: int, asked: Asked, before: Choice) -> Claim:
+def _claim(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told: Told, asked: Asked, before: Choice) -> Claim:
     """Return how well it is vouched for that an engine is the one, the surest first.
 
     It began nearer than any to when the page says that its server did; of strangers that is believed of another server
@@ -138,14 +113,26 @@ def _claim(engine: _Engine, port: int, asked: Asked, before: Choice) -> Claim:
 
     A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
     """
-    since, never_sure = asked.began_seconds, before.told is None
-    fits, is_strange = engine.told in {(port, True), before.told}, bool(engine.names & before.strangers)
-    apart = inf if since is None else min(abs(start - since) for start in engine.starts)
+    names, since, never_sure = _names(entries, roots), asked.began_seconds, before.told is None
+    fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
+    apart = inf if since is None else min(abs(start - since) for start in _starts(entries, roots))
     began = -apart if apart <= SAME_START_SECONDS and not (is_strange and since == before.since) else _NEVER
     if is_strange or (since is not None and never_sure and not fits):
         return began, False, False, False
-    may_be = never_sure and (asked.listens or engine.told == (None, True))
-    return began, fits, may_be, bool(engine.names & before.names)
+    may_be = never_sure and (asked.listens or told == (None, True))
+    return began, fits, may_be, bool(names & before.names)
+
+
+def _names(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
+    return frozenset((pid, entries[pid].started_seconds) for pid in pids)
+
+
+def _starts(entries: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> Iterator[float]:
+    """Yield the start of all that may serve an engine's page: its roots, servers below, a program above."""
+    line = {*roots, entries[roots[0]].parent_pid}
+    for pid, process in entries.items():
+        if pid in line or (process.parent_pid in roots and process.role is Role.API_SERVER):
+            yield process.started_seconds
 
 
 def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:

@@ -19,14 +19,21 @@ def tree(*processes: tuple[int, int, str]) -> Tree:
     }
 
 
-REFUSED = Asked(listens=False)
+REFUSED = Asked(port=PORT, listens=False)
 """Nobody listens where the page is asked for."""
+
+ANYTHING = Asked(port=PORT)
+
+
+def named(began_seconds: float | None = None) -> Asked:
+    """Return what a page tells, and when its server began."""
+    return Asked(port=PORT, answers=True, began_seconds=began_seconds)
 
 
 def choice(seen: Tree, *, asked: Asked = REFUSED, before: Choice | None = None, away: Collection[int] = ()) -> Choice:
     """Return the choice after `before`; those `away` are on another network than the daemon."""
     told = {pid: (served_port(process.command), pid not in away) for pid, process in seen.items()}
-    return engine_roots(seen, told.__getitem__, port=PORT, asked=asked, before=before or Choice())
+    return engine_roots(seen, told.__getitem__, asked, before or Choice())
 
 
 OURS = (10, 1, "python /bin/vllm serve m --port 8000")

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scrape.proc.engines import ANOTHER, NEIGHBOUR, OURS, choice, tree
-from vllm_headroom.scrape.proc.roots import Asked
+from tests.unit.scrape.proc.engines import ANOTHER, ANYTHING, NEIGHBOUR, OURS, choice, named, tree
 
 
 @pytest.mark.parametrize("command", ["vllm serve m", "vllm serve --config c.yaml"])
@@ -19,12 +18,12 @@ def test_one_that_will_listen_elsewhere_is_the_engine_only_where_something_stand
     """A proxy or a port mapping listens also while the engine behind it loads."""
     assert choice(tree(NEIGHBOUR)).roots == ()
     assert choice(tree(OURS), away=[10]).roots == ()
-    assert choice(tree(NEIGHBOUR), asked=Asked()).roots == (20,)
-    assert choice(tree(OURS), asked=Asked(), away=[10]).roots == (10,)
+    assert choice(tree(NEIGHBOUR), asked=ANYTHING).roots == (20,)
+    assert choice(tree(OURS), asked=ANYTHING, away=[10]).roots == (10,)
 
 
 def test_of_several_servers_it_is_the_one_with_the_port() -> None:
-    assert choice(tree(OURS, NEIGHBOUR, ANOTHER), asked=Asked()).roots == (10,)
+    assert choice(tree(OURS, NEIGHBOUR, ANOTHER), asked=ANYTHING).roots == (10,)
     assert choice(tree(OURS, (20, 1, "vllm serve n")), away=[20]).roots == (10,)
 
 
@@ -42,7 +41,7 @@ def test_a_default_port_counts() -> None:
     ids=["none has the port", "two have it", "one does not tell"],
 )
 def test_where_nothing_tells_none_is_taken(servers: tuple[tuple[int, int, str], ...]) -> None:
-    found = choice(tree(*servers), asked=Asked())
+    found = choice(tree(*servers), asked=ANYTHING)
 
     assert (found.roots, found.ambiguous) == ((), 2)
     assert found.others == {(pid, 1.0) for pid, _, _ in servers}
@@ -54,7 +53,7 @@ def test_once_the_server_with_the_port_was_seen_its_neighbours_are_none_while_it
 ) -> None:
     seen = choice(tree(OURS))
 
-    alone = choice(tree(*others), asked=Asked(), before=seen)
+    alone = choice(tree(*others), asked=ANYTHING, before=seen)
     assert (alone.roots, alone.ambiguous) == ((), 0)
     assert choice(tree(OURS, *others), before=alone).roots == (10,)
 
@@ -62,32 +61,32 @@ def test_once_the_server_with_the_port_was_seen_its_neighbours_are_none_while_it
 def test_the_start_that_the_page_tells_is_surer_than_a_port() -> None:
     seen = {**tree(OURS, NEIGHBOUR), 30: replace(tree(ANOTHER)[30], started_seconds=70.0)}
 
-    assert choice(seen, asked=Asked(answers=True, began_seconds=71.0)).roots == (30,)
-    assert choice(seen, asked=Asked(answers=True, began_seconds=900.0)).roots == (10,), "its clock was set"
+    assert choice(seen, asked=named(71.0)).roots == (30,)
+    assert choice(seen, asked=named(900.0)).roots == (10,), "its clock was set"
 
 
 def test_a_page_that_names_its_server_speaks_for_no_other() -> None:
-    asked = Asked(answers=True, began_seconds=900.0)
+    asked = named(900.0)
 
     assert choice(tree(NEIGHBOUR), asked=asked).roots == ()
-    assert choice(tree(NEIGHBOUR), asked=asked, before=choice(tree(NEIGHBOUR), asked=Asked())).roots == ()
-    assert choice(tree(NEIGHBOUR), asked=Asked(answers=True)).roots == (20,), "it does not name it"
+    assert choice(tree(NEIGHBOUR), asked=asked, before=choice(tree(NEIGHBOUR), asked=ANYTHING)).roots == ()
+    assert choice(tree(NEIGHBOUR), asked=named()).roots == (20,), "it does not name it"
 
 
 def test_a_program_that_embeds_vllm_is_known_by_its_own_start() -> None:
     seen = tree((7, 1, "python serve.py"), (8, 7, "VLLM::EngineCore"), (17, 1, "python b.py"), (18, 17, "VLLM::Worker"))
     seen[7] = replace(seen[7], started_seconds=70.0)
 
-    assert choice(seen, asked=Asked(answers=True, began_seconds=70.0)).roots == (8,)
+    assert choice(seen, asked=named(70.0)).roots == (8,)
 
 
 def test_one_behind_a_mapping_is_known_again_and_those_beside_it_stay_strangers() -> None:
     """Two containers whose engines have the same port inside."""
     twins = {**tree(OURS), 20: replace(tree(OURS)[10], pid=20, started_seconds=70.0)}
-    first = choice(twins, asked=Asked(answers=True, began_seconds=70.0), away=[10, 20])
+    first = choice(twins, asked=named(70.0), away=[10, 20])
     assert first.roots == (20,)
 
-    dead = choice(tree(OURS), asked=Asked(), before=first, away=[10])
+    dead = choice(tree(OURS), asked=ANYTHING, before=first, away=[10])
     assert (dead.roots, dead.ambiguous) == ((), 0)
 
     again = {**tree(OURS), 21: replace(twins[20], pid=21, started_seconds=90.0)}
@@ -107,18 +106,18 @@ def test_of_two_that_began_within_a_second_the_nearer_is_meant() -> None:
     seen = tree(OURS, NEIGHBOUR)
     seen[20] = replace(seen[20], started_seconds=1.9)
 
-    assert choice(seen, asked=Asked(answers=True, began_seconds=1.9)).roots == (20,)
+    assert choice(seen, asked=named(1.9)).roots == (20,)
 
 
 def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -> None:
     """The last page of a dead server names a neighbour that began in the same second."""
-    named, other = Asked(answers=True, began_seconds=1.0), replace(tree(NEIGHBOUR)[20], started_seconds=1.5)
-    first = choice({**tree(OURS), 20: other}, asked=named)
+    last, other = named(1.0), replace(tree(NEIGHBOUR)[20], started_seconds=1.5)
+    first = choice({**tree(OURS), 20: other}, asked=last)
 
-    dead = choice({20: other}, asked=named, before=first)
+    dead = choice({20: other}, asked=last, before=first)
     assert (first.roots, dead.roots, dead.ambiguous) == ((10,), (), 0)
 
-    turned = choice({20: other}, asked=Asked(answers=True, began_seconds=1.5), before=dead)
+    turned = choice({20: other}, asked=named(1.5), before=dead)
     assert turned.roots == (20,), "the address leads to another server"
 
 
@@ -126,4 +125,4 @@ def test_a_server_of_several_ports_is_known_by_the_one_that_answers() -> None:
     seen = tree((20, 1, "vllm serve m --port 9000"), (21, 20, "VLLM::APIServer_DP0"), (22, 20, "VLLM::APIServer_DP1"))
     seen[22] = replace(seen[22], started_seconds=70.0)
 
-    assert choice(seen, asked=Asked(answers=True, began_seconds=70.0)).roots == (20,)
+    assert choice(seen, asked=named(70.0)).roots == (20,)

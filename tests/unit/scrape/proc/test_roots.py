@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.scrape.proc.engines import NEIGHBOUR, OURS, choice, tree
+from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, tree
 from vllm_headroom.scrape.proc.roles import engine_roles
-from vllm_headroom.scrape.proc.roots import Asked, Choice
+from vllm_headroom.scrape.proc.roots import Choice
 from vllm_headroom.scrape.proc.servers import served_port
 from vllm_headroom.vocabulary import Role
 
@@ -55,7 +55,7 @@ def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | 
 def test_another_engines_processes_are_found_by_its_server(server: str, child: str, roles: tuple[Role, Role]) -> None:
     seen = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
 
-    assert choice(seen, asked=Asked()).roots == (10,)
+    assert choice(seen, asked=ANYTHING).roots == (10,)
     assert tuple(engine_roles(seen, 99, (10,)).values()) == roles
 
 
@@ -109,7 +109,7 @@ RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42,
     ids=["another node's engine", "a server", "a server with another port", "embedded in Ray Serve"],
 )
 def test_rays_actors_are_the_only_engines(engine: tuple[tuple[int, int, str], ...], roots: tuple[int, ...]) -> None:
-    assert choice(tree(*RAY, *engine), asked=Asked()).roots == roots
+    assert choice(tree(*RAY, *engine), asked=ANYTHING).roots == roots
 
 
 def test_rays_actors_are_nothing_that_comes_to_listen_here() -> None:
