@@ -19,8 +19,8 @@ NOT_ATTRIBUTED: Final = (
     " engine's processes (shareProcessNamespace: true in the pod)"
 )
 AMBIGUOUS: Final = (
-    "several engines' servers are visible: give each its own port and let HEADROOM_ENGINE_URL name that of the one to"
-    " watch, or do not share the host's processes"
+    "engines' servers are visible, and none can be told to be the one to watch: give each its own --port, let"
+    " HEADROOM_ENGINE_URL name that of the one to watch and wait until it answers, or do not share the host's processes"
 )
 
 

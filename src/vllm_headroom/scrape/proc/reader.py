@@ -13,7 +13,7 @@ from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadi
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import host_of, resident_parts
-from vllm_headroom.scrape.proc.orphans import Orphans, strays
+from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
 from vllm_headroom.scrape.proc.servers import served_port
@@ -115,7 +115,8 @@ class Processes:
         if page is None:
             return self._unasked
         if isinstance(page, Failure):
-            return replace(self._unasked, listens=not (self._engine_is_here and page.reason is Reason.UNREACHABLE))
+            listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
+            return replace(self._unasked, listens=listens, on_host=proc_files.sees_host_pids(self._proc))
         told = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
         since = min(told) - self._boot_time_seconds if told else None
         return replace(self._unasked, answers=bool(page.engines), began_seconds=since)
@@ -151,8 +152,8 @@ class Processes:
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
         own_pid = proc_files.own_pid(self._proc)
-        self._orphaned = self._orphans.among(entries)
-        self._strays = strays(entries)
+        self._strays = self._orphans.strays(entries)
+        self._orphaned = self._orphans.among(entries, answers=self._asked.answers)
         left = self._orphaned | self._strays
         rest = {pid: entry for pid, entry in entries.items() if pid not in left}
         self._choice = engine_roots(rest, self._told, self._asked, self._choice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
@@ -28,22 +28,24 @@ class Asked:
     """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
 
     `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
-    since boot, the server behind the page began, None where it does not say.
+    since boot, the server behind the page began, None where it does not say. `on_host` is whether processes of others
+    than a pod's show.
     """
 
     port: int
     listens: bool = True
     answers: bool = False
     began_seconds: float | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
 
-    `told` is what the engine told when last it was sure to be the one; None before it ever was. `others` are the roots
-    of the engines that are not it, `strangers` those of them that were seen beside the one that a page named by its
-    start, `since`.
+    `names` are those of its servers. `told` is what the engine told when last it was sure to be the one; None before it
+    ever was. `others` are the roots of the engines that are not it, `strangers` those of them that were seen beside the
+    one that a page named by its start, `since`.
     """
 
     roots: tuple[int, ...] = ()
@@ -73,7 +75,7 @@ def engine_roots(
     chosen.
 
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
-    same, it is not known which.
+    same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
     """
     tops = _tops(entries)
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
@@ -85,14 +87,16 @@ def engine_roots(
     chosen = [roots for roots in engines if claims[roots] == best != _NONE]
     names = _names(entries, chain.from_iterable(engines))
     strangers = before.strangers & names
-    if len(chosen) != 1 or (actors and len(engines) > 1):
+    is_named = best[0] > _NEVER
+    is_sure = is_named or best[1] or (asked.answers and before.told is None)
+    is_guess = asked.on_host and before.told is None and not is_sure
+    if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
         roots = actors if asked.listens and not engines else ()
         ambiguous = len(engines) if chosen else 0
         before = replace(before, roots=roots, names=frozenset(), ambiguous=ambiguous)
         return replace(before, others=names, strangers=strangers)
-    (roots,), own = chosen, _names(entries, chosen[0])
-    is_named, fits = best[0] > _NEVER, best[1]
-    is_sure = is_named or fits or (asked.answers and before.told is None)
+    (roots,) = chosen
+    own = _names(entries, _servers(entries, roots))
     return Choice(
         roots=roots + actors,
         names=own,
@@ -115,7 +119,8 @@ def _claim(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told: Told,
     """
     names, since, never_sure = _names(entries, roots), asked.began_seconds, before.told is None
     fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
-    apart = inf if since is None else min(abs(start - since) for start in _starts(entries, roots))
+    serving = {*_servers(entries, roots), entries[roots[0]].parent_pid} & entries.keys()  # a program may embed vLLM
+    apart = inf if since is None else min(abs(entries[pid].started_seconds - since) for pid in serving)
     began = -apart if apart <= SAME_START_SECONDS and not (is_strange and since == before.since) else _NEVER
     if is_strange or (since is not None and never_sure and not fits):
         return began, False, False, False
@@ -127,12 +132,10 @@ def _names(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[N
     return frozenset((pid, entries[pid].started_seconds) for pid in pids)
 
 
-def _starts(entries: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> Iterator[float]:
-    """Yield the start of all that may serve an engine's page: its roots, servers below, a program above."""
-    line = {*roots, entries[roots[0]].parent_pid}
-    for pid, process in entries.items():
-        if pid in line or (process.parent_pid in roots and process.role is Role.API_SERVER):
-            yield process.started_seconds
+def _servers(entries: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> set[int]:
+    """Return the pids of what may serve an engine's page: its roots, and servers below them."""
+    below = {pid for pid, process in entries.items() if process.parent_pid in roots and process.role is Role.API_SERVER}
+    return below.union(roots)
 
 
 def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ REFUSED = Asked(port=PORT, listens=False)
 """Nobody listens where the page is asked for."""
 
 ANYTHING = Asked(port=PORT)
+ON_HOST = Asked(port=PORT, on_host=True)
 
 
 def named(began_seconds: float | None = None) -> Asked:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scrape.proc.engines import ANOTHER, ANYTHING, NEIGHBOUR, OURS, choice, named, tree
+from tests.unit.scrape.proc.engines import ANOTHER, ANYTHING, NEIGHBOUR, ON_HOST, OURS, REFUSED, choice, named, tree
 
 
 @pytest.mark.parametrize("command", ["vllm serve m", "vllm serve --config c.yaml"])
@@ -126,3 +126,22 @@ def test_a_server_of_several_ports_is_known_by_the_one_that_answers() -> None:
     seen[22] = replace(seen[22], started_seconds=70.0)
 
     assert choice(seen, asked=named(70.0)).roots == (20,)
+
+
+@pytest.mark.parametrize("command", ["vllm serve m --port 9000", "vllm serve --config c.yaml"])
+def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_answers(command: str) -> None:
+    """In a pod of its own there is no other."""
+    seen = tree((10, 1, command))
+
+    before = choice(seen, asked=ON_HOST)
+    assert (before.roots, before.ambiguous) == ((), 1)
+    assert choice(seen).roots == (() if "9000" in command else (10,))
+    assert choice(seen, asked=ANYTHING).roots == (10,)
+
+    served = choice(seen, asked=replace(named(), on_host=True), before=before)
+    assert served.roots == (10,)
+    assert choice(seen, asked=replace(REFUSED, on_host=True), before=served).roots == (10,)
+
+
+def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:
+    assert choice(tree(OURS), asked=ON_HOST).roots == (10,)
