@@ -169,36 +169,3 @@ def test_each_of_two_daemons_tells_its_own_of_two_engines(
         left = looked_again(second)
         assert held(left) == (30, 20), "what it left is its own"
         assert (state(first.page()), held(first.page())) == ("serving", (20, 30))
-
-
-WRAPPERS = {
-    "bash": ("bash", "-c", '"$@"; true', "bash"),
-    "sh-exec": ("sh", "-c", 'exec "$@"', "sh"),
-    "timeout": ("timeout", "600"),
-    "a-file-named-vllm": ("bash", "-c", 'exec -a "vllm serve" bash -c "\\"\\$@\\"; true" bash "$@"', "bash"),
-}
-
-
-@pytest.mark.parametrize("launcher", WRAPPERS.values(), ids=WRAPPERS)
-def test_an_engine_is_found_below_what_runs_it(
-    start: Start, nvml: FakeNvml, port: int, launcher: tuple[str, ...]
-) -> None:
-    vllm = start(launcher=launcher)
-    with daemon(**settings(port, nvml)) as running:
-        serves_its_first_life(running, 60, 0)
-
-        vllm.kill(vllm.worker)
-        assert becomes(running, "stalled").has("host_memory_bytes", process="engine_core")
-
-
-def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(start: Start, nvml: FakeNvml, port: int) -> None:
-    vllm = start(workers=3)
-    with daemon(**settings(port, nvml)) as running:
-        serves_its_first_life(running, 60, 0)
-
-        vllm.kill(vllm.workers[1])
-
-        stalled = becomes(running, "stalled")
-        assert held(stalled) == (60, 0)
-        assert (ends(stalled), stalled.value("source_up", source="engine")) == (0, 1)
-        assert stalled.value("engine_requests_running") == 2

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 class Vllm:
     """A server, a core and workers, of which the first holds `held_gib` of a GPU.
 
-    `launcher` runs the server, `tells_port` is whether its command line does.
+    `launcher` runs the server, `tells_port` is whether its command line does; where its `part` is root, an API server
+    below it serves the page.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Vllm:
         workers: int = 1,
         launcher: tuple[str, ...] = (),
         tells_port: bool = True,
+        part: str = "",
     ) -> None:
         folder.mkdir()
         if idle:
@@ -45,12 +47,14 @@ class Vllm:
         said = ("m", "--port") if tells_port else ("--config", "c.yaml")
         self.process = subprocess.Popen(
             [*launcher, sys.executable, str(program), "serve", *said, str(port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers), "PART": part},
             start_new_session=True,
         )
         pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
         self.server, self.core, *self.workers = map(int, str(pids).split())
         self.worker = self.workers[0]
+        if part:
+            self.page_server = int((folder / "server").read_text())
         self.hold(held_gib)
 
     def become_ready(self) -> None:

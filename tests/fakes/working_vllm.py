@@ -3,7 +3,7 @@
 usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
 where the core counts its steps; below it are as many workers as $WORKERS says. The page is there from when the folder
 has a file `ready`, and says what was counted. Where the folder has a file `idle`, nothing runs; the page says what the
-server has completed, which takes a step each.
+server has completed, which takes a step each. Where $PART is root, an API server below this process serves the page.
 """
 
 from __future__ import annotations
@@ -52,10 +52,22 @@ def began() -> float:
     return int(boot) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
+def start_the_others(folder: Path) -> None:
+    """Start the core, and where it serves the page the API server below this process, which then only waits."""
+    part = os.environ.get("PART")
+    if part != "server":
+        subprocess.Popen(["VLLM::EngineCore", "-c", CORE], executable=sys.executable)
+    if part == "root":
+        title, below = "VLLM::APIServer_0", {**os.environ, "PART": "server"}
+        child = subprocess.Popen([title, *sys.argv], executable=sys.executable, env=below)
+        (folder / "server").write_text(str(child.pid))
+        threading.Event().wait()
+
+
 def main() -> None:
     """Serve until killed; the core and the worker are not taken along."""
     folder, started = Path(os.environ["FOLDER"]), began()
-    subprocess.Popen(["VLLM::EngineCore", "-c", CORE], executable=sys.executable)
+    start_the_others(folder)
     while not (folder / "ready").exists():
         time.sleep(0.02)
 
