@@ -43,6 +43,16 @@ def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | 
     assert served_port(tuple(command.split())) == port
 
 
+@pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
+def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another(server: str) -> None:
+    """TGI's image sets 80."""
+    command, default = tuple(server.split()), served_port(tuple(server.split()))
+
+    assert default in {3000, 8000, 8080}
+    assert (served_port(command, default), served_port(command, 80)) == (default, None)
+    assert served_port(("vllm", "serve"), 80) == 8000
+
+
 @pytest.mark.parametrize(
     ("server", "child", "roles"),
     [
