@@ -16,7 +16,7 @@ from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
@@ -46,7 +46,7 @@ async def machine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> Machi
     """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
-    found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
+    found = Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
     try:
         readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
     finally:

@@ -14,7 +14,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.canary import Canary
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -43,7 +43,7 @@ def real_parts(settings: Values) -> Parts:
     return Parts(
         engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
+        processes=Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
         clock=clock,
         probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),
         asked=None if settings.canary_interval_seconds is None else canary(settings),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from vllm_headroom.model import Failure, GpuReadings, ProbedProcess, ProcessReadings
+from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProbedProcess, ProcessReadings
 
 CLOSE_SECONDS: Final = 0.3
 
@@ -39,8 +39,8 @@ class GpuSource(Protocol):
 class ProcessSource(Protocol):
     """Where the engine's processes are found."""
 
-    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
-        """Return the engine's processes."""
+    async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
+        """Return the engine's processes, which what came of asking for its page helps to tell."""
 
 
 class ProbeSource(Protocol):

@@ -120,7 +120,7 @@ class SimulatedProcesses:
         self._now = now
         self._epoch_seconds = epoch_seconds
 
-    async def read(self, timeout_seconds: float) -> ProcessReadings:  # noqa: ARG002 - it never takes long
+    async def read(self, timeout_seconds: float, page: object = None) -> ProcessReadings:  # noqa: ARG002 - it knows
         """Return the engine's processes, none while it is down, and every pid there is."""
         world = self._now()
         engine = world.engine

@@ -38,7 +38,7 @@ class Elsewhere:
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=ELSEWHERE)
 
-    async def read(self, _timeout_seconds: float) -> Failure:
+    async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
         """Return why there is none."""
         return self._failure
 

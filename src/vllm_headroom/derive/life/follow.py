@@ -75,7 +75,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     looked = _looked(state, lives, seen, now)
-    age = None if seen.page is None else progress_age(looked.movements, now, seen.owed_since)
+    age = None if seen.page is None else progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _state(looked, seen, age, now), looked.served_bytes
     if doing is EngineState.SERVING:
         before = {} if asleep else served
@@ -105,7 +105,8 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
     life = state.lives.newest
     if seen.page is not None:
         return _answering(state, seen, age)
-    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED):
+    may_be_there = life is None and seen.snapshot.ambiguous
+    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED and not may_be_there):
         return EngineState.DOWN
     if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
         return EngineState.UNKNOWN

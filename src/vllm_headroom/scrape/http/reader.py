@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import ipaddress
+import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,12 +30,15 @@ def port_of(url: httpx.URL) -> int:
     return url.port or (443 if url.scheme == "https" else 80)
 
 
-def is_loopback(url: httpx.URL) -> bool:
-    """Tell whether an http or https URL means a server on this machine, or in this pod."""
+def is_here(host: str) -> bool:
+    """Tell whether an address, or localhost, is this machine's or pod's; of no other name is it asked whose it is."""
     try:
-        return ipaddress.ip_address(url.host).is_loopback
-    except ValueError:
-        return url.host == "localhost"
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET  # noqa: PLR2004 - IPv6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError):
+        return host == "localhost"
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
