@@ -95,4 +95,4 @@ def _limit(batch: Batch, told: int | None) -> float | None:
 def _capped(sample: Sample, room: dict[tuple[str, ...], float]) -> Sample:
     if sample.metric is not catalog.ENGINE_ADDITIONAL_REQUESTS or sample.labels not in room:
         return sample
-    return replace(sample, value=min(sample.value, room[sample.labels]))
+    return sample._replace(value=min(sample.value, room[sample.labels]))
