@@ -87,8 +87,6 @@ def _of_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
     yield from _facts(_ENGINE_FACTS, labels, engine)
 
 
-def _facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> Iterator[Sample]:
-    for metric, attribute in table:
-        value: float | None = getattr(reading, attribute)
-        if value is not None:
-            yield Sample(metric, labels, float(value))
+def _facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
+    values = [(metric, getattr(reading, attribute)) for metric, attribute in table]
+    return [Sample(metric, labels, float(value)) for metric, value in values if value is not None]
