@@ -94,11 +94,10 @@ class Processes:
             engine = self._engine(pids)
         if self._engine_is_here and not (engine or self._sees_others):
             return HIDDEN
-        sees_host_pids = proc_files.sees_host_pids(self._proc)
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
-            sees_host_pids=sees_host_pids,
+            sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             orphans=self._orphaned,
             strays=self._strays,
@@ -166,6 +165,11 @@ class Processes:
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,
         )
+
+    @cached_property
+    def _sees_host_pids(self) -> bool:
+        """Read once: no process ever changes its own namespace of pids."""
+        return proc_files.sees_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
