@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom.commands.check.series import Coverage, Report, Series, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.derive.leak.gpus import observation
+from vllm_headroom.derive.leak.gpus import observations
 from vllm_headroom.derive.leak.host import host_observations
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
 from vllm_headroom.derive.page_facts import finished, named, running_requests, together
@@ -72,8 +72,8 @@ class Record:
         if page is not None and named(page):
             self._engines(page, now)
         running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
-        for gpu in snapshot.devices:
-            self._gpu(gpu, observation(gpu, snapshot), running)
+        for gpu, seen in observations(snapshot, snapshot.devices):
+            self._gpu(gpu, seen, running)
         for uuid, excess in excesses(snapshot, self._report):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):

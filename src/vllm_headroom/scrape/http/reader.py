@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,15 +69,14 @@ class PageReader:
         login = httpx.URL(url)
         self._url = login.copy_with(userinfo=b"")
         self._shown = str(without_secrets(login))
+        self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
         self._credentials = CredentialReader(bearer_token_file, ca_file)
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
-        if login.userinfo:
-            pair = base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {pair}"
-        self._server: OneConnection | None = None
+        self._question = httpx.Request("GET", self._url, headers=self._headers)
+        self._client: httpx.AsyncClient | None = None
 
     async def fetch(self) -> str | Failure:
         """Return the page within `timeout_seconds`, connecting included, or why it did not come; never raise.
@@ -103,12 +102,12 @@ class PageReader:
     async def close(self) -> None:
         """Close the connection; a later fetch opens another."""
         self._credentials.close()
-        server, self._server = self._server, None
-        if server is not None:
-            await server.aclose()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
     async def _page(self) -> str | Failure:
-        async with self._request("GET", None) as response:
+        async with self._sent(self._question) as response:
             if isinstance(response, Failure):
                 return response
             if response.status_code != HTTPStatus.OK:
@@ -116,22 +115,23 @@ class PageReader:
             return await self._text(response)
 
     async def _answer(self, body: Mapping[str, object]) -> Answer | Failure:
-        async with self._request("POST", body) as response:
+        async with self._sent(httpx.Request("POST", self._url, headers=self._headers, json=body)) as response:
             if isinstance(response, Failure):
                 return response
             text = await self._text(response)
         return text if isinstance(text, Failure) else Answer(status=response.status_code, text=text)
 
     @asynccontextmanager
-    async def _request(self, method: str, body: Mapping[str, object] | None) -> AsyncIterator[httpx.Response | Failure]:
-        server, headers = await self._opened(), await self._request_headers()
-        if isinstance(server, Failure):
-            yield server
-        elif isinstance(headers, Failure):
-            yield headers
+    async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response | Failure]:
+        client, token = await self._opened_client(), await self._credentials.token()
+        if isinstance(client, Failure):
+            yield client
+        elif isinstance(token, Failure):
+            yield token
         else:
-            request = httpx.Request(method, self._url, headers=headers, json=body)
-            response = await server.handle_async_request(request)
+            if token is not None:
+                request.headers["Authorization"] = f"Bearer {token}"
+            response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
             try:
                 yield response
             finally:
@@ -143,19 +143,17 @@ class PageReader:
             return broken_body(body, self._shown, self._max_bytes)
         return body.decode(errors="replace")
 
-    async def _opened(self) -> OneConnection | Failure:
-        """Return the way to the server, without what a client of httpx's adds: proxies, redirects, cookies."""
-        if self._server is None:
+    async def _opened_client(self) -> httpx.AsyncClient | Failure:
+        if self._client is None:
             trust = await self._credentials.trust() if self._url.scheme == "https" else None
             if isinstance(trust, Failure):
                 return trust
-            self._server = OneConnection(trust)
-        return self._server
-
-    async def _request_headers(self) -> httpx.Headers | Failure:
-        token = await self._credentials.token()
-        if token is None or isinstance(token, Failure):
-            return self._headers if token is None else token
-        headers = self._headers.copy()
-        headers["Authorization"] = f"Bearer {token}"
-        return headers
+            # What the engine sets is not kept: nobody logs in here, and a cookie would be one more secret to guard.
+            no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))
+            self._client = httpx.AsyncClient(
+                transport=OneConnection(trust),
+                timeout=None,  # noqa: S113 - fetch bounds the whole, where httpx would bound each part
+                trust_env=False,  # a sidecar talks to its neighbour; the environment's proxies are for the world
+                cookies=no_cookies,
+            )
+        return self._client

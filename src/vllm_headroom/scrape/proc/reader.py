@@ -98,11 +98,10 @@ class Processes:
             engine = self._engine(pids, asked)
         if self._engine_is_here and not (engine or self._sees_others):
             return HIDDEN
-        sees_host_pids = proc_files.sees_host_pids(self._proc)
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
-            sees_host_pids=sees_host_pids,
+            sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             neighbours=frozenset((pid, self._boot_time_seconds + began) for pid, began in self._choice.others),
             orphans=self._orphaned,
@@ -185,6 +184,11 @@ class Processes:
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,
         )
+
+    @cached_property
+    def _sees_host_pids(self) -> bool:
+        """Read once: no process ever changes its own namespace of pids."""
+        return proc_files.sees_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
