@@ -88,7 +88,7 @@ class Record:
         now_life, now_finished = life(page), finished(page)
         anew = begun_anew(self._life, now_life, self._finished_total, now_finished)
         self.restarts += anew
-        self._life = now_life or self._life
+        self._life = (anew and now_life) or self._life or now_life
         self._finished_total = self._finished_total if now_finished is None else now_finished
         self.finished.step(now_finished, anew=anew)
         self.preemptions.step(together(engine.preemptions_total for engine in named(page)), anew=anew)
