@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from vllm_headroom.commands.early import unhindered
 from vllm_headroom.commands.terminal import shown
 from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.errors import BadInput
@@ -66,21 +65,6 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()
     os._exit(status)
-
-
-@contextmanager
-def unhindered() -> Iterator[None]:
-    """Import without looking for garbage, of which imports make next to none: a tenth of the daemon's start.
-
-    And without rich, which structlog takes along where it finds it: 4 MiB of the daemon's, for nothing.
-    """
-    gc.disable()
-    sys.modules["rich"] = None  # type: ignore[assignment] # so it is not found
-    try:
-        yield
-    finally:
-        del sys.modules["rich"]
-        gc.enable()
 
 
 def execute(

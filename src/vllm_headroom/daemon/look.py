@@ -11,7 +11,7 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.app import CLOSE_SECONDS
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.derive.attribution import AttributionState, attribute
@@ -51,7 +51,7 @@ async def closed(*readers: PageReader | Gpus) -> None:
                 await reader.close()
 
 
-async def machine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Machine:
+async def machine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> Machine:
     """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)

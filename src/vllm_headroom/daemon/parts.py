@@ -8,7 +8,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.canary import Asked
 from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProbeSource, ProcessSource
 from vllm_headroom.parse.probe import parse_probe
@@ -39,7 +39,7 @@ class Parts:
     asked: Asked | None = None
 
 
-def real_parts(settings: Settings) -> Parts:
+def real_parts(settings: Values) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
@@ -54,7 +54,7 @@ def real_parts(settings: Settings) -> Parts:
     )
 
 
-def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+def page_reader(settings: Values, url: str, *, timeout_seconds: float) -> PageReader:
     """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
     return PageReader(
         url=url,
@@ -62,11 +62,11 @@ def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> Page
         max_bytes=settings.engine_max_page_bytes,
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
-        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+        headers=settings.engine_headers,
     )
 
 
-def canary(settings: Settings) -> Canary:
+def canary(settings: Values) -> Canary:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 

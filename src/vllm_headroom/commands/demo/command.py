@@ -31,7 +31,7 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
+    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
 COMMAND: Final[Command[int]] = Command(

@@ -12,7 +12,7 @@ from vllm_headroom.commands.demo.page import SimulatedEngine
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import Scenario
 from vllm_headroom.commands.demo.world import World
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 
@@ -30,7 +30,7 @@ def present(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
+async def run(settings: Values, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)

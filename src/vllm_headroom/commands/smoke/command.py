@@ -44,7 +44,7 @@ def _options(parser: Parser) -> None:
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
-    reach = Reach(settings)
+    reach = Reach(settings.values())
     steps = await taken(settings, reach, tell)
     return {
         "serves": all(step.state is not State.FAILED for step in steps.values()),  # what was skipped does not fail
@@ -65,7 +65,7 @@ async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None
         metrics, page = offered(before), before
     else:
         metrics, page = await counted(reach, before)
-    discrepancy = await within(settings, page, settings.max_discrepancy)
+    discrepancy = await within(settings.values(), page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
