@@ -49,12 +49,21 @@ def life(page: EnginePage | None) -> str | None:
 def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
     """Return whether the second pair belongs to another life than the first; what is unknown tells nothing.
 
-    A counter that falls within one life was reset, or another of several servers answers. Where the life is unknown
-    only a fall to less than half tells of a restart: servers that share the load count about alike.
+    A counter that falls within one life was reset. Of several servers that answer in turn the latest start is the life;
+    an earlier one is a restart only where the count is less than half, be it that the clock was set: servers that share
+    the load count about alike.
     """
-    if life is not None and new_life is not None:
-        return life != new_life
-    return finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
+    fell = finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
+    if life is None or new_life is None:
+        return fell
+    before, now = _latest(life), _latest(new_life)
+    return now > before or (now < before and fell) or life.count(",") != new_life.count(",")
+
+
+def _latest(life: str) -> tuple[int, str]:
+    """Return what orders lives by their latest start; a process has its pid before it."""
+    starts = [name.rpartition(":")[2] for name in life.split(",")]
+    return max((len(start), start) for start in starts)
 
 
 def awake(page: EnginePage | None) -> bool | None:

@@ -82,7 +82,8 @@ def load_band(running: float) -> int:
 def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
     now_life, now_finished = life(page), finished(page)
     anew = begun_anew(state.life, now_life, state.finished_total, now_finished)
-    return replace(state, life=now_life, finished_total=now_finished, bands={} if anew else state.bands)
+    kept = (anew and now_life) or state.life or now_life
+    return replace(state, life=kept, finished_total=now_finished, bands={} if anew else state.bands)
 
 
 def _still(busiest: tuple[float, float], now_seconds: float) -> float:
