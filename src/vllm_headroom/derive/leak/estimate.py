@@ -23,10 +23,12 @@ LARGEST_STEP_BYTES: Final = 64 * MIB
 UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
-
 DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
 """Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
+
+LAST_SECONDS: Final = 3600.0
+"""The load of the last hour may go on, whatever the night before it was like."""
 
 MARGIN_SECONDS: Final = 300.0
 """An estimate is up to two minutes old, and what comes and goes within minutes is in the floor of no block."""
@@ -143,4 +145,5 @@ def _request_rates(room: float, per_request: float, work: Work, now: float) -> t
         rate = expected_rate(work, now, horizon)
         if rate <= 0:
             return 0.0, 0.0
-    return rate, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))
+    spans = (LAST_SECONDS, *(horizon * share for share in (0.125, 0.25, 0.5, 1.0, 2.0)))
+    return rate, 1.1 * max(expected_rate(work, now, span) for span in spans)
