@@ -81,9 +81,9 @@ def test_as_many_sources_of_records_are_needed_as_there_are_series_that_grow(
     assert sources(rises) == needed
 
 
-def test_slots_that_fill_up_to_a_third_of_the_room_are_not_a_leak() -> None:
+def test_slots_that_fill_up_to_a_quarter_of_the_room_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
-        return min(2000 * MIB, steps(256 * MIB, 40)(seconds))
+        return min(1650 * MIB, steps(256 * MIB, 40)(seconds))
 
     course = follow(readings(slots, 15))
 
