@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from vllm_headroom.commands.early import end_on_signals
+from vllm_headroom.commands.early import end_on_signals, stand_in
 
 COMMANDS = {
     "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
@@ -34,6 +34,7 @@ def main() -> None:
     """Run the command that the process was started with, the daemon without one."""
     is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     name = sys.argv[1] if is_named else "run"
+    stand_in()
     end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
     if name == "run" and not TELLS & set(sys.argv):
         from vllm_headroom.commands.run.process import run  # noqa: PLC0415 - see above

@@ -1,4 +1,4 @@
-"""What a process does before it imports much: how signals end it, and what imports go without."""
+"""What a process does before it imports much: its streams, how signals end it, and what imports go without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def end_on_signals(status: int | None) -> None:
@@ -22,6 +23,13 @@ def end_on_signals(status: int | None) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
+
+
+def stand_in() -> None:
+    """Let a standard stream that was closed from the start lead nowhere, before another file takes its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - it stays open
 
 
 @contextmanager

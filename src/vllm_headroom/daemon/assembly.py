@@ -17,7 +17,6 @@ from vllm_headroom.daemon.life import Heartbeat
 from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.gates.gates import GATES, Rules, gates
@@ -36,7 +35,7 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 def sampler_of(parts: Parts, settings: Values, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
+        sources=parts,
         parse=partial(parse_engines, profile=settings.profile),
         selection=settings.selection,
         derivations=derivations(

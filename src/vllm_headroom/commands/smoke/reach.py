@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import httpx
 
 from vllm_headroom.config.values import Values
-from vllm_headroom.daemon.look import closed, fetched
+from vllm_headroom.daemon.look import fetched
 from vllm_headroom.daemon.parts import page_reader
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.http.reader import Answer, PageReader

@@ -47,9 +47,9 @@ def baseline(
     the engine is about as busy as it gets: at night the same memory is spread over fewer requests. Else it is to the
     mean of the first readings at comparable load, once there are enough of them; there is no sample while nothing runs.
     """
-    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
+    page = snapshot.page
+    if page is None or isinstance(snapshot.gpus, Failure):
         return state, ()
-    page = snapshot.engines
     state = _of_this_life(state, page)
     running = running_requests(page)
     if not running or not isfinite(running):

@@ -43,8 +43,9 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
     """
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
-    per_second, second_half_width, second_spread = _rate(grown, seconds)
-    per_request, request_half_width, request_spread = _rate(grown, requests)
+    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
+    per_second, second_half_width, second_spread = rated(seconds, grown.retained_bytes, step)
+    per_request, request_half_width, request_spread = rated(requests, grown.retained_bytes, step)
     by_requests = per_request > 0 and work.rate > 0 and request_spread <= UNLIKE * second_spread
     pace, fastest = (per_second, per_second + second_half_width) if per_second > 0 else (None, None)
     if room_bytes is not None and by_requests:
@@ -88,19 +89,18 @@ def _usable(room_bytes: float) -> float:
     return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
 
 
-def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
+def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
     """Return slope, half width of its 95 % interval and relative spread of its batches on one axis."""
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    slope = late_slope(axis, grown.retained_bytes)
-    batches = _batches(axis, grown.retained_bytes)
+    slope = late_slope(axis, values)
+    batches = _batches(axis, values)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
     mean = fmean(batches)
     spread = sqrt(sum((batch - mean) ** 2 for batch in batches) / (len(batches) - 1))
-    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
-    half_width = T_95 * spread / sqrt(len(batches)) + step / (axis[-1] - axis[half])
+    half_width = T_95 * spread / sqrt(len(batches)) + step_bytes / (axis[-1] - axis[half])
     return slope, half_width, spread / max(abs(mean), 1e-9)
 
 

@@ -15,7 +15,7 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.proc_tree import ProcTree
 from tests.settings import load
 from vllm_headroom.commands.doctor.command import examine
-from vllm_headroom.commands.doctor.finding import Finding
+from vllm_headroom.commands.doctor.fixes import Finding
 
 CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426
