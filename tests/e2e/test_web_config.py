@@ -126,6 +126,15 @@ def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) ->
         eventually(lambda: served_certificate(folder, running) != first, "the renewed certificate is shown")
 
 
+def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path) -> None:
+    with guarded(folder) as running:
+        (folder / "web.config.yml").write_text('tls_server_config: {cert_file: "a\\0", key_file: server.key}')
+        eventually(lambda: "not read again" in running.log(), "the mistake is found")
+
+        with client(folder, running) as known:
+            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+
+
 def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
     with guarded(folder) as running:
         silent = [socket.create_connection((LOOPBACK, port(running)), timeout=30) for _ in range(300)]
