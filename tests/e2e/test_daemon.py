@@ -87,8 +87,9 @@ def test_an_engine_that_appears_late_is_found() -> None:
         (page("<html>log in</html>"), "not_metrics"),
         (page("gone", status="404 Not Found"), "not_found"),
         (page("", status="302 Found", headers=("Location: http://elsewhere/",)), "redirect"),
+        (page("", status="302 Found", headers=("Location: javascript:alert(1)",)), "incomplete"),
     ],
-    ids=["hangs", "half-a-page", "50-MB", "HTML", "404", "redirect"],
+    ids=["hangs", "half-a-page", "50-MB", "HTML", "404", "redirect", "redirect-to-nowhere"],
 )
 def test_a_broken_page_costs_the_engines_half_only(answer: Answer, reason: str, nvml: FakeNvml) -> None:
     with EngineServer(page(RECORDED)) as engine:
