@@ -20,18 +20,27 @@ def nvml(tmp_path: Path) -> FakeNvml:
     return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a")])
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 @pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def another_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
 def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def begin(name: str = "first", **how: Any) -> Vllm:
+        def begin(name: str = "first", *, port: int = port, **how: Any) -> Vllm:
             vllm = Vllm(tmp_path / name, nvml, port, **how)
             stack.callback(vllm.end)
             return vllm

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from vllm_headroom.commands.early import unhindered
 from vllm_headroom.commands.terminal import shown
 from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.errors import BadInput
@@ -51,7 +50,6 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
     SIGTERM may not.
     """
-    _stand_in()
     if name in table and argv[:1] == ["--version"]:  # a first word is no option's value, and needs no imports
         say(_version())
         status = 0
@@ -68,28 +66,6 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()
     os._exit(status)
-
-
-def _stand_in() -> None:
-    """Let a standard stream that was closed from the start lead nowhere, before another file takes its number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - it stays open
-
-
-@contextmanager
-def unhindered() -> Iterator[None]:
-    """Import without looking for garbage, of which imports make next to none: a tenth of the daemon's start.
-
-    And without rich, which structlog takes along where it finds it: 4 MiB of the daemon's, for nothing.
-    """
-    gc.disable()
-    sys.modules["rich"] = None  # type: ignore[assignment] # so it is not found
-    try:
-        yield
-    finally:
-        del sys.modules["rich"]
-        gc.enable()
 
 
 def execute(
@@ -146,6 +122,15 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     import uvloop  # noqa: PLC0415 - the same
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
+
+
+def save(file: Path | None, content: bytes, option: str = "") -> None:
+    """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
+    try:
+        if file is not None:
+            file.write_bytes(content)
+    except OSError as error:
+        raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
 
 def say(text: str) -> None:

@@ -17,7 +17,7 @@ from vllm_headroom.commands.terminal import console, draws
 from vllm_headroom.commands.watch.sidecar import NO_DOCUMENT, Document, ask, said
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
-from vllm_headroom.daemon.look import closed
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import CONTROLS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vllm_headroom.commands.text import NO_SIDECAR
+from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.openai import json_object
 from vllm_headroom.scrape.http.failures import without_advice
