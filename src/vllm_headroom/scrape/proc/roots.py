@@ -110,10 +110,10 @@ def engine_roots(
 def _claim(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told: Told, asked: Asked, before: Choice) -> Claim:
     """Return how well it is vouched for that an engine is the one, the surest first.
 
-    It began nearer than any to when the page says that its server did; of strangers that is believed of another server
-    only. It has the port, and can listen where the page is asked for, or tells what the engine told when that was sure.
-    It may be the one for all that is known: it tells no port, or has another and something listens that can stand
-    before it, a proxy or a port mapping. It was chosen before.
+    It began nearer than any to when the page says that its server did; one start names one engine, for the last page of
+    a dead one is still known when another has its pid. It has the port, and can listen where the page is asked for, or
+    tells what the engine told when that was sure. It may be the one for all that is known: it tells no port, or has
+    another and something listens that can stand before it, a proxy or a port mapping. It was chosen before.
 
     A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
     """
@@ -121,7 +121,8 @@ def _claim(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told: Told,
     fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
     serving = {*_servers(entries, roots), entries[roots[0]].parent_pid} & entries.keys()  # a program may embed vLLM
     apart = inf if since is None else min(abs(entries[pid].started_seconds - since) for pid in serving)
-    began = -apart if apart <= SAME_START_SECONDS and not (is_strange and since == before.since) else _NEVER
+    may_be_named = since != before.since or bool(names & before.names)
+    began = -apart if apart <= SAME_START_SECONDS and may_be_named else _NEVER
     if is_strange or (since is not None and never_sure and not fits):
         return began, False, False, False
     may_be = never_sure and (asked.listens or told == (None, True))

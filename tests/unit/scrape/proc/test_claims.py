@@ -117,6 +117,9 @@ def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -
     dead = choice({20: other}, asked=last, before=first)
     assert (first.roots, dead.roots, dead.ambiguous) == ((10,), (), 0)
 
+    recycled = {10: replace(tree(NEIGHBOUR)[20], pid=10, started_seconds=1.1)}
+    assert choice(recycled, asked=last, before=first).roots == ()
+
     turned = choice({20: other}, asked=named(1.5), before=dead)
     assert turned.roots == (20,), "the address leads to another server"
 
