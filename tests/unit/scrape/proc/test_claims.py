@@ -148,3 +148,9 @@ def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_an
 
 def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:
     assert choice(tree(OURS), asked=ON_HOST).roots == (10,)
+
+
+def test_one_that_was_sure_stays_it_under_a_title_though_its_clock_was_set() -> None:
+    titled = tree((10, 1, "VLLM::APIServer"))
+
+    assert choice(titled, asked=named(900.0), before=choice(tree(OURS))).roots == (10,)
