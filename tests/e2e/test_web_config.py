@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import shutil
 import socket
 import ssl
@@ -52,8 +54,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(folder: Path, san: str = LOOPBACK) -> None:
-    hashed = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()
+def write(folder: Path, san: str = LOOPBACK, cost: int = 4) -> None:
+    hashed = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(cost)).decode()
     (folder / "web.config.yml").write_text(CONFIG.format(hashed=hashed, san=san))
 
 
@@ -96,15 +98,21 @@ def test_a_certificate_with_another_name_does_not_come_in(folder: Path) -> None:
         known.get("/healthz", auth=("prometheus", PASSWORD))
 
 
-def served_certificate(folder: Path, running: Daemon) -> bytes | None:
+@contextmanager
+def secured(folder: Path, running: Daemon) -> Iterator[ssl.SSLSocket]:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(folder / "client.crt", folder / "client.key")
     with (
         socket.create_connection((LOOPBACK, port(running)), timeout=30) as plain,
-        context.wrap_socket(plain) as secured,
+        context.wrap_socket(plain) as wrapped,
     ):
-        return secured.getpeercert(binary_form=True)
+        yield wrapped
+
+
+def served_certificate(folder: Path, running: Daemon) -> bytes | None:
+    with secured(folder, running) as connection:
+        return connection.getpeercert(binary_form=True)
 
 
 def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) -> None:
@@ -126,6 +134,28 @@ def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
         for each in silent:
             each.close()
         assert running.stop()[0] == 0
+
+
+@pytest.mark.parametrize("login", [b"Basic \xff", b"Basic ="])
+def test_a_login_that_is_none_is_refused(folder: Path, login: bytes) -> None:
+    with guarded(folder) as running, secured(folder, running) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: " + login + b"\r\n\r\n")
+
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        assert "Traceback" not in running.log()
+
+
+def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(folder: Path) -> None:
+    write(folder, cost=14)  # a second, in which the crowd comes
+    guess = base64.b64encode(b"prometheus:guess")
+    with guarded(folder) as running, contextlib.ExitStack() as crowd, secured(folder, running) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Basic " + guess + b"\r\n\r\n")
+        for _ in range(300):
+            crowd.enter_context(socket.create_connection((LOOPBACK, port(running)), timeout=30))
+
+        assert connection.recv(4096)[:12] in (b"", b"HTTP/1.1 401")
+        with client(folder, running) as known:
+            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
 
 
 def test_a_file_that_cannot_be_used_ends_it_with_status_2_and_a_line_each(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -103,7 +104,7 @@ class Sampler:
             self._states.update(await self._recall(snapshot))
         snapshot = self._lived(snapshot)
         self._transitions.report(snapshot)
-        samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
         if self._judge is not None and (judged := self._derive(self._judge(values), snapshot)):
             samples += judged

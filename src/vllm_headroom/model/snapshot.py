@@ -42,6 +42,11 @@ class Snapshot:
         return None if isinstance(self.engines, Failure) else self.engines
 
     @property
+    def in_service(self) -> bool:
+        """Whether what is seen is known to belong to a life of the engine that has worked and goes on."""
+        return self.life is not None and self.life.in_service
+
+    @property
     def devices(self) -> tuple[Gpu, ...]:
         """The GPUs, none where they could not be read."""
         return () if isinstance(self.gpus, Failure) else self.gpus

@@ -9,6 +9,7 @@ from typing import Final
 
 from vllm_headroom.derive.life.movement import worked
 from vllm_headroom.derive.life.signs import Answer, Signs
+from vllm_headroom.derive.page_facts import begun_anew
 from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, ProcessName
 from vllm_headroom.vocabulary import ExitReason, Role
 
@@ -128,7 +129,7 @@ def _is_gone(seen: Signs) -> bool:
 def _is_another(life: OneLife, seen: Signs) -> bool:
     """Return whether this is not the life that was followed: its start, its count or all its processes are others."""
     if life.page_life is not None and seen.page_life is not None:
-        return life.page_life != seen.page_life
+        return begun_anew(life.page_life, seen.page_life, life.finished_total, seen.finished_total)
     if (
         life.finished_total is not None
         and seen.finished_total is not None
@@ -154,7 +155,7 @@ def _seen(life: OneLife, seen: Signs) -> OneLife:
     now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
     return OneLife(
         began_seconds=began,
-        page_life=seen.page_life or life.page_life,
+        page_life=life.page_life or seen.page_life,
         finished_total=life.finished_total if seen.finished_total is None else seen.finished_total,
         processes=processes,
         ready=True,

@@ -105,8 +105,8 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         alive=alive,
         sighted=sighted,
         page=page,
-        page_life=None if page is None else page_life(page),
-        finished_total=None if page is None else finished(page),
+        page_life=page_life(page),
+        finished_total=finished(page),
         processes=processes,
         held=held,
         rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
@@ -144,9 +144,6 @@ def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
 
 
 def _room(gpu: Gpu) -> int | None:
-    """Return the least that was free in the last minute."""
+    """Return the least that was left in the last minute."""
     memory = gpu.reading.memory
-    if memory is None:
-        return None
-    used_bytes = max(memory.used_bytes, gpu.reading.used_peak_bytes or 0)
-    return memory.usable_bytes - used_bytes
+    return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))

@@ -168,7 +168,7 @@ class _Mistakes:
         for name, value in headers.items():
             if name not in HEADERS:
                 self.lines.append(f"http_server_config.headers.{name}: not a header, accepts {', '.join(HEADERS)}")
-            if not value.isprintable():
+            if not (value.isascii() and value.isprintable()):
                 self.lines.append(f"http_server_config.headers.{name}: HTTP cannot carry its value")
         return headers
 

@@ -106,4 +106,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _location(response: httpx.Response) -> str:
-    return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+    try:
+        return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+    except httpx.InvalidURL as error:
+        raise httpx.RemoteProtocolError("redirects to what is no address") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from errno import ENOENT
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -87,6 +88,8 @@ class Processes:
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
         pids, asked = proc_files.pids(self._proc), self._asking(page)
+        if not pids:
+            raise FileNotFoundError(ENOENT, "no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
             self._forget()
         engine = self._engine(pids, asked)
@@ -95,11 +98,10 @@ class Processes:
             engine = self._engine(pids, asked)
         if self._engine_is_here and not (engine or self._sees_others):
             return HIDDEN
-        sees_host_pids = proc_files.sees_host_pids(self._proc)
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
-            sees_host_pids=sees_host_pids,
+            sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             neighbours=frozenset((pid, self._boot_time_seconds + began) for pid, began in self._choice.others),
             orphans=self._orphaned,
@@ -182,6 +184,11 @@ class Processes:
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,
         )
+
+    @cached_property
+    def _sees_host_pids(self) -> bool:
+        """Read once: no process ever changes its own namespace of pids."""
+        return proc_files.sees_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:

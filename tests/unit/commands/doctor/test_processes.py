@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import State
+from vllm_headroom.commands.doctor.fixes import State
 from vllm_headroom.scrape.proc.reader import HIDDEN
 
 pytestmark = pytest.mark.usefixtures("nvml")
