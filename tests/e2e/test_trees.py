@@ -33,17 +33,22 @@ def test_an_engine_is_found_below_what_runs_it(
         assert becomes(running, "stalled").has("host_memory_bytes", process="engine_core")
 
 
-def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(start: Start, nvml: FakeNvml, port: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1], ids=["that-holds-the-memory", "another"])
+def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(
+    start: Start, nvml: FakeNvml, port: int, rank: int
+) -> None:
+    """The driver goes on listing what the first one held."""
     vllm = start(workers=3)
     with daemon(**settings(port, nvml)) as running:
         serves_its_first_life(running, 60, 0)
 
-        vllm.kill(vllm.workers[1])
+        vllm.kill(vllm.workers[rank])
 
         stalled = becomes(running, "stalled")
         assert held(stalled) == (60, 0)
         assert (ends(stalled), stalled.value("source_up", source="engine")) == (0, 1)
         assert stalled.value("engine_requests_running") == 2
+        assert stalled.has("gpu_memory_left_behind_bytes") == (rank == 0)
 
 
 def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
