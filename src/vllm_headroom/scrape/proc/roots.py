@@ -95,9 +95,8 @@ def engine_roots(
     is_guess = asked.on_host and before.told is None and not is_sure
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
         roots = actors if asked.listens and not engines else ()
-        ambiguous = len(engines) if chosen else 0
-        before = replace(before, roots=roots, names=frozenset(), ambiguous=ambiguous)
-        return replace(before, others=names, strangers=strangers)
+        before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
+        return replace(before, ambiguous=len(engines) if chosen else 0)
     (roots,) = chosen
     own = _names(entries, serving[roots])
     return Choice(
