@@ -6,10 +6,10 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
 from prometheus_client import Metric
 from prometheus_client.samples import Sample
 

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import generate
 import pytest
+from msgspec.structs import replace
 
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.content import Memory, SavedState

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu, FakeNvml

@@ -1,6 +1,5 @@
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import Track, Verdict
 from vllm_headroom.model.changed import changed

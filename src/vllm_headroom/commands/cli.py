@@ -9,10 +9,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
+
+from msgspec import Struct
 
 from vllm_headroom.commands.early import unhindered
 from vllm_headroom.commands.terminal import shown
@@ -26,8 +27,7 @@ PROGRAM: Final = "vllm-headroom"
 BAD_INPUT: Final = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command(Generic[Answer]):
+class Command(Struct, Generic[Answer], frozen=True, kw_only=True):
     """A command: its options, what it does with them, and how its answer is shown.
 
     `run` raises BadInput or BadOptions where it has no answer. `text` gives lines; without it nothing is said, without

@@ -6,8 +6,9 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from vllm_headroom.config.given import Found, Given, unknown
 
@@ -15,8 +16,7 @@ OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a negative number is a value."""
 
 
-@dataclass(slots=True)
-class Typed:
+class Typed(Struct):
     """An option as it was typed with the words that are taken for its values; `action` is None for an unknown one."""
 
     name: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+from msgspec import Struct
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -62,8 +62,7 @@ def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
     return headers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFile:
+class ModelFile(Struct, frozen=True, kw_only=True):
     """A model's configuration: where it is, and what it says."""
 
     path: Path

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 PREFIX: Final = "HEADROOM_"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Given(Struct, frozen=True, kw_only=True):
     """One setting as its author wrote it; `name` is how and where, `value` text or, from YAML, a list or mapping."""
 
     setting: str
@@ -18,8 +18,7 @@ class Given:
     value: object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(Struct, frozen=True, kw_only=True):
     """What one source gives, and its mistakes, one line each."""
 
     given: tuple[Given, ...] = ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from msgspec import Struct
 
 from vllm_headroom.units import duration_seconds, share, size_bytes, vllm_number
 
@@ -83,8 +84,7 @@ def shown_url(value: object) -> str:
     return shown(redacted(value)) if isinstance(value, str) else "no text"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value(Generic[T]):
+class Value(Struct, Generic[T], frozen=True, kw_only=True):
     """How what is given becomes a value: `read` raises ValueError for what is not accepted."""
 
     read: Callable[[Any], T]

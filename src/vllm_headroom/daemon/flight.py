@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.daemon.known import Recent, known, ooms
 from vllm_headroom.derive.life.follow import LIFE
@@ -35,8 +36,7 @@ ENDED: Final = "ended"
 STALLED: Final = "stalled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Struct, frozen=True, kw_only=True):
     """What happened, first and then, when it is to be written next, and when it is complete; on the monotonic clock."""
 
     seconds: float

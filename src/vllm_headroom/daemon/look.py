@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
@@ -25,8 +25,7 @@ PATIENCE_SECONDS: Final = 6.0
 """For each source, all at the same time: a look has to be over within ten seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """What was read of this machine; `gpus` is empty where none could be read."""
 
     readings: GpuReadings | Failure

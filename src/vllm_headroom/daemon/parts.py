@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import httpx
@@ -26,8 +25,7 @@ TOKEN_SECONDS: Final = 60.0
 """For one token of an idle engine; beyond it the request is given up, and asked again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts(Sources):
+class Parts(Sources, frozen=True, kw_only=True):
     """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
 
     clock: Clock

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final, Protocol
+
+from msgspec import Struct
 
 from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProbedProcess, ProcessReadings
 
@@ -66,8 +67,7 @@ async def closed(*opened: Closable | None) -> None:
                     await each.close()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class Sources(Struct, frozen=True, kw_only=True):
     """What one tick reads, side by side; `probe` is None where no folder is configured."""
 
     engine: EngineSource

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from math import floor, isfinite
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.inside.schedulers import schedulers
@@ -16,16 +18,14 @@ TIMES: Final = 3
 """How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(Struct, frozen=True, kw_only=True):
     """The most requests seen running, and how often others waited then though the KV cache had room for one more."""
 
     most: float = 0.0
     waited: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
+class Batches(Struct, frozen=True, kw_only=True):
     """A batch per (model_name, engine), in one life of the engine."""
 
     restarts: int = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leftovers import is_alive, leftovers
 from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings, Vendor
@@ -19,8 +21,7 @@ _RACE_BYTES: Final = 64 * 2**20
 """What a process may free between NVML's two calls; a sum further above what is used was not counted on this device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Selection(Struct, frozen=True, kw_only=True):
     """Which GPUs the operator calls the engine's: `everything`, those `listed` by UUID or NVML index, or auto.
 
     The case of a UUID's letters does not matter.
@@ -30,8 +31,7 @@ class Selection:
     listed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttributionState:
+class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.
 
     `ledger_opened` is True once the driver has told the memory of a process of the engine: from then on, not knowing

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.model import (
     Cgroup,
@@ -22,8 +24,7 @@ FULL_SHARE: Final = 0.5
 the fastest leak that was reported takes 2 GB (vllm-project/vllm#35191), and what is killed has more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerState:
+class ContainerState(Struct, frozen=True, kw_only=True):
     """What was last seen: the memory, the container it was counted in, and both counts of kills at that time."""
 
     memory: HostMemory = field(default_factory=HostMemory)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import isfinite
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from vllm_headroom.model import Sample, Snapshot
 
 State = TypeVar("State")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Derivation(Generic[State]):
+class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
     """A question asked of every snapshot; `step` returns the next state and the answer, `initial` comes first."""
 
     name: str

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.model import ReadingTime, Sample, Snapshot
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthState:
+class HealthState(Struct, frozen=True, kw_only=True):
     """Failures counted since the daemon started, by their labels; each source's last success in epoch seconds."""
 
     failures: dict[tuple[str, str], int]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import engines
@@ -16,8 +17,7 @@ STEPS: Final = 60
 """Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Struct, frozen=True, kw_only=True):
     """Queries and hits counted from `began_seconds` on, for one sixtieth of the window."""
 
     began_seconds: float
@@ -25,8 +25,7 @@ class Step:
     hits: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCounts:
+class EngineCounts(Struct, frozen=True, kw_only=True):
     """The counters as last seen and their increases by step, oldest first."""
 
     queries_total: float
@@ -34,8 +33,7 @@ class EngineCounts:
     steps: tuple[Step, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixCacheState:
+class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """Counts per (model_name, engine); an engine that left the page is forgotten after a window."""
 
     engines: dict[tuple[str, str], EngineCounts] = field(default_factory=dict)

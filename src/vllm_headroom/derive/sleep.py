@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import awake, begun_anew, life
@@ -14,8 +16,7 @@ SETTLED_SECONDS: Final = 30.0
 """Memory goes after the page says that the engine sleeps, on some cards seconds after (vllm-project/vllm#37533)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SleepState:
+class SleepState(Struct, frozen=True, kw_only=True):
     """Since when this life sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
 
     `settled` is whether that is of the sleep that goes on. The least, because it has not let go of everything at the

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import GateName
 
@@ -14,8 +15,7 @@ NO_SNIFF: Header = ("X-Content-Type-Options", "nosniff")
 NO_STORE: Header = ("Cache-Control", "no-store")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """The head of an HTTP request; names of `headers` are in lower case, repeated ones joined by commas."""
 
     method: str
@@ -24,8 +24,7 @@ class Request:
     headers: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """A whole HTTP answer."""
 
     status: int

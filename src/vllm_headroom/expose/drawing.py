@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from math import ceil, inf
 from operator import itemgetter
 from typing import Final
+
+from msgspec import Struct
 
 Point = tuple[float, float | None]
 """Seconds and a value; None where it could not be read."""
@@ -33,8 +34,7 @@ STYLE: Final = (
 """Colours by what is drawn, in the light and in the dark; each text on its ground has a contrast of 4.5 and more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(Struct, frozen=True, kw_only=True):
     """Where times from `begin` to `end` and values from 0 to `top` lie in a box of `width` by `height`."""
 
     begin: float
@@ -52,8 +52,7 @@ class Frame:
         return self.height * (1 - value / (self.top or 1.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(Struct, frozen=True, kw_only=True):
     """From a value at a time to zero after `seconds`; after `least_seconds` at the earliest, where that is known."""
 
     begin: float

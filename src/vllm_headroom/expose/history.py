@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from math import isfinite, isnan, nan
 from typing import Final
+
+from msgspec import Struct, field
 
 from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.model import Gpu, Snapshot, Verdict
@@ -24,8 +25,7 @@ TYPE: Final = "f"
 """Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(Struct, frozen=True, kw_only=True):
     """Something that changed, in seconds since the epoch."""
 
     seconds: float
@@ -33,8 +33,7 @@ class Event:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptHistory:
+class KeptHistory(Struct, frozen=True, kw_only=True):
     """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
 
     `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64.

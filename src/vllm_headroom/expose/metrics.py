@@ -6,11 +6,11 @@ import re
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
@@ -35,8 +35,7 @@ _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Acc
 _GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True):
     """Bytes of the page that stay the same, plain and as blocks of a deflate stream."""
 
     plain: bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.expose.history import History
 from vllm_headroom.model import Snapshot, Values, Verdict
@@ -12,8 +14,7 @@ from vllm_headroom.vocabulary import Level
 NO_SAMPLE: Final = Verdict(subject="sidecar", level=Level.UNKNOWN, sentence="No sample has been published yet.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Incident:
+class Incident(Struct, frozen=True, kw_only=True):
     """An incident that was set aside, in seconds since the epoch: `what` is ended or stalled, `file` where it lies."""
 
     seconds: float
@@ -27,8 +28,7 @@ class Incident:
         return f"vllm-headroom postmortem {self.file}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(Struct, frozen=True, kw_only=True):
     """The last sample and its values with what is said of them, none before there was one; `age_seconds` is its age.
 
     `unwell` is why the sampling loop does not turn, `notice` what else people must know, `runbooks` where they are.

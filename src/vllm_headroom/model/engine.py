@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import Struct
+
 from vllm_headroom.model.host import HostReading
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
@@ -40,8 +42,7 @@ class EngineReading:
     started_at_seconds: float | None = _input("process_start_time")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePage:
+class EnginePage(Struct, frozen=True, kw_only=True):
     """One page of an engine server, understood; `inputs` pairs every input of the profile with whether it was there."""
 
     profile: str
@@ -56,8 +57,7 @@ SAME_START_SECONDS: Final = 2.0
 """Two programs tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineProcess:
+class EngineProcess(Struct, frozen=True, kw_only=True):
     """A process of the engine found in /proc.
 
     `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads.
@@ -74,8 +74,7 @@ class EngineProcess:
     file_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessReadings:
+class ProcessReadings(Struct, frozen=True, kw_only=True):
     """The engine's processes, and every pid that /proc shows.
 
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
@@ -98,8 +97,7 @@ class ProcessReadings:
     host: HostReading = field(default_factory=HostReading)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Life(Struct, frozen=True, kw_only=True):
     """What is known of the engine's life at one tick.
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says

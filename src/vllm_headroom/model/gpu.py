@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, StrEnum
+
+from msgspec import Struct
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
@@ -17,8 +18,7 @@ class Vendor(Enum):
     AMD = "amd"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
+class GpuMemory(Struct, frozen=True, kw_only=True):
     """NVML memory info v2; in v1, `reserved_bytes` is None and `used_bytes` contains the reserved memory.
 
     AMD's driver tells it as v1 does. `machine_available_bytes` is set where the GPU works on the machine's memory: what
@@ -51,8 +51,7 @@ class GpuMemory:
         return self.machine_available_bytes is not None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuProcess:
+class GpuProcess(Struct, frozen=True, kw_only=True):
     """A compute process on a GPU; `used_bytes` is None where the driver does not tell."""
 
     pid: int
@@ -67,8 +66,7 @@ class Fate(StrEnum):
     VANISHED = "vanished"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftover:
+class Leftover(Struct, frozen=True, kw_only=True):
     """What a process holds of a GPU for no engine any more; `used_bytes` is None where the driver does not tell."""
 
     pid: int
@@ -76,8 +74,7 @@ class Leftover:
     used_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReading:
+class GpuReading(Struct, frozen=True, kw_only=True):
     """What is told of one device, a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
 
     What the device does not support is None. `index` is NVML's; AMD's cards are counted on from there.
@@ -112,16 +109,14 @@ class GpuReading:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReadings:
+class GpuReadings(Struct, frozen=True, kw_only=True):
     """All devices that show; `driver_version` is NVIDIA's, None where its driver does not tell it."""
 
     driver_version: str | None
     devices: tuple[GpuReading, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Struct, frozen=True, kw_only=True):
     """A device with its owner: `attribution` is None where it is not taken for the engine's.
 
     `engine_bytes` and `other_bytes` are None where the processes on the device cannot be told apart.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import HostBasis
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cgroup:
+class Cgroup(Struct, frozen=True, kw_only=True):
     """What the kernel counts of a container; `limit_bytes` is None where it may take all that the machine has.
 
     `cache_bytes` is part of `used_bytes` and is taken back before anything is killed: files that were read, weights
@@ -22,8 +21,7 @@ class Cgroup:
     oom_kills: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(Struct, frozen=True, kw_only=True):
     """The memory of the machine as /proc tells it; `available_bytes` counts what the kernel can take back.
 
     `swap_bytes` is the size of all swap, zram and zswap included, and `swap_free_bytes` what of it is free. `oom_kills`
@@ -37,8 +35,7 @@ class Machine:
     oom_kills: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shm:
+class Shm(Struct, frozen=True, kw_only=True):
     """The size of a /dev/shm and what is free in it."""
 
     total_bytes: int
@@ -50,8 +47,7 @@ class Shm:
         return self.total_bytes - self.free_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostReading:
+class HostReading(Struct, frozen=True, kw_only=True):
     """What one look showed: the container of the engine's processes, the machine, their /dev/shm; None where unseen."""
 
     cgroup: Cgroup | None = None
@@ -59,8 +55,7 @@ class HostReading:
     shm: Shm | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostMemory:
+class HostMemory(Struct, frozen=True, kw_only=True):
     """The host memory that the engine runs in, and how it is known; None where it is not.
 
     `used_bytes` is what counts against `limit_bytes` and cannot be taken back. `oom_kills` is what the kernel killed in

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import MemoryPart, Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorReading:
+class AllocatorReading(Struct, frozen=True, kw_only=True):
     """torch's caching allocator on one device; the counts are of this process, since it began.
 
     `inactive_split_bytes` is what it holds, nobody uses and it cannot give back, as the rest of the segment is used.
@@ -24,16 +23,14 @@ class AllocatorReading:
     ooms: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolReading:
+class PoolReading(Struct, frozen=True, kw_only=True):
     """vLLM's own pool, which stands in for torch's allocator where the engine can sleep, by what it is used for."""
 
     weights_bytes: int | None = None
     kv_cache_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
+class EngineParts(Struct, frozen=True, kw_only=True):
     """What vLLM itself has measured of a worker: weights and graphs when they were made, the KV cache's tensors.
 
     `activation_peak_bytes` is of its profiling, `requested_bytes` the budget it was given.
@@ -48,16 +45,14 @@ class EngineParts:
     pool: PoolReading | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerReading:
+class SchedulerReading(Struct, frozen=True, kw_only=True):
     """What an engine core's scheduler knows and the page does not say; `steps_total` counts what it has done."""
 
     steps_total: int | None = None
     max_num_seqs: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostBlock:
+class HostBlock(Struct, frozen=True, kw_only=True):
     """Host memory as the container of the process sees it: its cgroup, and /dev/shm.
 
     `file_bytes` is page cache, which counts in `used_bytes` and can be reclaimed.
@@ -71,8 +66,7 @@ class HostBlock:
     shm_limit_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OomRecord:
+class OomRecord(Struct, frozen=True, kw_only=True):
     """The newest OutOfMemoryError of a process: when torch raised it, in seconds since the epoch, and how it stood.
 
     `seen` is how many there were.
@@ -87,8 +81,7 @@ class OomRecord:
     seen: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbedProcess:
+class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The newest file of one process, whose pid is that of its own namespace; times in seconds since the epoch.
 
     `stopped` is why its probe gave up for good.
@@ -109,8 +102,7 @@ class ProbedProcess:
     oom: OomRecord | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeReadings:
+class ProbeReadings(Struct, frozen=True, kw_only=True):
     """The processes of this life that say something now, those that live and no longer write, and all the others.
 
     What the others left is of the past: their counts and their end are all that is to be had of them.
@@ -121,8 +113,7 @@ class ProbeReadings:
     others: tuple[ProbedProcess, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
+class Inside(Struct, frozen=True, kw_only=True):
     """What the engine's processes say of one GPU: torch's allocator, and the ledger of what they hold there.
 
     `granted_bytes` is what they may take there, by what each takes for the device's memory. A part that is not known is

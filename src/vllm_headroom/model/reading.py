@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import Reason, Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Struct, frozen=True, kw_only=True):
     """A reading that failed; `message` is one sentence for the operator that says what to do."""
 
     source: Source
@@ -16,8 +15,7 @@ class Failure:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadingTime:
+class ReadingTime(Struct, frozen=True, kw_only=True):
     """When the reading of one source ended, and how long it took, both on the machine's monotonic clock."""
 
     source: Source

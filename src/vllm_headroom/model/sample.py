@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import Kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class Metric(Struct, frozen=True, kw_only=True):
     """One exported family, a counter's name in `_total`; `needs` are the engine's facts that it is absent without."""
 
     name: str
@@ -30,8 +30,7 @@ class Sample(NamedTuple):
     value: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
+class Published(Struct, frozen=True, kw_only=True):
     """What a scrape sees: the samples of one tick and when that tick ended."""
 
     samples: tuple[Sample, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from vllm_headroom.model.engine import EnginePage, EngineProcess, Life, ProcessName
 from vllm_headroom.model.gpu import Gpu
@@ -11,8 +11,7 @@ from vllm_headroom.model.inside import ProbeReadings
 from vllm_headroom.model.reading import Failure, ReadingTime
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(Struct, frozen=True, kw_only=True):
     """Everything one tick saw: the only input of a derivation besides its own state.
 
     `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None where

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vllm_headroom.model.sample import Metric, Sample
 from vllm_headroom.vocabulary import Level
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(Struct, frozen=True, kw_only=True):
     """One sentence on a GPU, the engine or its host memory; `alert` names the runbook that helps, None without one."""
 
     subject: str

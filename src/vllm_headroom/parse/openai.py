@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+
+class Model(Struct, frozen=True, kw_only=True):
     """A model that the server offers; `most_tokens` is None where it does not say how long a request may be."""
 
     name: str

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from enum import Enum, auto
 from functools import cached_property
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.model import EngineReading
 
@@ -28,8 +30,7 @@ class Combine(Enum):
     """The amount of all engines of the page together, repeated by each: divided by the number of engines."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
+class Fact(Struct, frozen=True, kw_only=True):
     """Where one field of EngineReading comes from; of several facts of a field the first that has a value counts.
 
     `families` are names of samples without the profile's prefix, in full when `prefixed` is False; the first that has a
@@ -55,8 +56,7 @@ class Fact:
         return tuple(name for families in self.families for name in families.split("+"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextFact:
+class TextFact(Struct, frozen=True, kw_only=True):
     """Where a field of EngineReading comes from that is a label's text: unknown unless all series agree on it.
 
     It is unknown, too, where the label `exceptions` names parts of the engine that it does not hold for.
@@ -68,8 +68,7 @@ class TextFact:
     exceptions: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Struct, frozen=True, kw_only=True, dict=True):
     """How to read the page of one kind of engine.
 
     The first of `prefixes` that is on the page counts. Of series that differ only in `repeat_labels` the highest is

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.model import Failure, GpuReading, GpuReadings
 from vllm_headroom.scrape.amd.reader import Amd

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.fields import Config, part, whole
 
@@ -35,8 +36,7 @@ Cut = tuple[int, int, int]
 """The tokens of the largest image or video, of how many patches each is, and how many are made of it, side by side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class Item(Struct, frozen=True, kw_only=True):
     """The largest image or video: its tokens, and the values that it is made of.
 
     The encoder has `whole_values` of it at once, and `divided_values` that tensor parallelism may divide; of the
@@ -49,8 +49,7 @@ class Item:
     copies: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
+class Encoder(Struct, frozen=True, kw_only=True):
     """What is known of a model's encoders; None where the configuration does not tell, or nobody has looked it up."""
 
     parameters: int | None

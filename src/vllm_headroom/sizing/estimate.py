@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.sizing.footprint import bytes_per_token
 from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
@@ -18,8 +20,7 @@ SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
 LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Struct, frozen=True, kw_only=True):
     """What one GPU needs and has, all in bytes; None where it is not known.
 
     `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.

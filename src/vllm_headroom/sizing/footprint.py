@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.sizing.shape import ModelShape
 

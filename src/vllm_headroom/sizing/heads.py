@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.fields import Config, part, whole
 
@@ -19,8 +20,7 @@ KV_HEADS: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvHeads:
+class KvHeads(Struct, frozen=True, kw_only=True):
     """How many heads keep keys and values, and how many values each."""
 
     count: int

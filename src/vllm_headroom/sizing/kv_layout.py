@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.footprint import layer_bytes, windowed_shape
 from vllm_headroom.sizing.shape import ModelShape
@@ -22,8 +23,7 @@ LATENT_BLOCK: Final = 128
 """Tokens that a block of latent attention beside states is a multiple of (`_align_hybrid_block_size`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLayout:
+class KvLayout(Struct, frozen=True, kw_only=True):
     """vLLM's cut of one GPU's KV cache: blocks of equal size, each for the tokens of `block_layers`, a group.
 
     A sequence takes a block of every full group for each `block_tokens`, of every windowed group one for each

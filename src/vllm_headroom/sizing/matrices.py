@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.fields import Config, needed, whole
 from vllm_headroom.sizing.heads import HEADS, HIDDEN, KvHeads
@@ -30,8 +31,7 @@ OWN_WAYS: Final = ("ffn_config", "conv_L_cache", "moe_latent_size", "hidden_size
 """Fields of models whose layers are not alike enough to be counted here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matrix:
+class Matrix(Struct, frozen=True, kw_only=True):
     """`copies` of a matrix, such as one for each expert; `router` is one that no method quantises or adapts."""
 
     name: str

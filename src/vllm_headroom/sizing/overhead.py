@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.question import Question
 from vllm_headroom.units import GIB
@@ -15,8 +16,7 @@ USUAL_WIDTH: Final = 4
 """Times the hidden size, where the configuration does not tell an MLP's width; GPT's, and near most others'."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
+class Range(Struct, frozen=True, kw_only=True):
     """Bytes that are known between two bounds."""
 
     low: float

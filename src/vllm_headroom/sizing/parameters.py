@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.fields import Config, whole
 from vllm_headroom.sizing.heads import KvHeads
@@ -11,16 +12,14 @@ from vllm_headroom.sizing.matrices import Matrix, expert_count, expert_inner, in
 from vllm_headroom.sizing.quantisation import kept_plain
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class Adapter(Struct, frozen=True, kw_only=True):
     """The values that an adapter of rank 1 adds: what tensor parallelism leaves whole, and what it divides."""
 
     whole: int
     divided: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParameters:
+class LayerParameters(Struct, frozen=True, kw_only=True):
     """Parameters of all layers together, without embeddings, biases and norms.
 
     `plain` are those that the checkpoint's quantisation leaves out, `experts` those of experts that not every token

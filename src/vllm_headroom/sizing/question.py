@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.sizing.encoder import Item
 from vllm_headroom.sizing.footprint import model_bytes, weights_bytes
@@ -28,8 +29,7 @@ Source: engine/arg_utils.py, `get_batch_defaults`, 0.32. An A100 of 80 GiB count
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(Struct, frozen=True, kw_only=True):
     """A model and vLLM's settings by vLLM's names; None where they are not known.
 
     `checkpoint_bytes` are the weights of the whole model as they are served, `parameters` how many it has, where these

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Self
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.sizing.encoder import Encoder
 from vllm_headroom.sizing.parameters import LayerParameters
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
+class ModelShape(Struct, frozen=True, kw_only=True):
     """What a model's configuration says of its size; None where it does not.
 
     `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:

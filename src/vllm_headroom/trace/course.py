@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 
@@ -13,8 +14,7 @@ Interval = tuple[float, float | None]
 COLLECTED: Final = (LeakState.GROWING, LeakState.LEAKING)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(Struct, frozen=True, kw_only=True):
     """What the detector said at one sample; None where it did not say. The rate's interval is of 95 %."""
 
     seconds: float

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
+
+from msgspec import Struct
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
 from vllm_headroom.parse.fields import WrongFieldError, each, within
@@ -28,8 +29,7 @@ _PROCESSES_FAILED: Final = Failure(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CutOff:
+class CutOff(Struct, frozen=True):
     """Stands for the last line of a trace, by its number, where only a part of it was written."""
 
     line: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive import derivations

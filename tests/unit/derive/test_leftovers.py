@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.attribution_ticks import GIB, MIDDLE_DRIVER, OLD_DRIVER, device, engine, gpus, last
 from vllm_headroom.derive.leftovers import described

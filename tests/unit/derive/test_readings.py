@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, only, page, snapshot, values
 from vllm_headroom import catalog

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import gpu, probed
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import engine, failure, page, snapshot
 from tests.unit.expose.views import NOW, day, view

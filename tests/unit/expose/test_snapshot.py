@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
+from msgspec.structs import replace
 
 from tests.assets.console import ROOT
 from tests.samples import A_GPU, failure, snapshot

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.sizing.encoders import CONFIGS, TOLD, TRUTH
 from tests.unit.sizing.models import CHECKED, FOLDER, config_text, model

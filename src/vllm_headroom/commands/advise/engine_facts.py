@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullFacts:
+class FullFacts(Struct, frozen=True, kw_only=True):
     """The time in which the KV cache was full: how long, what was done in it, and the middle of what ran.
 
     On a page: since the engine's start, for `finished` and `preemptions`; now, for `running` and `tokens`.
@@ -19,8 +18,7 @@ class FullFacts:
     tokens: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CappedFacts:
+class CappedFacts(Struct, frozen=True, kw_only=True):
     """The time in which requests waited although the KV cache had room, because no more than `running` may run."""
 
     seconds: float
@@ -28,8 +26,7 @@ class CappedFacts:
     kv_used_ratio: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixFacts:
+class PrefixFacts(Struct, frozen=True, kw_only=True):
     """The prefix cache: tokens looked up and found, in `seconds`; on a page since the engine's start, seconds unknown.
 
     `recent_ratio` is hits over queries of the last five minutes, on a page. `blocked_ratio` is the share of the time in
@@ -43,8 +40,7 @@ class PrefixFacts:
     recent_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StrandedFacts:
+class StrandedFacts(Struct, frozen=True, kw_only=True):
     """What an idle engine's KV cache still held: lastly, at the first of the times in which it only rose, how often."""
 
     ratio: float
@@ -52,8 +48,7 @@ class StrandedFacts:
     rises: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
+class EngineFacts(Struct, frozen=True, kw_only=True):
     """One engine (one data-parallel rank).
 
     Tokens are those of a running request in the KV cache, averaged over the requests that ran at that moment: their

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.settings import Settings
@@ -27,8 +28,7 @@ class Shortage(StrEnum):
     PEAK = "peak"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leak:
+class Leak(Struct, frozen=True, kw_only=True):
     """What the leak detector says of one series, a GPU or a role of processes.
 
     `alarm` is the newest moment of its alarm, None where there was none; `ended_seconds` is None where it did not end.
@@ -39,8 +39,7 @@ class Leak:
     ended_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
+class Spell(Struct, frozen=True, kw_only=True):
     """A time in which less than LOW_BYTES were left, without what others took.
 
     `seconds` is how long it lasted, `running` how many requests ran when the least was left; None where not known.
@@ -55,8 +54,7 @@ class Spell:
     ended_engine: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(Struct, frozen=True):
     """An amount over the time: at its end, at the least and at the most."""
 
     now: float
@@ -68,8 +66,7 @@ class Extent:
         return Extent(now, min(now, self.least), max(now, self.most))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True, kw_only=True):
     """One GPU of the engine's, in bytes.
 
     `usable_bytes` is what CUDA calls its total. What `others` hold is None where the engine's share is not known, 0 up
@@ -87,8 +84,7 @@ class GpuFacts:
     roomy_running: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
+class HostFacts(Struct, frozen=True, kw_only=True):
     """One role of the engine's processes on the host."""
 
     process: str
@@ -96,8 +92,7 @@ class HostFacts:
     held_bytes: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class Start(Struct, frozen=True, kw_only=True):
     """A start of the engine that ended before it served: what it held at the most, what was left at the least.
 
     `room_before_bytes` is what was left before it; None where not known.
@@ -109,8 +104,7 @@ class Start:
     room_before_bytes: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(Struct, frozen=True, kw_only=True):
     """An end of an engine that served: what ran and what was left of a GPU at the last sample, None where not known.
 
     `orphan_bytes` is what processes of its own went on to hold.
@@ -122,8 +116,7 @@ class Ending:
     orphan_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(Struct, frozen=True, kw_only=True):
     """Everything the rules may know; times in seconds since the epoch, None for a page.
 
     `since_seconds` is when other settings came into force, so that only what came after counts; None where none did.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import isinf
+
+from msgspec import Struct
 
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.facts import Facts
@@ -31,8 +32,7 @@ class Cause(StrEnum):
     HOST_MEMORY = "host_memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
+class Evidence(Struct, frozen=True):
     """One figure that shows a cause; `name` ends in its unit, `text` says it to people."""
 
     name: str
@@ -40,8 +40,7 @@ class Evidence:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """One thing to do, and what it costs.
 
     With a `flag`, `value` is what to set it to (None for one that takes none). Where what is set now is not known and
@@ -56,8 +55,7 @@ class Change:
     now: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
+class Advice(Struct, frozen=True, kw_only=True):
     """A cause that fits; `changes` come in the order of least cost, `remark` is what is easily mixed up."""
 
     cause: Cause

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage
 
@@ -88,8 +90,7 @@ def spelt(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Struct, frozen=True, kw_only=True):
     """What the engine was started with, as far as it is known.
 
     `version` is None where nobody told it; `at_least` is what its page shows it to be. `sizes_cache_in_bytes` is True

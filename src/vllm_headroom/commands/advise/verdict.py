@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice
@@ -45,8 +47,7 @@ NOTHING_ELSE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """What is said; `missing` is what would have to be known to call it healthy, `notes` what else to know."""
 
     verdict: Verdict

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.commands.check.absolute import costs, discrepancies, preemptions, restarts
 from vllm_headroom.commands.check.judgement import (
@@ -137,8 +138,7 @@ def _count(text: str) -> float:
     return count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checked:
+class Checked(Struct, frozen=True, kw_only=True):
     """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
 
     traces: Sequence[tuple[str, Record]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.commands.verdict import Verdict, worst
 from vllm_headroom.units import size
@@ -33,8 +34,7 @@ PART_GROWTH: Final = "part over baseline"
 """The names of the limits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Judgement(Struct, frozen=True, kw_only=True):
     """One limit on one GPU, role or engine, which `of` names; it is empty where the limit is on all together.
 
     `value`, its bounds `most` and `least` and `baseline` are in `unit`, None where unknown or where there is none.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.record import Record, doubt, paired

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import discrepancy
@@ -19,8 +21,7 @@ Reading = tuple[Observation, float]
 """What the detector was told, and the requests that had finished by then as it counts them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Struct, frozen=True, kw_only=True):
     """What the operator says that the engine should use of each GPU: bytes, a ratio of the whole, or nothing.
 
     It stands for what the engine says itself.
@@ -30,8 +31,7 @@ class Report:
     utilization_ratio: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Excess:
+class Excess(Struct, frozen=True, kw_only=True):
     """A discrepancy (signed), as ratio and in bytes, and when it was read."""
 
     ratio: float
@@ -79,8 +79,7 @@ class Coverage:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(Struct, frozen=True, kw_only=True):
     """Memory while about as many requests ran: means over the readings."""
 
     held_bytes: float

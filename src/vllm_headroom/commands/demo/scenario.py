@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp, sqrt
 from random import Random
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.units import GIB
 
@@ -13,8 +14,7 @@ Span = tuple[float, float]
 """The least and the most; what happens is drawn evenly between them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visits:
+class Visits(Struct, frozen=True, kw_only=True):
     """Something that comes, stays and goes, again and again; `size` is what it brings."""
 
     pause_seconds: Span
@@ -22,8 +22,7 @@ class Visits:
     size: Span
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(Struct, frozen=True, kw_only=True):
     """What happens besides healthy serving; the size of a burst is a factor on the load, of a neighbour bytes.
 
     With `cold` the engine starts with the demo, else it has served for an hour. While it hangs it takes no step, and
@@ -97,8 +96,7 @@ class Drift:
         return self._value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class Visit(Struct, frozen=True, kw_only=True):
     """One stay; `number` counts from 1."""
 
     number: int

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import Reason
 
@@ -18,16 +19,14 @@ class State(StrEnum):
     NOT_APPLICABLE = "not_applicable"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fix:
+class Fix(Struct, frozen=True, kw_only=True):
     """One way to mend a thing: the lines to write, and where; several of them are alternatives."""
 
     where: str
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """How it stands with one thing.
 
     `text` says what was found, what is missing, or why it cannot be told or does not apply. `absent` are the series

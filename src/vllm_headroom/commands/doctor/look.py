@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,8 +23,7 @@ ASIDE_SECONDS: Final = 1.0
 """For what only helps: the engine's version, and the port in its command line."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight(Machine):
+class Sight(Machine, frozen=True, kw_only=True):
     """What was seen of the machine and the engine.
 
     `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,

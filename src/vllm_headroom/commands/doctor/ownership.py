@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from operator import add
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.load.tally import Quantiles
@@ -29,8 +30,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
 """How the figures of several engines are one: of KV caches the fullest counts."""
 
 
-@dataclass(slots=True)
-class Span:
+class Span(Struct):
     """A figure over time: its first, newest and highest value, and whether it ever fell."""
 
     first: float

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.commands.load.prompts import Api, Lengths, lengths
 from vllm_headroom.commands.load.target import base_url, within
@@ -29,8 +31,7 @@ from vllm_headroom.config.options import Parser
 from vllm_headroom.derive.attribution import Selection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(Struct, frozen=True, kw_only=True):
     """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
 
     url: httpx.URL

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 from typing import Any, Final
 
+from msgspec import Struct
+
 LENGTHS: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class Lengths(Struct, frozen=True, kw_only=True):
     """Whole numbers of tokens from `least` to `most`, each doubling as likely as the next: many short, few long."""
 
     least: int

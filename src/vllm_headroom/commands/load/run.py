@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Final
 
+from msgspec import Struct
+
 from vllm_headroom.commands.load.clients import Clients, Pace
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.progress import Screen
@@ -23,8 +25,7 @@ LOOK_SECONDS: Final = 0.1
 SHOW_SECONDS: Final = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(Struct, frozen=True, kw_only=True):
     """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
 
     share: float

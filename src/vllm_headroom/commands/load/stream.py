@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
+
+from msgspec import Struct
 
 from vllm_headroom.parse.openai import error_of, json_object
 from vllm_headroom.vocabulary import CONTROLS
@@ -41,8 +42,7 @@ class Outcome(StrEnum):
     NOT_SENT = "not_sent"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """A request's outcome, and `text` to say of it; tokens are the server's counts, None where it gave none."""
 
     outcome: Outcome

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from dataclasses import dataclass
 from typing import Final
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.config.kinds import http_url
@@ -24,8 +24,7 @@ PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completi
 Address = tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """Where each request goes: one address of the host, the path and the headers, less Content-Length."""
 
     address: Address

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from math import floor
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.sizing.estimate import Estimate, estimate, fits
 from vllm_headroom.sizing.overhead import outside
@@ -22,8 +24,7 @@ Option = tuple[str, str, str, Question]
 """Option, value, price, and what is asked with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """Settings of vLLM, pairs of option and value, and their price."""
 
     settings: tuple[tuple[str, str], ...]

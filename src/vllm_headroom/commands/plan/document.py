@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import Struct
 
 from vllm_headroom.commands.plan.changes import Change, changes
 from vllm_headroom.commands.plan.text import shown, text
@@ -89,8 +90,7 @@ MOST_BYTES: Final = 16 * 1024
 NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, whose role is worker"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class Planned(Struct, frozen=True, kw_only=True):
     """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
 
     estimate: Estimate

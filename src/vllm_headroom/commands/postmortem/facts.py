@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
 from vllm_headroom.derive.page_facts import together
@@ -19,8 +20,7 @@ class What(StrEnum):
     STALLED = "stalled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True, kw_only=True):
     """A GPU of the engine's before the end; None where it was not known.
 
     `first_…` is when this life began to serve, or else to be seen, `last_…` the most, or the least room, of the last
@@ -71,8 +71,7 @@ def more(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class Facts(Struct, frozen=True, kw_only=True):
     """An end, or a stall, and what went before it in that life.
 
     `unseen_seconds` is how long before its end it was last seen. `served` is whether it ever did, `hung` for how long

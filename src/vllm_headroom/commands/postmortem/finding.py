@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+from msgspec import Struct
 
 
 class Cause(StrEnum):
@@ -30,8 +31,7 @@ class Sureness(StrEnum):
     POSSIBLE = "possible"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """One cause that fits, in a sentence, and what shows it."""
 
     cause: Cause

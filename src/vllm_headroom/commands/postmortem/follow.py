@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
 from statistics import median
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
 from vllm_headroom.commands.postmortem.known import (

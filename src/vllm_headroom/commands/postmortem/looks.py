@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.commands.postmortem.facts import GpuFacts, more
 from vllm_headroom.model import Gpu
@@ -24,8 +26,7 @@ _MANY: Final = 2**31
 """Where it is not known how many there were, none has joined them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
+class _Look(Struct, frozen=True, kw_only=True):
     """One GPU in one sample; what the engine held at the peak, where that is known."""
 
     seconds: float

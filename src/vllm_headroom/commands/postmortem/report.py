@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
+
+from msgspec import Struct
 
 from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts
 from vllm_headroom.commands.postmortem.finding import TODO, Finding
@@ -69,8 +70,7 @@ def _gpu(gpu: GpuFacts) -> Iterator[str]:
 LAST_LINES: Final = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Struct, frozen=True, kw_only=True):
     """What was found in a file, the surest first, and what shows it."""
 
     file: str

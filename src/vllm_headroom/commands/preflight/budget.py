@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.model import GpuMemory
 from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
@@ -20,8 +21,7 @@ MOST_OWN_BYTES: Final = 6 * GIB // 10
 MOST_OWN_BYTES_IN_PARALLEL: Final = GIB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Ask(Struct, frozen=True, kw_only=True):
     """What vLLM is told: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
 
     utilization_ratio: float | None

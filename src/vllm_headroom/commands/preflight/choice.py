@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import GpuReading
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(Struct, frozen=True, kw_only=True):
     """What is said of vLLM's GPUs, None where nothing is.
 
     `named` are NVML's indices or UUIDs; `visible` is CUDA_VISIBLE_DEVICES, whose indices are CUDA's, and

@@ -7,9 +7,10 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.preflight.budget import Ask

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 from vllm_headroom.commands.verdict import Verdict
 
@@ -21,8 +22,7 @@ class Kind(StrEnum):
     ENGINE = "engine"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One thing that keeps vLLM from starting, that cannot be told, or, with GOOD, that is worth a remark.
 
     `fix` is None where `text` ends in what to do; `gpu` is an NVML index. With `may_pass`, waiting may mend it.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.derive.container import ContainerState, container
@@ -27,8 +28,7 @@ UNNAMED: Final = frozenset({"-c", "-"})
 """What follows these is a program's text, which is no name and may hold a secret."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class Holder(Struct, frozen=True, kw_only=True):
     """A process on a GPU; `name` and `used_bytes` are None where they cannot be known from here."""
 
     pid: int
@@ -36,8 +36,7 @@ class Holder:
     used_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
+class Sight(Struct, frozen=True, kw_only=True):
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
     `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.

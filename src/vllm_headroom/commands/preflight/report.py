@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
@@ -18,8 +20,7 @@ from vllm_headroom.units import GIB, gib
 WORTH_A_WORD_BYTES: Final = GIB // 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReport:
+class GpuReport(Struct, frozen=True, kw_only=True):
     """One GPU that vLLM will use; None where it is not known.
 
     `holders` are its processes; `unlisted_bytes` are in use by none of them: by processes that cannot be seen from
@@ -33,8 +34,7 @@ class GpuReport:
     unlisted_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Struct, frozen=True, kw_only=True):
     """What was seen and found; the findings with GOOD are remarks."""
 
     sight: Sight

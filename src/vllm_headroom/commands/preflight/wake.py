@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class State(StrEnum):
@@ -14,8 +15,7 @@ class State(StrEnum):
     SKIPPED = "skipped"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """How it went with one thing; `text` says what was seen, or why it failed or was skipped, and what to do."""
 
     state: State

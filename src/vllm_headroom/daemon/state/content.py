@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.daemon.state.identity import Identity
 from vllm_headroom.derive.leak.baseline import Baselines
@@ -20,16 +22,14 @@ LOAD_GAP_SECONDS: Final = 60.0
 """Load that was not seen for longer than one of its minutes cannot be said to have been level."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Memory(Struct, frozen=True, kw_only=True):
     """The states that survive, under the names of their derivations."""
 
     leak: LeakMemory = field(default_factory=LeakMemory)
     baseline: Baselines = field(default_factory=Baselines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
+class SavedState(Struct, frozen=True, kw_only=True):
     """A memory with the engine it is of, and when it was saved: in seconds since the epoch and on the clock it uses."""
 
     version: str

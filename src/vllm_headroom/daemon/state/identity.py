@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.page_facts import finished, life, named
 from vllm_headroom.model import EnginePage, Failure
@@ -13,8 +14,7 @@ COUNTED_SECONDS: Final = 300.0
 engine does not catch up with ten minutes of work in five, less its start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class Identity(Struct, frozen=True, kw_only=True):
     """What names an engine and its life: its models, when it started and how far it has counted, where it says so."""
 
     models: tuple[str, ...]

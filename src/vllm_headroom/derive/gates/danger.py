@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import engines, finished, together
@@ -27,16 +28,14 @@ URGENT_SECONDS: Final = 300.0
 """With minutes left a replica does not stay open for the others' sake."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Danger:
+class Danger(Struct, frozen=True, kw_only=True):
     """Why traffic should stay away; `urgent` where the end is minutes away."""
 
     text: str
     urgent: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class Watched(Struct, frozen=True, kw_only=True):
     """What is remembered: of each GPU what was used and what bursts took above it, and the requests finished.
 
     Each is a tuple of monotonic seconds and a value, as old as it is of use.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec import Struct, field
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import Derivation
@@ -15,8 +16,7 @@ from vllm_headroom.vocabulary import GateName
 GATES = "gates"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gates:
+class Gates(Struct, frozen=True, kw_only=True):
     """The state of both gates, open at first."""
 
     ready: Ready = field(default_factory=Ready)
@@ -27,8 +27,7 @@ class Gates:
         return self.ready.reason if name is GateName.READY else self.live.reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Rules(Struct, frozen=True, kw_only=True):
     """When the gates close; None where a gate is not configured.
 
     `ready_seconds` is the time to out-of-memory that must be left, `ready_most_seconds` the longest that the gate is

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.place import may_leave, share
@@ -24,8 +26,7 @@ WEIGHT: Final = 0.02
 """Of a sample in an hour's load: some fifty samples, minutes, settle it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
+class Live(Struct, frozen=True, kw_only=True):
     """The gate: `reason` is why the engine is to be begun anew, None while it is not; `life` is when its life began.
 
     `loads` are the requests that run in each hour of the day in UTC, None where none was seen. `failed_at` is when it

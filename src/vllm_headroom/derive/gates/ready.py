@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.gates.danger import Danger, Watched, danger, watched
 from vllm_headroom.derive.gates.place import has_the_watch
@@ -15,8 +17,7 @@ CLOSE_AFTER_SECONDS: Final = 10.0
 OPEN_AFTER_SECONDS: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class Ready(Struct, frozen=True, kw_only=True):
     """The gate: `reason` is why it is closed, None while it is open; times are monotonic."""
 
     reason: str | None = None

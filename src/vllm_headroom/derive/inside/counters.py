@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import gpu_labels
@@ -19,8 +20,7 @@ Key = tuple[str, str, int, float]
 _METRICS: Final[tuple[Metric, ...]] = (catalog.ALLOCATOR_RETRIES, catalog.ALLOCATOR_OOMS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class Counts(Struct, frozen=True, kw_only=True):
     """What each process last counted, oldest first, and the sum over all processes there ever were, by UUID and metric.
 
     A process counts from 0 at its start, the sums go on.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, ProbeReadings
@@ -19,8 +21,7 @@ _HOMES: Final = (MemoryPart.CACHED, MemoryPart.FRAGMENTED, MemoryPart.OUTSIDE_TO
 """Where captured graphs are counted otherwise: their private pools are whole free segments for the most part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class Sums(Struct, frozen=True, kw_only=True):
     """What the processes on one GPU say together, None where one of them does not say."""
 
     allocated: int | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from math import isfinite, log
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, running_requests
@@ -25,8 +27,7 @@ HALF_LIFE_SECONDS: Final = 86_400.0
 """How fast the busiest load is forgotten: load comes back daily."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baselines:
+class Baselines(Struct, frozen=True, kw_only=True):
     """Learned memory per GPU and load band: (readings so far, mean bytes held); for one life of the engine.
 
     `busiest` is the most requests that ran at once, and when, in seconds since the epoch.

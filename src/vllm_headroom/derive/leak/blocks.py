@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
 from vllm_headroom.derive.leak.facts import MIB, Block, Level, Point, Track, Verdict

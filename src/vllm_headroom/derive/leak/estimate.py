@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import combinations, pairwise
 from math import sqrt
 from statistics import fmean, median
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Work
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import exp, log
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import MIB, Level, Point, Verdict
 

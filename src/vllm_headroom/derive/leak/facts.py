@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import IntEnum
+
+from msgspec import Struct, field
 
 from vllm_headroom.model import Gpu
 
@@ -18,8 +19,7 @@ class Verdict(IntEnum):
     LEAKING = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class Observation(Struct, frozen=True, kw_only=True):
     """One reading: monotonic seconds, bytes held (None: not known now), finished requests and who is observed.
 
     `finished_total` is the engine's own counter and `running` its requests, None while its page fails or has none.
@@ -48,8 +48,7 @@ def room(gpu: Gpu) -> int | None:
     return min(memory.left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(Struct, frozen=True):
     """A closed block of readings: when it ended on the three axes, and the least that was held in it.
 
     `busy_seconds` counts only time in which work was done or memory grew.
@@ -61,8 +60,7 @@ class Point:
     floor_bytes: float
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """Readings that are still being gathered: where the block began, the least and the most held, its parts so far."""
 
     seconds: float
@@ -72,8 +70,7 @@ class Block:
     parts: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class Level(Struct, frozen=True, kw_only=True):
     """The evidence at one length of blocks.
 
     `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
@@ -90,8 +87,7 @@ class Level:
     verdict: Verdict = Verdict.NONE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(Struct, frozen=True, kw_only=True):
     """Requests finished since the track began, also while the engine's counter cannot be read.
 
     `rate` is requests per second, averaged over minutes; `finished_total` is the highest counter of this life, and
@@ -108,8 +104,7 @@ class Work:
     mileage: tuple[tuple[float, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class Estimate(Struct, frozen=True, kw_only=True):
     """How fast it grows and how long that can last; times in seconds, None where it cannot be said.
 
     The interval is of 95 %. `by_requests` tells whether requests or time drive the growth. `pace` and `fastest` are the
@@ -128,8 +123,7 @@ class Estimate:
     oom_seconds_lower: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(Struct, frozen=True, kw_only=True):
     """Rises without a fall: the newest readings of them, some seconds apart, as blocks of one.
 
     None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
@@ -140,8 +134,7 @@ class Run:
     alarm_until: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Flush:
+class Flush(Struct, frozen=True):
     """The allocator gave back its cache: when, and what was held before and after."""
 
     seconds: float
@@ -149,8 +142,7 @@ class Flush:
     valley_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Track:
+class Track(Struct, frozen=True, kw_only=True):
     """Everything remembered of one series: bounded, and explicit enough to be saved.
 
     `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import RISE_BYTES
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Point, Run

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import Estimate, Track, room
 from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
@@ -37,8 +39,7 @@ PLACES: Final = {
 """The places as sentences have them, after "in"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(Struct, frozen=True):
     """The least of a block: what torch has allocated, its fragments, and what the engine holds outside torch."""
 
     seconds: float
@@ -54,8 +55,7 @@ HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InsideTrack:
+class InsideTrack(Struct, frozen=True, kw_only=True):
     """What is remembered of one GPU's inside in one life of the engine.
 
     `block` is the least so far of the block that began at `began_seconds`; `marks` are the blocks since the life

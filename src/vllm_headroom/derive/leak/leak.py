@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.host import host_leaks
@@ -11,8 +11,7 @@ from vllm_headroom.derive.leak.load import LoadState, load
 from vllm_headroom.model import Sample, Snapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeakMemory:
+class LeakMemory(Struct, frozen=True, kw_only=True):
     """Everything the detector remembers."""
 
     load: LoadState = field(default_factory=LoadState)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named, together
@@ -21,8 +23,7 @@ SLACK_REQUESTS: Final = 2.0
 """A minute's mean may differ from the window's by this share or these few requests: arrivals alone do that."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadState:
+class LoadState(Struct, frozen=True, kw_only=True):
     """Minute means of the requests in the engine (newest last), the minute being gathered and what memory was then.
 
     `stable_since` is None while load is not stable; `held_bytes` is, by UUID, what was held when it became stable.

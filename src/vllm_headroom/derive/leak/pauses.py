@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import THRESHOLDS
 from vllm_headroom.derive.leak.facts import Level, Run, Track, Verdict

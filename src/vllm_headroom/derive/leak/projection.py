@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import log
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.leak.evidence import folds
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
@@ -34,8 +35,7 @@ PAUSE_GAPS: Final = 1.5
 """Growth has ended when no more than its last twentieth came for this long, and for so many of its steps' distances."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class Life(Struct, frozen=True, kw_only=True):
     """What the window is held against: the block that work is counted from, the room that is left.
 
     `before` is what was said last.
@@ -46,8 +46,7 @@ class Life:
     before: Verdict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Window(Struct, frozen=True, kw_only=True):
     """The last blocks: the first of them, what was held at most before, and the growth beyond that, which stayed.
 
     A block's floor is what was held as it began, so `opened` is the end of the one before. `typical_bytes` is the size

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
 
@@ -48,8 +49,7 @@ OUT_OF_MEMORY_BYTES: Final = 100 * MIB
 """What is left when allocations begin to fail: they come in segments of 20 MiB and more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Growth(Struct, frozen=True, kw_only=True):
     """A stretch's rises, clipped, and their sum, between retained floors; `largest_share` is before the clipping."""
 
     points: tuple[Point, ...]

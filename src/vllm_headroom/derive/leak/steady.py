@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from statistics import fmean, median, variance
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.estimate import rated
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Verdict
@@ -45,8 +47,7 @@ LOAD_SHARE, LOAD_REQUESTS = 0.15, 2.0
 MOST_POINTS: Final = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Floor:
+class Floor(Struct, frozen=True):
     """The least that was held in a block of readings, when it ended, requests finished by then and those running."""
 
     seconds: float
@@ -55,8 +56,7 @@ class Floor:
     held_bytes: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steady:
+class Steady(Struct, frozen=True, kw_only=True):
     """Rises without a fall: `latest` are the newest floors, `points` all since the first, thinned out."""
 
     latest: tuple[Floor, ...] = ()

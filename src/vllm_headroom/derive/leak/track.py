@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, founded, lowered
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, USELESS_CHANCE, chance

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
 from math import exp
 from operator import itemgetter
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import Observation, Work
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import EngineProcess
@@ -14,8 +16,7 @@ ENOUGH_SECONDS: Final = 1.0
 none. One of many that want the same cores gets its share: ten seconds a minute of two cores at a load of 42."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computing:
+class Computing(Struct, frozen=True, kw_only=True):
     """The CPU time of all API servers together when they had last taken enough of it, and when that was."""
 
     cpu_seconds: float

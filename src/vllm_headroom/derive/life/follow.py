@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.life.computing import Computing, computed
 from vllm_headroom.derive.life.lives import Lives, advance, is_broken
@@ -29,8 +31,7 @@ SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LifeState:
+class LifeState(Struct, frozen=True, kw_only=True):
     """The lives so far, and what is remembered of this one by the clock of this process.
 
     `answered_seconds` is when the page last answered, or was first asked for. `served_bytes` is the most that the

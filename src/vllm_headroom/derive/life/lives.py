@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from vllm_headroom.derive.life.movement import worked
 from vllm_headroom.derive.life.signs import Answer, Signs
@@ -27,8 +29,7 @@ VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 """Processes without which a server serves nobody, though its page may answer for half a minute, or for ever."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneLife:
+class OneLife(Struct, frozen=True, kw_only=True):
     """A life of the engine: by what it is known again, and what it has come to.
 
     `ready` is whether its page ever answered, `worked` whether it ever did something. `vital` is the most processes of
@@ -52,8 +53,7 @@ class OneLife:
     oom_kills: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lives:
+class Lives(Struct, frozen=True, kw_only=True):
     """What outlives a life, and the daemon: the newest life, how many came and went, and when the last ones ended."""
 
     newest: OneLife | None = None

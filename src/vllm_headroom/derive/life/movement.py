@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels
@@ -16,8 +17,7 @@ IDLE_SECONDS: Final = 60.0
 Labels = tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movement:
+class Movement(Struct, frozen=True, kw_only=True):
     """What one engine had counted, when that last changed and since when it has been idle, on the monotonic clock.
 
     `moved_seconds` is of its work, and now while it has none; `done_seconds` is when its tokens or steps last changed.

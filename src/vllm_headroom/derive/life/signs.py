@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
@@ -44,8 +45,7 @@ class Answer(Enum):
     """The answer says nothing of the engine: a login, a wrong address, another server."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
+class Signs(Struct, frozen=True, kw_only=True):
     """What one snapshot shows; None where it cannot tell.
 
     `alive` is whether processes of the engine exist, be it by what they hold on the GPUs where they cannot be seen.

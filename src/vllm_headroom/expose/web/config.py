@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
+
 from vllm_headroom.expose.web.document import WebConfigError, read_document
 
 HEADERS: Final = (
@@ -54,8 +56,7 @@ _REFUSED: Final = {
 """Keys of the toolkit whose meaning cannot be kept here: refused, since a door is not to be less than was asked for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
+class Tls(Struct, frozen=True, kw_only=True):
     """How to speak TLS, and to whom."""
 
     cert_file: Path

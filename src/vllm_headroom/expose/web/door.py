@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import structlog
+from msgspec import Struct
 
 from vllm_headroom.expose.answers import Answer, Request, text
 from vllm_headroom.expose.web.config import Tls, WebConfig, read_web_config
@@ -21,8 +21,7 @@ RELOAD_SECONDS: Final = 5.0
 FILE_SECONDS: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Lock:
+class _Lock(Struct, frozen=True, kw_only=True):
     """The file as it was read: what it asks for, the TLS that comes of it, and what its files looked like then."""
 
     config: WebConfig

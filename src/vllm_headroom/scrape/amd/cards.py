@@ -6,8 +6,9 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.scrape.amd.files import line, names, text, told
 
@@ -25,8 +26,7 @@ _ADDRESS: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """Where a partition is, there is a card too, of a device `amdgpu_xcp_N` that tells nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Struct, frozen=True, kw_only=True):
     """A compute device of KFD: a card, or a partition of one; `memory_bytes` is all that its processes may take.
 
     KFD grants no more than that (amdgpu_amdkfd_reserve_mem_limit), and HIP calls it the device's total.
@@ -36,8 +36,7 @@ class Node:
     memory_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Card(Struct, frozen=True, kw_only=True):
     """A card at a PCI address, with its folder in /sys, and the files of its sensors where it has them.
 
     Only `is_apu`, a processor's own, has a sensor of the north bridge's voltage (amdgpu_pm.c).

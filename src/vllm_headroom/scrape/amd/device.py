@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, Node, is_driven
@@ -19,8 +20,7 @@ WHOLE: Final = "SPX"
 """The compute partition of a card that is not cut."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Look(Struct, frozen=True, kw_only=True):
     """What the readings of one moment share; `peaks`, by UUID, outlive it."""
 
     processes: Processes

@@ -7,13 +7,13 @@ import ipaddress
 import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import TypeVar
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.body import read_body
@@ -41,8 +41,7 @@ def is_here(host: str) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """What a server answers to a request that is not for a page, whatever its status."""
 
     status: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import pynvml
+from msgspec import Struct
 
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml.calls import Calls, Handle
@@ -23,8 +23,7 @@ from vllm_headroom.scrape.proc.host import machine_of
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True, kw_only=True):
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
     `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pynvml
+from msgspec import Struct
 
 from vllm_headroom.scrape.nvml.calls import Calls, Handle
 from vllm_headroom.scrape.nvml.parts import Part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFaults:
+class GpuFaults(Struct, frozen=True, kw_only=True):
     """The faults of the GPU at an NVML index; None where it does not tell, as with MIG instances on it.
 
     `ecc` is whether ECC is on now, and after the next reset. `row_remap_failed` stays True once it has been.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.model import Cgroup
 from vllm_headroom.scrape.proc.files import content, number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Version:
+class _Version(Struct, frozen=True, kw_only=True):
     """What a version calls its files, and what of memory.stat is taken back before anything is killed.
 
     Files on the active list count as well: what vLLM maps of its weights is there. Shared memory is on neither list.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
@@ -28,8 +29,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcEntry:
+class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
 
     A process title takes the place of the command line. pid and `started_seconds` (since boot) together name the

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from errno import ENOENT
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
 from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.model import SAME_START_SECONDS
 from vllm_headroom.scrape.proc.files import ProcEntry
@@ -23,8 +25,7 @@ Told = tuple[int | None, bool]
 """The port that an engine's command line tells, and whether it can listen where the daemon asks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(Struct, frozen=True, kw_only=True):
     """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
 
     `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
@@ -39,8 +40,7 @@ class Asked:
     on_host: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Choice(Struct, frozen=True, kw_only=True):
     """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
 
     `names` are those of its servers. `told` is what the engine told when last it was sure to be the one; None before it

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.vocabulary import Role
 
@@ -14,8 +15,7 @@ _MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
 _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class Server(Struct, frozen=True, kw_only=True):
     """A kind of server: what its command line begins with, past the interpreter, and where its port stands.
 
     `commands` are a program or module and, where it has several, its subcommand. `port_options` name the port,

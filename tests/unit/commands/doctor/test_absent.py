@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS

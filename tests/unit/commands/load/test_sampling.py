@@ -6,10 +6,10 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import in_process

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 import traces
+from msgspec.structs import replace
 
 from tests.unit.commands.postmortem.scenes import BEGAN, Record, Scene
 from vllm_headroom.commands.demo.memory import MIB

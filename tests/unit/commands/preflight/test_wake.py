@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import failure
 from tests.unit.daemon.state.engine import ALARM_STEPS, STEP_SECONDS, after, device, followed, kept, seen

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import cos, pi
 from random import Random
 from typing import Final
+
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, gpu, page, snapshot
 from vllm_headroom import catalog

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, snapshot, values
 from vllm_headroom import catalog

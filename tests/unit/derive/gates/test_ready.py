@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive.leak.inside import InsideTracks, insides

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict
 from vllm_headroom.derive.leak.track import observe

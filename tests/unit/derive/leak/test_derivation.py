@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import A_GPU, failure, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, followed, look, tensors

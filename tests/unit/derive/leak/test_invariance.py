@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Shape, flat, follow, leak, readings, records, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom.derive.leak.facts import Estimate, Verdict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
 from vllm_headroom.derive.leak.projection import Life, project

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, STEP, TOTAL, Shape, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Track, Verdict

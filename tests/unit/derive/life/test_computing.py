@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, SILENT, WHOLE, WORKER, Watch, serving, working
 from vllm_headroom.derive.life.follow import STALLED_SECONDS

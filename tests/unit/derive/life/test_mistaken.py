@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, SERVER, SILENT, WHOLE, Watch, card, serving, working
 from vllm_headroom.model import Failure, Life

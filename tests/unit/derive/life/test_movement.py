@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, page
 from tests.unit.derive.life.watch import REFUSED, SILENT, Watch, serving, working

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.derive.life.follow import LifeState, lived

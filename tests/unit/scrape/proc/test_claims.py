@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.scrape.proc.engines import ANOTHER, ANYTHING, NEIGHBOUR, ON_HOST, OURS, REFUSED, choice, named, tree
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory

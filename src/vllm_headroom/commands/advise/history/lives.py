@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Ending, Start
 from vllm_headroom.commands.advise.limits import SOMEBODY_BYTES

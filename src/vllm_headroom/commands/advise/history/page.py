@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from enum import StrEnum
 from math import isfinite
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_headroom import catalog

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Final
 from urllib.parse import urljoin
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.page import facts_of

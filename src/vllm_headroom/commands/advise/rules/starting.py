@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import floor, inf
 from statistics import median
 from typing import Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Facts, Start
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, lowered, several

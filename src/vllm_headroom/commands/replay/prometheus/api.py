@@ -6,13 +6,13 @@ import json
 import math
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 import httpx
+from msgspec import Struct
 
 from vllm_headroom.commands.replay.prometheus.text import Span
 from vllm_headroom.parse.openai import json_object
@@ -25,8 +25,7 @@ _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 _MOST_OF_A_TEXT: Final = 300
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class Series(Struct, frozen=True, kw_only=True):
     """One series of an answer; `values` are by milliseconds since the epoch, and only where there is a finite one."""
 
     name: str

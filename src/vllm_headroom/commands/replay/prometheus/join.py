@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.commands.replay.prometheus.api import Api, Series
 from vllm_headroom.commands.replay.prometheus.text import Span
@@ -18,8 +20,7 @@ Value = tuple[Series, float]
 Side = list[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class Kind(Struct, frozen=True, kw_only=True):
     """The series one exporter has for one side of a sample; `side` is its key in a trace's line.
 
     `lead` are the names of which one is there wherever this exporter is scraped, `names` all that are read. Series that
@@ -48,8 +49,7 @@ _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Source(Struct, frozen=True, kw_only=True):
     """A kind of history that is there: what narrows it, the name of its lead and how often it is scraped."""
 
     kind: Kind

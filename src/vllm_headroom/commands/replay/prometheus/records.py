@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from vllm_headroom.commands.progress import followed
 from vllm_headroom.commands.replay.prometheus.api import Api, Series

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
+
+from msgspec import Struct
 
 from vllm_headroom.trace.errors import BadInput
 
@@ -17,8 +18,7 @@ _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 _MS: Final = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(Struct, frozen=True, kw_only=True):
     """Evenly spaced times, with `end_ms` when a step ends there; in milliseconds since the epoch, as in Prometheus."""
 
     start_ms: int
