@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import generate
 import pytest
-from msgspec.structs import replace
+from msgspec import Struct
+from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.content import Memory, SavedState
@@ -112,7 +113,7 @@ def size(thing: Any, seen: set[int] | None = None) -> int:
 
 
 def parts(thing: Any) -> list[Any]:
-    if is_dataclass(thing) and not isinstance(thing, type):
+    if isinstance(thing, Struct):
         return [getattr(thing, each.name) for each in fields(thing)]
     if isinstance(thing, Mapping):
         return [*thing.keys(), *thing.values()]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from math import isfinite
 from typing import Any, Final
+
+from msgspec.structs import asdict
 
 from vllm_headroom import catalog
 from vllm_headroom.model import Failure, Metric, ProbedProcess, Snapshot, Values, Verdict
@@ -67,7 +68,7 @@ def _probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 
 def _said(process: ProbedProcess) -> dict[str, Any]:
     """Return the newest file of a process, without what it does not say."""
-    return asdict(process, dict_factory=lambda facts: {name: value for name, value in facts if value is not None})
+    return {name: value for name, value in asdict(process).items() if value is not None}
 
 
 def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:

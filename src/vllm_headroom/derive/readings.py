@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from enum import StrEnum
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named
-from vllm_headroom.model import EngineReading, Gpu, Metric, Sample, Snapshot
+from vllm_headroom.model import INPUTS, EngineReading, Gpu, Metric, Sample, Snapshot
 
 _GPU_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_USED_PEAK, "used_peak_bytes"),
@@ -27,11 +26,7 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_ALLOCATED, "allocated_bytes"),
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
-_ENGINE_FACTS: Final = tuple(
-    (catalog.BY_NAME[each.metadata["metric"]], each.name)
-    for each in fields(EngineReading)
-    if each.metadata.get("metric")
-)
+_ENGINE_FACTS: Final = tuple((catalog.BY_NAME[each.metric], field) for field, each in INPUTS.items() if each.metric)
 
 
 def gpu_labels(gpu: Gpu) -> tuple[str, str]:

@@ -38,7 +38,7 @@ class View(Struct, frozen=True, kw_only=True):
     interval_seconds: float
     history: History
     snapshot: Snapshot | None = None
-    values: Values = Values(())  # noqa: RUF009 - it is never changed
+    values: Values = Values(())
     verdicts: tuple[Verdict, ...] = ()
     age_seconds: float = 0.0
     unwell: str | None = None

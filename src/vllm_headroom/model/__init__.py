@@ -1,6 +1,7 @@
 """The facts that flow through the daemon: frozen values whose names end in their unit."""
 
 from vllm_headroom.model.engine import (
+    INPUTS,
     SAME_START_SECONDS,
     EnginePage,
     EngineProcess,
@@ -28,6 +29,7 @@ from vllm_headroom.model.snapshot import Snapshot
 from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
+    "INPUTS",
     "SAME_START_SECONDS",
     "AllocatorReading",
     "Cgroup",

@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Annotated, Final, get_origin, get_type_hints
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from vllm_headroom.model.host import HostReading
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
 
-def _input(name: str, metric: str | None = None) -> Any:  # noqa: ANN401 - as dataclasses.field
-    """Return the field of an input, by its name in `headroom_input_available`; `metric` shows it as it is."""
-    return field(default=None, metadata={"input": name, "metric": metric})
+class Input(Struct, frozen=True):
+    """An input by its name in `headroom_input_available`, and the metric that shows it as it is."""
+
+    name: str
+    metric: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineReading:
+class EngineReading(Struct, frozen=True, kw_only=True):
     """What one engine (one data-parallel rank) says of itself; None where the page does not offer it."""
 
     model_name: str
     engine: str
-    running: float | None = _input("requests_running", "headroom_engine_requests_running")
-    waiting: float | None = _input("requests_waiting", "headroom_engine_requests_waiting")
-    finished_total: float | None = _input("requests_finished", "headroom_engine_requests_finished_total")
-    preemptions_total: float | None = _input("preemptions", "headroom_engine_preemptions_total")
-    prompt_tokens_total: float | None = _input("prompt_tokens", "headroom_engine_prompt_tokens_total")
-    generation_tokens_total: float | None = _input("generation_tokens", "headroom_engine_generation_tokens_total")
-    steps_total: float | None = _input("scheduler_steps")
-    kv_used_ratio: float | None = _input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")
-    kv_capacity_tokens: float | None = _input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
-    kv_cache_dtype: str | None = _input("kv_cache_dtype")
-    prefix_queries_total: float | None = _input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
-    prefix_hits_total: float | None = _input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
-    prefix_hit_lifetime_ratio: float | None = _input("prefix_cache_hit_rate")
-    awake: bool | None = _input("sleep_state", "headroom_engine_awake")
-    gpu_memory_utilization_ratio: float | None = _input("gpu_memory_utilization")
-    kv_cache_memory_bytes: float | None = _input("kv_cache_memory_bytes")
-    memory_bytes: float | None = _input("memory_bytes")
-    started_at_seconds: float | None = _input("process_start_time")
+    running: Annotated[float | None, Input("requests_running", "headroom_engine_requests_running")] = None
+    waiting: Annotated[float | None, Input("requests_waiting", "headroom_engine_requests_waiting")] = None
+    finished_total: Annotated[float | None, Input("requests_finished", "headroom_engine_requests_finished_total")] = (
+        None
+    )
+    preemptions_total: Annotated[float | None, Input("preemptions", "headroom_engine_preemptions_total")] = None
+    prompt_tokens_total: Annotated[float | None, Input("prompt_tokens", "headroom_engine_prompt_tokens_total")] = None
+    generation_tokens_total: Annotated[
+        float | None, Input("generation_tokens", "headroom_engine_generation_tokens_total")
+    ] = None
+    steps_total: Annotated[float | None, Input("scheduler_steps")] = None
+    kv_used_ratio: Annotated[float | None, Input("kv_cache_usage", "headroom_engine_kv_cache_used_ratio")] = None
+    kv_capacity_tokens: Annotated[
+        float | None, Input("kv_cache_capacity", "headroom_engine_kv_cache_capacity_tokens")
+    ] = None
+    kv_cache_dtype: Annotated[str | None, Input("kv_cache_dtype")] = None
+    prefix_queries_total: Annotated[
+        float | None, Input("prefix_cache_queries", "headroom_engine_prefix_cache_queries_total")
+    ] = None
+    prefix_hits_total: Annotated[
+        float | None, Input("prefix_cache_hits", "headroom_engine_prefix_cache_hits_total")
+    ] = None
+    prefix_hit_lifetime_ratio: Annotated[float | None, Input("prefix_cache_hit_rate")] = None
+    awake: Annotated[bool | None, Input("sleep_state", "headroom_engine_awake")] = None
+    gpu_memory_utilization_ratio: Annotated[float | None, Input("gpu_memory_utilization")] = None
+    kv_cache_memory_bytes: Annotated[float | None, Input("kv_cache_memory_bytes")] = None
+    memory_bytes: Annotated[float | None, Input("memory_bytes")] = None
+    started_at_seconds: Annotated[float | None, Input("process_start_time")] = None
+
+
+INPUTS: Final[Mapping[str, Input]] = {
+    field: hint.__metadata__[0]
+    for field, hint in get_type_hints(EngineReading, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
+"""The input that each field of EngineReading is filled from."""
 
 
 class EnginePage(Struct, frozen=True, kw_only=True):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields
 from enum import Enum, auto
 from functools import cached_property
 from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.model import EngineReading
+from vllm_headroom import model
 
-INPUTS: Final = tuple((each.metadata["input"], each.name) for each in fields(EngineReading) if each.metadata)
+INPUTS: Final = tuple((given.name, field) for field, given in model.INPUTS.items())
 """Each input an engine may offer, as `headroom_input_available` names it, and the field of EngineReading it fills."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
 from vllm_headroom.model import (
@@ -27,9 +26,8 @@ _NAMES: Final = {"gpu_memory_utilization_ratio": "gpu_memory_utilization", "star
 """The engine's facts that the format calls otherwise than the code."""
 
 _READS: Final[Mapping[object, Any]] = {str: text, float | None: number, str | None: text, bool | None: truth}
-_TYPES: Final = get_type_hints(EngineReading)
 _FACTS: Final = tuple(
-    (fact.name, _NAMES.get(fact.name, fact.name), _READS[_TYPES[fact.name]]) for fact in fields(EngineReading)
+    (name, _NAMES.get(name, name), _READS[kind]) for name, kind in get_type_hints(EngineReading).items()
 )
 """Each field of EngineReading, its name in a trace and what reads it there."""
 

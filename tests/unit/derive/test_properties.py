@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from math import isfinite
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.catalog import METRICS

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from dataclasses import fields
 from math import isfinite
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
 from vllm_headroom.parse.page import parse_engines

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
 import pytest
+from msgspec.structs import fields
 
 from vllm_headroom.model import EnginePage, EngineReading
 from vllm_headroom.parse.page import parse_engines

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Any, Final, get_type_hints
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.model import (
+    INPUTS,
     EnginePage,
     EngineProcess,
     EngineReading,
@@ -149,13 +150,13 @@ def test_no_name_of_a_model_makes_a_line_that_cannot_be_read(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("fact", [each.name for each in fields(EngineReading) if each.type == "float | None"])
+@pytest.mark.parametrize("fact", [name for name, kind in get_type_hints(EngineReading).items() if kind == float | None])
 def test_a_number_that_no_reader_takes_is_left_out(fact: str) -> None:
     assert back_engine(**{fact: 2.0**54}) == engine()
 
 
 def test_the_names_of_the_format_are_those_of_the_contract() -> None:
-    facts: dict[str, Any] = {each.name: 1.0 for each in fields(EngineReading) if each.metadata}
+    facts: dict[str, Any] = dict.fromkeys(INPUTS, 1.0)
 
     (entry,) = record_of(snapshot(engines=page(engine(**facts)), gpus=(gpu(used_peak_bytes=950),)))["engines"]
 

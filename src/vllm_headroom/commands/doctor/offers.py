@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Final
 
 from vllm_headroom import catalog
@@ -13,7 +12,7 @@ from vllm_headroom.commands.doctor.fixes import VLLM, Finding, Fix, State, setti
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.kv_cache import kv_cache
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Gpu, GpuMemory, GpuReading, Snapshot
+from vllm_headroom.model import INPUTS, EnginePage, Failure, Gpu, GpuMemory, GpuReading, Snapshot
 from vllm_headroom.parse.page import profile_of
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
@@ -49,9 +48,9 @@ TELL_KV_BYTES: Final = (
     ),
 )
 SERIES: Final = {
-    each.metadata["input"]: made
-    for each in fields(EngineReading)
-    if (made := tuple(m for m in catalog.METRICS if each.name in m.needs or m.name == each.metadata.get("metric")))
+    each.name: made
+    for field, each in INPUTS.items()
+    if (made := tuple(m for m in catalog.METRICS if field in m.needs or m.name == each.metric))
 }
 """What is made of each input, and absent without it. Of the inputs that are not here, each has others that stand in for
 it, and what the engine reports of its memory is looked at by itself."""

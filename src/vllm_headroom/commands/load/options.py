@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from vllm_headroom.commands.load.prompts import Api, Lengths, lengths
 from vllm_headroom.commands.load.target import base_url, within

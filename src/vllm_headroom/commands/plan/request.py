@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 
 from vllm_headroom.sizing.model_config import checkpoint_bytes, parse_model_config, read_model
 from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES

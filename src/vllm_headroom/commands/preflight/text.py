@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any, Final
+
+from msgspec.structs import asdict
 
 from vllm_headroom.commands.preflight.finding import Finding
 from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called

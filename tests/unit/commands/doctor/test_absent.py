@@ -104,7 +104,7 @@ def everything() -> frozenset[str]:
 def without_inputs(*inputs: str) -> Callable[[Snapshot], Snapshot]:
     def change(seen: Snapshot) -> Snapshot:
         assert isinstance(seen.engines, EnginePage)
-        poorer = replace(seen.engines.engines[0], **dict.fromkeys(FIELDS[name] for name in inputs))  # type: ignore[arg-type]
+        poorer = replace(seen.engines.engines[0], **dict.fromkeys(FIELDS[name] for name in inputs))
         return replace(seen, engines=replace(seen.engines, engines=(poorer,)))
 
     return change

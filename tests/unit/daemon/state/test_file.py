@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from math import inf, nan
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -14,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
@@ -163,13 +163,13 @@ def test_the_shape_of_a_state_belongs_to_its_format(golden: Golden) -> None:
     waiting: list[type] = [SavedState]
     for kind in waiting:
         hints = get_type_hints(kind)
-        lines += ["", kind.__name__, *(f"  {field.name}: {field.type}" for field in fields(kind))]
+        lines += ["", kind.__name__, *(f"  {name}: {written}" for name, written in kind.__annotations__.items())]
         waiting += [inner for hint in hints.values() for inner in _inside(hint) if inner not in waiting]
 
     golden(Path(__file__).with_name("shape.txt"), "\n".join(lines) + "\n")
 
 
 def _inside(hint: Any) -> list[type]:
-    if isinstance(hint, type) and is_dataclass(hint):
+    if isinstance(hint, type) and issubclass(hint, Struct):
         return [hint]
     return list(dict.fromkeys(inner for argument in get_args(hint) for inner in _inside(argument)))

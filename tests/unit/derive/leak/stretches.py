@@ -93,4 +93,4 @@ def changed(
 ) -> Iterator[Observation]:
     """Yield the readings, with other values in those for which `when` holds."""
     for each in seen:
-        yield replace(each, **change) if when(each) else each  # type: ignore[arg-type]
+        yield replace(each, **change) if when(each) else each

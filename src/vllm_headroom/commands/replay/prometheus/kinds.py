@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from functools import partial
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.replay.prometheus.join import Kind, Side, Value
-from vllm_headroom.model import EngineReading, Failure
+from vllm_headroom.model import INPUTS, Failure
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
@@ -110,7 +109,7 @@ _FACTS: Final = ("running", "waiting", "finished_total", "kv_used_ratio", "awake
 PARTS: Final = frozenset({"finished_reason", "is_streaming"})
 """Labels of counters whose series are parts of one amount."""
 
-_OWN_FIELDS: Final = {each.metadata["metric"]: each.name for each in fields(EngineReading) if each.name in _FACTS}
+_OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
 
 
 def _own(values: Iterable[Value]) -> Side:
