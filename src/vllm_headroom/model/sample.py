@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from msgspec import Struct
 
 from vllm_headroom.vocabulary import Kind
@@ -19,11 +17,8 @@ class Metric(Struct, frozen=True, kw_only=True):
     needs: tuple[str, ...] = ()
 
 
-class Sample(NamedTuple):
-    """One value of a metric; `labels` are the values in the order of `metric.labels`.
-
-    A tick makes hundreds: a tuple is made in half the time of a frozen dataclass.
-    """
+class Sample(Struct, frozen=True):
+    """One value of a metric; `labels` are the values in the order of `metric.labels`."""
 
     metric: Metric
     labels: tuple[str, ...]

@@ -28,7 +28,7 @@ class Unusable(Exception):  # noqa: N818 - it says what the file is
 
 
 class File(Generic[T]):
-    """The file `name` of a folder, which holds a value of `kind`, a dataclass.
+    """The file `name` of a folder, which holds a value of `kind`, a struct.
 
     `number` is that of its format, to be raised when the fields of what is kept, or what they mean, change.
     """

@@ -13,7 +13,6 @@ from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress
 from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import Life, Snapshot
-from vllm_headroom.model.changed import changed
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 LIFE: Final = "engine_life"
@@ -84,8 +83,8 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     if doing is EngineState.SERVING:
         before = {} if asleep else served
         served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
-    state = changed(looked, state=doing, served_bytes=served)
-    return state, changed(snapshot, life=_life(state, seen, age, now))
+    state = replace(looked, state=doing, served_bytes=served)
+    return state, replace(snapshot, life=_life(state, seen, age, now))
 
 
 def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeState:

@@ -24,7 +24,7 @@ from vllm_headroom.derive.leak.facts import Verdict
 
 SAVES = """
 import sys
-from dataclasses import replace
+from msgspec.structs import replace
 from pathlib import Path
 from vllm_headroom.daemon.state.file import read, write
 folder = Path(sys.argv[1])

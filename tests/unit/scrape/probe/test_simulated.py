@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import pytest
-from msgspec.structs import replace
 from simulator.scenarios import SCENARIOS
 from simulator.world import Course, World
 
