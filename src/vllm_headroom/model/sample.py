@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from vllm_headroom.vocabulary import Kind
@@ -17,8 +19,11 @@ class Metric(Struct, frozen=True, kw_only=True):
     needs: tuple[str, ...] = ()
 
 
-class Sample(Struct, frozen=True):
-    """One value of a metric; `labels` are the values in the order of `metric.labels`."""
+class Sample(NamedTuple):
+    """One value of a metric; `labels` are the values in the order of `metric.labels`.
+
+    A tick makes hundreds, and reads them through once: a tuple is unpacked at once.
+    """
 
     metric: Metric
     labels: tuple[str, ...]

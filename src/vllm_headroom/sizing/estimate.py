@@ -15,7 +15,6 @@ from vllm_headroom.sizing.question import Question
 LONGEST: Final = 2**24
 """Tokens of a sequence, where the model does not say; none takes more."""
 
-
 SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
 LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 
