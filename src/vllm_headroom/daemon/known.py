@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from typing import Any, Final
 
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from vllm_headroom import catalog
@@ -68,7 +69,14 @@ def _probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
 
 def _said(process: ProbedProcess) -> dict[str, Any]:
     """Return the newest file of a process, without what it does not say."""
-    return {name: value for name, value in asdict(process).items() if value is not None}
+    said: dict[str, Any] = _known(process)
+    return said
+
+
+def _known(value: object) -> Any:  # noqa: ANN401 - a value of JSON
+    if isinstance(value, Struct):
+        return {name: _known(each) for name, each in asdict(value).items() if each is not None}
+    return [_known(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
