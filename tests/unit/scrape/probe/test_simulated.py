@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 from simulator.scenarios import SCENARIOS
 from simulator.world import Course, World
 
@@ -30,7 +31,7 @@ HOURS: Final = 3.0
 
 @cache
 def simulated(name: str, seed: int, hours: float) -> Course:
-    return World(name, seed, replace(SCENARIOS[name], hours=hours), probe=True).run()
+    return World(name, seed, dataclasses.replace(SCENARIOS[name], hours=hours), probe=True).run()
 
 
 def understood(sample: dict[str, Any]) -> Snapshot:
