@@ -1,4 +1,4 @@
-"""A GPU, a port, and what looks like a vLLM on both."""
+"""A GPU, a port, what looks like a vLLM on both, and the files of a door."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.door import write
 from tests.e2e.life import Start
 from tests.e2e.vllm import Vllm
+from tests.fakes.certificates import write_self_signed
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 
 
@@ -46,3 +48,11 @@ def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
             return vllm
 
         yield begin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("server", "client"):
+        write_self_signed(tmp_path, name)
+    write(tmp_path)
+    return tmp_path

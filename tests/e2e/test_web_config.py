@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import bcrypt
 import httpx
 import pytest
 
+from tests.e2e.door import PASSWORD, client, guarded, port, secured, write
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import LOOPBACK
-from tests.process import Daemon, daemon, eventually
+from tests.process import Daemon, eventually
 
-PASSWORD = "pa55word"  # noqa: S105 - of nobody
-CONFIG = """\
-tls_server_config:
-  cert_file: server.crt
-  key_file: server.key
-  client_auth_type: RequireAndVerifyClientCert
-  client_ca_file: client.crt
-  client_allowed_sans: [{san}]
-http_server_config:
-  headers:
-    Strict-Transport-Security: max-age=31536000
-basic_auth_users:
-  prometheus: {hashed}
-"""
 PROMETHEUS = """\
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -44,36 +25,6 @@ scrape_configs:
     basic_auth: {{username: prometheus, password: {password}}}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name in ("server", "client"):
-        write_self_signed(tmp_path, name)
-    write(tmp_path)
-    return tmp_path
-
-
-def write(folder: Path, san: str = LOOPBACK, cost: int = 4) -> None:
-    hashed = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(cost)).decode()
-    (folder / "web.config.yml").write_text(CONFIG.format(hashed=hashed, san=san))
-
-
-@contextmanager
-def guarded(folder: Path) -> Iterator[Daemon]:
-    with daemon(WEB_CONFIG_FILE=str(folder / "web.config.yml")) as running:
-        yield running
-
-
-def port(running: Daemon) -> int:
-    return int(running.url.rpartition(":")[2])
-
-
-def client(folder: Path, running: Daemon, *, certified: bool = True) -> httpx.Client:
-    context = ssl.create_default_context(cafile=folder / "server.crt")
-    if certified:
-        context.load_cert_chain(folder / "client.crt", folder / "client.key")
-    return httpx.Client(base_url=f"https://{LOOPBACK}:{port(running)}", verify=context, timeout=30)
 
 
 def test_who_has_certificate_and_password_comes_in_and_nobody_else(folder: Path) -> None:
@@ -98,18 +49,6 @@ def test_a_certificate_with_another_name_does_not_come_in(folder: Path) -> None:
         known.get("/healthz", auth=("prometheus", PASSWORD))
 
 
-@contextmanager
-def secured(folder: Path, running: Daemon) -> Iterator[ssl.SSLSocket]:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.load_cert_chain(folder / "client.crt", folder / "client.key")
-    with (
-        socket.create_connection((LOOPBACK, port(running)), timeout=30) as plain,
-        context.wrap_socket(plain) as wrapped,
-    ):
-        yield wrapped
-
-
 def served_certificate(folder: Path, running: Daemon) -> bytes | None:
     with secured(folder, running) as connection:
         return connection.getpeercert(binary_form=True)
@@ -124,38 +63,6 @@ def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) ->
 
         write_self_signed(folder, "server")
         eventually(lambda: served_certificate(folder, running) != first, "the renewed certificate is shown")
-
-
-def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
-    with guarded(folder) as running:
-        silent = [socket.create_connection((LOOPBACK, port(running)), timeout=30) for _ in range(300)]
-        with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
-        for each in silent:
-            each.close()
-        assert running.stop()[0] == 0
-
-
-@pytest.mark.parametrize("login", [b"Basic \xff", b"Basic ="])
-def test_a_login_that_is_none_is_refused(folder: Path, login: bytes) -> None:
-    with guarded(folder) as running, secured(folder, running) as connection:
-        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: " + login + b"\r\n\r\n")
-
-        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
-        assert "Traceback" not in running.log()
-
-
-def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(folder: Path) -> None:
-    write(folder, cost=14)  # a second, in which the crowd comes
-    guess = base64.b64encode(b"prometheus:guess")
-    with guarded(folder) as running, contextlib.ExitStack() as crowd, secured(folder, running) as connection:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Basic " + guess + b"\r\n\r\n")
-        for _ in range(300):
-            crowd.enter_context(socket.create_connection((LOOPBACK, port(running)), timeout=30))
-
-        assert connection.recv(4096)[:12] in (b"", b"HTTP/1.1 401")
-        with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
 
 
 def test_a_file_that_cannot_be_used_ends_it_with_status_2_and_a_line_each(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class PageReader:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await request
-        except (TimeoutError, httpx.HTTPError, OSError) as error:
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed
