@@ -173,3 +173,14 @@ def test_names_that_are_new_at_every_look_do_not_take_the_daemon_over_its_memory
 
         assert running.page().value("source_up", source="engine") == 1
         assert peak_bytes(running.process.pid) < 128 * MIB
+
+
+def test_formats_that_scrapers_make_up_do_not_take_it_there_either() -> None:
+    longest = "".join(f'{RUNNING}{{model_name="{WIDE * 2000}",engine="{engine}"}} 1\n' for engine in range(250))
+    with EngineServer(page(longest)) as engine, daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="5") as running:
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+        for version in range(12):
+            answer = running.get("/metrics", Accept=f"application/openmetrics-text;version=1.0.{version}")
+            assert len(answer.content) > 2 * MIB
+
+        assert peak_bytes(running.process.pid) < 128 * MIB
