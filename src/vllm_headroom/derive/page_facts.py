@@ -56,6 +56,8 @@ def begun_anew(life: str | None, new_life: str | None, finished: float | None, n
     fell = finished is not None and new_finished is not None and new_finished < RESTART_SHARE * finished
     if life is None or new_life is None:
         return fell
+    if life == new_life:  # nearly always: their parts are not looked at then
+        return False
     before, now = _latest(life), _latest(new_life)
     return now > before or (now < before and fell) or life.count(",") != new_life.count(",")
 

@@ -10,7 +10,6 @@ from vllm_headroom.derive.leak.estimate import estimate, timed
 from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, THRESHOLDS, settle, stretch
 from vllm_headroom.derive.leak.facts import Level, Track, Verdict
 from vllm_headroom.derive.leak.projection import Life, project
-from vllm_headroom.derive.leak.records import are_records
 from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
 from vllm_headroom.derive.leak.swings import swing
 
@@ -94,7 +93,7 @@ def _grown(track: Track, level: Level, threshold: float) -> Growth | None:
 
 
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
-    """Return what the last hours foretell; anew only when one of their blocks ends. Records alone raise no alarm."""
+    """Return what the last hours foretell; anew only when one of their blocks ends."""
     level = track.levels[PROJECTED_LEVEL]
     if track.first is None or not _just_ended(track, level):
         return track.projected, None
@@ -103,10 +102,7 @@ def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth 
         room_bytes=room_bytes,
         before=track.projected,
     )
-    said, grown = project(level.points, life)
-    if grown is not None and track.projected is not Verdict.LEAKING and are_records(grown):
-        said = min(said, Verdict.GROWING)
-    return said, grown
+    return project(level.points, life)
 
 
 def _just_ended(track: Track, level: Level) -> bool:

@@ -1,59 +1,42 @@
-"""Would the device fill up at the pace of the last hours, and has that pace lasted?"""
+"""Would the device fill up at the pace of the last hours, and is it a pace that records and first uses never reach?"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
+from itertools import accumulate, pairwise
+from math import log
 from typing import Final
 
-from vllm_headroom.derive.leak.estimate import late_slope
 from vllm_headroom.derive.leak.evidence import folds
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+from vllm_headroom.derive.leak.records import are_records
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
 
 LEAST_BYTES: Final = 512 * MIB
-"""Growth before a projection says anything: it is for steps that are few and large."""
+LEAST_STEPS: Final = 2.5
+"""Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
-LEAST_RISES: Final = 3
-RISE_SHARE: Final = 0.05
-LARGEST_SHARE: Final = 0.40
-"""Rises of at least a twentieth of the growth count; one that is more than this share of it makes it no pace."""
+ODDS: Final = log(12)
+"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
 
-THIRD_SHARE: Final = 0.15
-LATE_SHARES: Final = (0.30, 0.80)
-"""The least share of each third, and the share of the later half, by requests or by time."""
-
-LAST_SHARE: Final = 0.15
-LATE_PACE: Final = 0.5
-"""A verdict begins only while growth goes on: the last quarter has this share, and for an alarm the slope of the later
-half is at least so much of the pace."""
-
-FASTER_THAN_RECORDS: Final = 4.0
-"""Growth per e-fold of the life's work, against that before the window: records and first uses never speed up."""
-
-WARM_SECONDS: Final = 1800.0
-"""The window begins this long after the life, at least."""
-
-YOUNG_SECONDS: Final = 3.5 * 3600.0
-"""No alarm so early in a life: its first hours have a few large steps of their own."""
+YOUNG_SECONDS: Final = 5 * 3600.0
+"""No alarm so early in a life: slots and caches fill as evenly as a leak, and most are full by then."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
-LEAKING_SHARE: Final = 0.7
-HELD_SHARE: Final = 0.35
-"""How long it has lasted, as a share of what is left: for a ticket, for an alarm, and for that to go on."""
+LEAKING_SHARE: Final = 0.4
+"""How long it has lasted, as a share of what is left: for a ticket, and for an alarm, well before half-way."""
 
-PAUSE_SECONDS: Final = 2700.0
+LAST_SHARE: Final = 0.05
+PAUSE_SECONDS: Final = 1800.0
 PAUSE_GAPS: Final = 1.5
-"""Growth has ended when nothing has risen for this long, and for so many times the usual distance of the rises."""
-
-WINDOWS: Final = 8
+"""Growth has ended when no more than its last twentieth came for this long, and for so many of its steps' distances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """What the window is held against: its first block, the room that is left.
+    """What the window is held against: the block that work is counted from, the room that is left.
 
     `before` is what was said last.
     """
@@ -63,94 +46,118 @@ class Life:
     before: Verdict
 
 
-def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
-    """Return what the retained floors foretell, and the growth that does.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The last blocks: the first of them, what was held at most before, and the growth beyond that, which stayed.
 
-    Growing: the device would be full within a day. Leaking: the growth has lasted for seven tenths of what is left, so
-    that the alarm comes before half-way, whatever the evidence by blocks says of a few large steps. Where nobody knows
-    the room it is taken for as much as was held at first.
+    A block's floor is what was held as it began, so `opened` is the end of the one before. `typical_bytes` is the size
+    of its steps, were they equal; `slowness` the logarithm of the seconds that an e-fold of work took, where it grew.
     """
-    if len(points) < WINDOWS:
-        return Verdict.NONE, None
+
+    begin: int
+    opened: Point
+    highest_bytes: float
+    grown_bytes: float
+    largest_bytes: float
+    typical_bytes: float
+    slowness: float
+
+
+def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
+    """Return what the retained floors foretell, and the growth that does: of the surest windows the likeliest.
+
+    Growing: the device would be full within a day. Leaking: the growth has lasted for two fifths of what is left, so
+    that the alarm comes well before half-way, whatever the evidence by blocks says of a few large steps, and records do
+    not explain it. Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm,
+    only its end counts.
+    """
     floors = retained(points)
-    best: tuple[Verdict, Growth | None] = (Verdict.NONE, None)
-    for begin in range(0, len(points) - WINDOWS // 2, max(1, len(points) // WINDOWS)):
-        grown = _window(points[begin:], floors[begin:], life)
-        verdict = Verdict.NONE if grown is None else _said(grown, life)
-        if verdict > best[0]:
-            best = (verdict, grown)
-    return best
+    best: tuple[Verdict, float, Window | None] = (Verdict.NONE, 0.0, None)
+    for window in _windows(points, floors, life.first):
+        if not _has_ended(window, points, floors):
+            odds = _odds(window, life.first, points[-1])
+            verdict = _said(window, odds, points[-1], life)
+            if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
+                verdict = min(verdict, Verdict.GROWING)
+            if verdict and (verdict, odds) > best[:2]:
+                best = (verdict, odds, window)
+    verdict, _, found = best
+    return verdict, None if found is None else _growth(found, points, floors)
 
 
-def _said(grown: Growth, life: Life) -> Verdict:
+def _windows(points: tuple[Point, ...], floors: tuple[float, ...], first: Point) -> Iterator[Window]:
+    """Yield each window of this life that begins with a step and is worth two, the shortest first."""
+    highest = tuple(accumulate((point.floor_bytes for point in points), max))
+    total = squares = largest = slow = 0.0
+    for begin in range(len(points) - 2, 0, -1):
+        opened, rise = points[begin - 1], floors[begin + 1] - floors[begin]
+        if opened.seconds <= first.seconds:
+            return
+        if rise <= 0:
+            continue
+        total, squares, largest = total + rise, squares + rise * rise, max(largest, rise)
+        slow += rise * log((points[begin].seconds - opened.seconds) / _folds(first, opened, points[begin]))
+        grown = floors[-1] - highest[begin]
+        if grown >= LEAST_BYTES and total * total >= LEAST_STEPS * squares:
+            yield Window(
+                begin=begin,
+                opened=opened,
+                highest_bytes=highest[begin],
+                grown_bytes=grown,
+                largest_bytes=largest,
+                typical_bytes=squares / total,
+                slowness=slow / total,
+            )
+
+
+def _folds(first: Point, before: Point, after: Point) -> float:
+    """Return how many times the work done since the first block grew e-fold."""
+    return folds(*((point.seconds - first.seconds, point.requests - first.requests) for point in (before, after)))
+
+
+def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> bool:
+    most = floors[-1] - LAST_SHARE * window.grown_bytes
+    risen = next(point.seconds for point, floor in zip(points, floors[1:], strict=False) if floor >= most)
+    gaps = max(1.0, window.grown_bytes / window.typical_bytes - 1)
+    return points[-2].seconds - risen > max(PAUSE_SECONDS, PAUSE_GAPS * (risen - window.opened.seconds) / gaps)
+
+
+def _odds(window: Window, first: Point, now: Point) -> float:
+    """Return the log likelihood ratio of growth by time in the window against growth by folds of work all along.
+
+    Records and first uses come at a constant rate per e-fold of work, or a falling one, a leak by time: Poisson's law,
+    the steps taken as equal. One more of them, the largest, is granted to the life before: a window that begins with a
+    step was chosen so.
+    """
+    before = max(0.0, window.highest_bytes - first.floor_bytes) + window.largest_bytes
+    pace = (before + window.grown_bytes) / _folds(first, first, now)
+    by_time = log(window.grown_bytes / (now.seconds - window.opened.seconds) / pace) + window.slowness
+    by_folds = log(before / _folds(first, first, window.opened) / pace)
+    return (before * by_folds + window.grown_bytes * by_time) / window.typical_bytes if by_folds < 0 else 0.0
+
+
+def _said(window: Window, odds: float, now: Point, life: Life) -> Verdict:
+    if life.before is Verdict.LEAKING:
+        return Verdict.LEAKING
+    if odds < ODDS:
+        return Verdict.NONE
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
-    lasted = grown.points[-1].seconds - grown.points[0].seconds
-    left = room / grown.total_bytes * lasted
-    on = life.before is Verdict.LEAKING
-    share = HELD_SHARE if on else LEAKING_SHARE
-    old = grown.points[-1].seconds - life.first.seconds >= YOUNG_SECONDS
-    if old and lasted >= share * left and (on or _keeps_pace(grown, lasted)):
-        said = Verdict.LEAKING
-    else:
-        said = Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
-    last = grown.retained_bytes[-1] - grown.retained_bytes[-1 - len(grown.points) // 4]
-    return said if last >= LAST_SHARE * grown.total_bytes else min(said, life.before)
+    lasted = now.seconds - window.opened.seconds
+    left = room / window.grown_bytes * lasted
+    if lasted >= LEAKING_SHARE * left and now.seconds - life.first.seconds >= YOUNG_SECONDS:
+        return Verdict.LEAKING
+    return Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
 
 
-def _keeps_pace(grown: Growth, lasted: float) -> bool:
-    slope = late_slope([point.seconds for point in grown.points], grown.retained_bytes)
-    return slope * lasted >= LATE_PACE * grown.total_bytes
-
-
-def _window(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Growth | None:
-    """Return the growth of a window if it is a pace: several rises, even, late in the life and not slowing down."""
-    total = floors[-1] - floors[0]
-    if total < LEAST_BYTES or points[0].seconds - life.first.seconds < WARM_SECONDS:
-        return None
-    rises = tuple(after - before for before, after in pairwise(floors))
-    when = [point.seconds for point, rise in zip(points[1:], rises, strict=True) if rise >= RISE_SHARE * total]
-    if len(when) < LEAST_RISES or _has_ended(when, points[-1].seconds):
-        return None
-    if life.before is not Verdict.LEAKING and not _is_pace(points, floors, max(rises) / total, life):
-        return None
+def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:
     return Growth(
-        points=points, retained_bytes=floors, rises=rises, total_bytes=total, largest_share=max(rises) / total
+        points=points[window.begin :],
+        retained_bytes=floors[window.begin :],
+        rises=_rises(window, floors),
+        total_bytes=window.grown_bytes,
+        largest_share=window.largest_bytes / window.grown_bytes,
     )
 
 
-def _has_ended(rises: list[float], now: float) -> bool:
-    apart = median(later - sooner for sooner, later in pairwise(rises))
-    return now - rises[-1] > max(PAUSE_SECONDS, PAUSE_GAPS * apart)
-
-
-def _is_pace(points: tuple[Point, ...], floors: tuple[float, ...], largest_share: float, life: Life) -> bool:
-    """Return whether the growth is even and outpaces the life before; once there is an alarm, only its end counts."""
-    if largest_share > LARGEST_SHARE:
-        return False
-    even = _even([point.requests for point in points], floors) or _even([point.seconds for point in points], floors)
-    return even and _outpaces(points, floors, life)
-
-
-def _even(places: list[float], floors: tuple[float, ...]) -> bool:
-    """Return whether each third and the later half have their share on an axis, on which these are the places."""
-    at = [_reached(places, floors, share) for share in (1 / 3, 1 / 2, 2 / 3)]
-    total = floors[-1] - floors[0]
-    thirds = (at[0] - floors[0], at[2] - at[0], floors[-1] - at[2])
-    late = (floors[-1] - at[1]) / total
-    return min(thirds) >= THIRD_SHARE * total and LATE_SHARES[0] <= late <= LATE_SHARES[1]
-
-
-def _reached(places: list[float], floors: tuple[float, ...], share: float) -> float:
-    """Return the floor at a share of the way from the first place to the last."""
-    where = places[0] + share * (places[-1] - places[0])
-    return max(floor for place, floor in zip(places, floors, strict=True) if place <= where)
-
-
-def _outpaces(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
-    first = life.first
-    opened, ended = (
-        (point.seconds - first.seconds, point.requests - first.requests) for point in (points[0], points[-1])
-    )
-    inside = (floors[-1] - floors[0]) / folds(opened, ended)
-    before = (floors[0] - first.floor_bytes) / folds((0.0, 0.0), opened)
-    return inside >= FASTER_THAN_RECORDS * before
+def _rises(window: Window, floors: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(after - before for before, after in pairwise(floors[window.begin :]))

@@ -77,12 +77,15 @@ def engine_roots(
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
     same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
     """
-    tops = _tops(entries)
+    named = {pid: process for pid, process in entries.items() if process.role}
+    tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(ancestors(entries, pid))))
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
     servers = [(pid,) for pid in tops if server_of(entries[pid].command)]
     engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
     told = {roots: told_by(roots[0]) for roots in engines}
-    claims = {roots: _claim(entries, roots, told[roots], asked, before) for roots in engines}
+    serving = {roots: _serving(named, roots) for roots in engines}
+    began = {roots: _starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
+    claims = {roots: _claim(_names(entries, roots), began[roots], told[roots], asked, before) for roots in engines}
     best = max(claims.values(), default=_NONE)
     chosen = [roots for roots in engines if claims[roots] == best != _NONE]
     names = _names(entries, chain.from_iterable(engines))
@@ -92,11 +95,10 @@ def engine_roots(
     is_guess = asked.on_host and before.told is None and not is_sure
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
         roots = actors if asked.listens and not engines else ()
-        ambiguous = len(engines) if chosen else 0
-        before = replace(before, roots=roots, names=frozenset(), ambiguous=ambiguous)
-        return replace(before, others=names, strangers=strangers)
+        before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
+        return replace(before, ambiguous=len(engines) if chosen else 0)
     (roots,) = chosen
-    own = _names(entries, _servers(entries, roots))
+    own = _names(entries, serving[roots])
     return Choice(
         roots=roots + actors,
         names=own,
@@ -107,21 +109,21 @@ def engine_roots(
     )
 
 
-def _claim(entries: Mapping[int, ProcEntry], roots: tuple[int, ...], told: Told, asked: Asked, before: Choice) -> Claim:
+def _claim(names: frozenset[Name], starts: Iterable[float], told: Told, asked: Asked, before: Choice) -> Claim:
     """Return how well it is vouched for that an engine is the one, the surest first.
 
-    It began nearer than any to when the page says that its server did; of strangers that is believed of another server
-    only. It has the port, and can listen where the page is asked for, or tells what the engine told when that was sure.
-    It may be the one for all that is known: it tells no port, or has another and something listens that can stand
-    before it, a proxy or a port mapping. It was chosen before.
+    It began nearer than any to when the page says that its server did; one start names one engine, for the last page of
+    a dead one is still known when another has its pid. It has the port, and can listen where the page is asked for, or
+    tells what the engine told when that was sure. It may be the one for all that is known: it tells no port, or has
+    another and something listens that can stand before it, a proxy or a port mapping. It was chosen before.
 
     A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
     """
-    names, since, never_sure = _names(entries, roots), asked.began_seconds, before.told is None
+    since, never_sure = asked.began_seconds, before.told is None
     fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
-    serving = {*_servers(entries, roots), entries[roots[0]].parent_pid} & entries.keys()  # a program may embed vLLM
-    apart = inf if since is None else min(abs(entries[pid].started_seconds - since) for pid in serving)
-    began = -apart if apart <= SAME_START_SECONDS and not (is_strange and since == before.since) else _NEVER
+    apart = inf if since is None else min(abs(start - since) for start in starts)
+    may_be_named = since != before.since or bool(names & before.names)
+    began = -apart if apart <= SAME_START_SECONDS and may_be_named else _NEVER
     if is_strange or (since is not None and never_sure and not fits):
         return began, False, False, False
     may_be = never_sure and (asked.listens or told == (None, True))
@@ -132,15 +134,14 @@ def _names(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[N
     return frozenset((pid, entries[pid].started_seconds) for pid in pids)
 
 
-def _servers(entries: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> set[int]:
+def _starts(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> list[float]:
+    return [entries[pid].started_seconds for pid in pids if pid in entries]
+
+
+def _serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
     """Return the pids of what may serve an engine's page: its roots, and servers below them."""
-    below = {pid for pid, process in entries.items() if process.parent_pid in roots and process.role is Role.API_SERVER}
-    return below.union(roots)
-
-
-def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:
-    named = {pid for pid, process in entries.items() if process.role}
-    return tuple(sorted(pid for pid in named if not named & ancestors(entries, pid)))
+    below = (pid for pid, process in named.items() if process.parent_pid in roots and process.role is Role.API_SERVER)
+    return (*roots, *below)
 
 
 def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:

@@ -81,14 +81,36 @@ def test_as_many_sources_of_records_are_needed_as_there_are_series_that_grow(
     assert sources(rises) == needed
 
 
-def test_slots_that_fill_up_to_a_third_of_the_room_are_not_a_leak() -> None:
+def test_slots_that_fill_up_to_a_quarter_of_the_room_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
-        return min(2000 * MIB, steps(256 * MIB, 40)(seconds))
+        return min(1650 * MIB, steps(256 * MIB, 40)(seconds))
 
     course = follow(readings(slots, 15))
 
     assert course.worst is not Verdict.LEAKING
     assert course.verdicts[-1] is Verdict.NONE
+
+
+def test_two_unequal_jumps_after_hours_without_growth_are_no_pace() -> None:
+    def jumps(seconds: float) -> float:
+        return 400 * MIB * (seconds > 9 * HOUR) + 2600 * MIB * (seconds > 11 * HOUR)
+
+    assert follow(readings(jumps, 14)).worst is Verdict.NONE
+
+
+def test_memory_that_was_given_back_and_is_taken_again_in_large_steps_is_no_growth() -> None:
+    def taken_again(seconds: float) -> float:
+        once = 3000 * MIB * (0.5 * HOUR < seconds < 8 * HOUR)
+        return once + min(3000 * MIB, steps(500 * MIB, 25)(max(0.0, seconds - 8 * HOUR)))
+
+    assert follow(readings(taken_again, 14)).worst is Verdict.NONE
+
+
+def test_large_steps_that_end_within_the_first_hours_of_a_life_are_not_a_leak() -> None:
+    def slots(seconds: float) -> float:
+        return min(3072 * MIB, steps(512 * MIB, 40)(seconds))
+
+    assert follow(readings(slots, 8)).worst is Verdict.GROWING
 
 
 def test_fast_growth_is_a_leak_within_a_minute_of_when_it_would_fill_the_room_in_ten() -> None:

@@ -87,7 +87,7 @@ def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
     verdicts = {seconds: track.verdict for seconds, track in followed(lambda at: steps(min(at, last)), 13)}
 
     assert verdicts[last] is Verdict.LEAKING
-    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2 * HOUR} == {Verdict.NONE}
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2.5 * HOUR} == {Verdict.NONE}
 
 
 def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_and_stays_where_the_next_may_be_the_last() -> None:

@@ -117,6 +117,9 @@ def test_what_was_seen_beside_a_named_server_is_none_until_the_page_names_it() -
     dead = choice({20: other}, asked=last, before=first)
     assert (first.roots, dead.roots, dead.ambiguous) == ((10,), (), 0)
 
+    recycled = {10: replace(tree(NEIGHBOUR)[20], pid=10, started_seconds=1.1)}
+    assert choice(recycled, asked=last, before=first).roots == ()
+
     turned = choice({20: other}, asked=named(1.5), before=dead)
     assert turned.roots == (20,), "the address leads to another server"
 
@@ -145,3 +148,9 @@ def test_on_a_host_one_that_only_may_be_it_is_not_known_to_be_before_the_page_an
 
 def test_on_a_host_one_with_the_port_is_known_before_it_answers() -> None:
     assert choice(tree(OURS), asked=ON_HOST).roots == (10,)
+
+
+def test_one_that_was_sure_stays_it_under_a_title_though_its_clock_was_set() -> None:
+    titled = tree((10, 1, "VLLM::APIServer"))
+
+    assert choice(titled, asked=named(900.0), before=choice(tree(OURS))).roots == (10,)

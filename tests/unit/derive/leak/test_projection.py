@@ -1,0 +1,59 @@
+"""The projection of the last hours, on floors that are given to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+from vllm_headroom.derive.leak.projection import Life, project
+
+BLOCK_SECONDS = 960.0
+FIRST = Point(30.0, 300.0, 0.0, 0.0)
+LIFE = Life(first=FIRST, room_bytes=2000.0 * MIB, before=Verdict.NONE)
+
+
+def floors(*held_mib: float) -> tuple[Point, ...]:
+    """Return a point for each block of 16 minutes, at ten requests a second."""
+    return tuple(
+        Point(seconds, 10 * seconds, seconds, held * MIB)
+        for number, held in enumerate(held_mib, start=1)
+        for seconds in [number * BLOCK_SECONDS]
+    )
+
+
+QUIET = (0.0,) * 20
+STEPS = (*QUIET, 500.0, 500.0, 1000.0, 1000.0, 1500.0, 1500.0)
+
+
+def test_steps_after_quiet_hours_are_a_leak_and_the_growth_is_theirs() -> None:
+    verdict, grown = project(floors(*STEPS), LIFE)
+
+    assert verdict is Verdict.LEAKING
+    assert grown is not None
+    assert grown.total_bytes == 1500 * MIB
+    assert grown.points[0].floor_bytes == 0
+
+
+def test_the_same_steps_are_none_where_the_first_hour_took_as_much_by_folds_of_work() -> None:
+    steps = [500.0 * (number // 6) for number in range(22)]
+
+    def after(*first_hour: float) -> Verdict:
+        return project(floors(*first_hour, *(first_hour[-1] + step for step in steps)), LIFE)[0]
+
+    assert after(0.0, 0.0, 0.0, 0.0) is Verdict.LEAKING
+    assert after(1500.0, 3000.0, 4500.0, 6000.0) is Verdict.NONE
+
+
+def test_once_there_is_an_alarm_it_goes_on_without_proof_until_growth_ends() -> None:
+    roomy = replace(LIFE, room_bytes=9000.0 * MIB)
+    alarmed = replace(roomy, before=Verdict.LEAKING)
+
+    assert project(floors(*STEPS), roomy)[0] is not Verdict.LEAKING
+    assert project(floors(*STEPS), alarmed)[0] is Verdict.LEAKING
+    assert project(floors(*STEPS, *(1500.0,) * 6), alarmed)[0] is Verdict.NONE
+
+
+def test_work_is_counted_from_the_first_block_and_what_was_before_it_says_nothing() -> None:
+    late = replace(FIRST, seconds=23 * BLOCK_SECONDS, requests=230 * BLOCK_SECONDS)
+
+    assert project(floors(*STEPS), replace(LIFE, first=late))[0] is Verdict.NONE
