@@ -16,6 +16,9 @@ WINDOW_SECONDS: Final = 300.0
 STEPS: Final = 60
 """Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
 
+MOST_REMEMBERED: Final = 256
+"""Engines kept while some of them have left the page; as many as one page may have, for names may be new each time."""
+
 
 class Step(Struct, frozen=True, kw_only=True):
     """Queries and hits counted from `began_seconds` on, for one sixtieth of the window."""
@@ -34,7 +37,7 @@ class EngineCounts(Struct, frozen=True, kw_only=True):
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
-    """Counts per (model_name, engine); an engine that left the page is forgotten after a window."""
+    """Counts per (model_name, engine); one that left the page is forgotten after a window, at once among many."""
 
     engines: dict[tuple[str, str], EngineCounts] = field(default_factory=dict)
 
@@ -53,7 +56,8 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
     for key, engine in present.items():
         if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
             counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
-    following = {key: kept for key, kept in counts.items() if kept.steps or key in present}
+    may_wait = len(counts) <= MOST_REMEMBERED
+    following = {key: kept for key, kept in counts.items() if key in present or (kept.steps and may_wait)}
     samples = tuple(sample for key, engine in present.items() for sample in _ratio(engine, counts.get(key)))
     return PrefixCacheState(engines=following), samples
 

@@ -28,8 +28,9 @@ _MEMORY_LEVEL: Final = 7
 """Enough for a page, and below the size at which each compressor's memory would be mapped anew: 10 us instead of 35."""
 
 _ZERO: Final = re.compile(r"q\s*=\s*0(\.0*)?")
-_MOST_FORMATS: Final = 8
-"""Formats kept of one sample: there are two, and a version and an escaping scheme that a scraper may make up."""
+_MOST_FORMATS: Final = 3
+"""Formats kept of one sample: there are two, and a version and an escaping scheme that a scraper may make up. Each
+takes 8 MiB of the largest page that an engine's names can make."""
 
 _HEADERS: Final[tuple[Header, ...]] = (NO_SNIFF, NO_STORE, ("Vary", "Accept, Accept-Encoding"))
 _GZIP_HEADERS: Final = (*_HEADERS, ("Content-Encoding", "gzip"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
 
@@ -146,5 +147,40 @@ def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) 
         running.sees(lambda page: page.has("source_up", source="engine"), "the first sample")
         before = len(engine.requests)
         running.sees(lambda _: len(engine.requests) >= before + 3, "it was read again and again")
+
+        assert peak_bytes(running.process.pid) < 128 * MIB
+
+
+def names_anew(connection: socket.socket, closing: threading.Event) -> None:
+    """Answer with engines that serve, all but one under names that nobody has had before."""
+    number = time.monotonic_ns()
+    lines = [
+        f'vllm:prefix_cache_{name}_total{{model_name="{number}-{WIDE * 900}",engine="{engine}"}} 1\n'
+        for engine in range(250)
+        for name in ("queries", "hits")
+    ]
+    serving = (RUNNING, "vllm:generation_tokens_total")
+    lines += [f'{name}{{model_name="m",engine="0"}} {number}\n' for name in serving]
+    page("".join(lines))(connection, closing)
+
+
+def test_names_that_are_new_at_every_look_do_not_take_the_daemon_over_its_memory_limit() -> None:
+    with (
+        EngineServer(names_anew) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.2") as running,
+    ):
+        eventually(lambda: len(engine.requests) >= 100, "a hundred looks", deadline_seconds=300)
+
+        assert running.page().value("source_up", source="engine") == 1
+        assert peak_bytes(running.process.pid) < 128 * MIB
+
+
+def test_formats_that_scrapers_make_up_do_not_take_it_there_either() -> None:
+    longest = "".join(f'{RUNNING}{{model_name="{WIDE * 2000}",engine="{engine}"}} 1\n' for engine in range(250))
+    with EngineServer(page(longest)) as engine, daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="5") as running:
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+        for version in range(12):
+            answer = running.get("/metrics", Accept=f"application/openmetrics-text;version=1.0.{version}")
+            assert len(answer.content) > 2 * MIB
 
         assert peak_bytes(running.process.pid) < 128 * MIB
