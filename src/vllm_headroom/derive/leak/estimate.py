@@ -91,7 +91,7 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    slope = late_slope(axis, grown.retained_bytes)
+    slope = _late_slope(axis, grown.retained_bytes)
     batches = _batches(axis, grown.retained_bytes)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
@@ -102,7 +102,7 @@ def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
     return slope, half_width, spread / max(abs(mean), 1e-9)
 
 
-def late_slope(axis: list[float], values: tuple[float, ...]) -> float:
+def _late_slope(axis: list[float], values: tuple[float, ...]) -> float:
     """Return the slope of the later half, Theil and Sen's: single steps do not move it."""
     half = len(axis) // 2
     every = -(-(len(axis) - half) // SLOPE_POINTS)
