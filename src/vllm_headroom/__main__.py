@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
 
-from vllm_headroom.commands.signals import end_on_signals
+from vllm_headroom.commands.early import end_on_signals, stand_in
 
 COMMANDS = {
     "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
@@ -23,15 +26,27 @@ COMMANDS = {
 }
 """Modules of `vllm_headroom.commands`; nothing of a command is imported before it is called."""
 
+TELLS = frozenset({"-h", "--help", "--version", "--print-config"})
+"""Options that only say something, for which no daemon has to be imported."""
+
 
 def main() -> None:
     """Run the command that the process was started with, the daemon without one."""
     is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     name = sys.argv[1] if is_named else "run"
+    stand_in()
     end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
+    if name == "run" and not TELLS & set(sys.argv):
+        from vllm_headroom.commands.run.process import run  # noqa: PLC0415 - see above
+
+        run(partial(_start, name, sys.argv[1 + is_named :]))
+    _start(name, sys.argv[1 + is_named :])
+
+
+def _start(name: str, argv: Sequence[str]) -> NoReturn:
     from vllm_headroom.commands.cli import start  # noqa: PLC0415 - see above
 
-    start(COMMANDS, name, sys.argv[1 + is_named :])
+    start(COMMANDS, name, argv)
 
 
 if __name__ == "__main__":

@@ -190,5 +190,6 @@ class Kind(StrEnum):
     COUNTER = "counter"
 
 
-CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
-"""What an engine's text could do to a terminal or to the next line."""
+_OF_DIRECTION: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_OF_DIRECTION)}
+"""What an engine's text could do to a terminal, to the next line, or to the order in which a line is read."""

@@ -44,6 +44,17 @@ def test_it_builds_on_the_base_that_the_dockerfile_names() -> None:
     assert WORKFLOW["env"]["PYTHON_IMAGE"] == base
 
 
+def test_the_image_is_built_on_a_digest_and_leaves_with_its_parts_its_origin_and_a_signature() -> None:
+    base, build, sign = ("imagetools inspect", "docker/build-push-action", "cosign sign --yes")
+    said = [(step.get("run") or step["uses"], step) for step in steps()]
+    named = {key: next(step for text, step in said if key in text) for key in (base, build, sign)}
+    digest, options = named[base], named[build]["with"]
+
+    assert 'echo "image=$PYTHON_IMAGE@$digest"' in digest["run"]
+    assert f"PYTHON_IMAGE=${{{{ steps.{digest['id']}.outputs.image }}}}" in options["build-args"]
+    assert (options["sbom"], options["provenance"]) == (True, "mode=max")
+
+
 @pytest.mark.parametrize("name", ["runtime.txt", "dev.txt"])
 def test_every_locked_package_has_its_hashes(name: str) -> None:
     text = (ROOT / "requirements" / name).read_text(encoding="utf-8")

@@ -8,10 +8,27 @@ from typing import Final
 import pytest
 
 from tests.assets import alerts
+from vllm_headroom.commands.advise.limits import (
+    LOST_RATIO,
+    LOST_RISES,
+    PAYING_RATIO,
+    PEAK_BYTES,
+    PREFIX_TOKENS_PER_SECOND,
+    STALE_SECONDS,
+    WAITING_REQUESTS,
+)
 from vllm_headroom.commands.replay.report import WORTH_A_WORD
 from vllm_headroom.derive.growing import DAY_SECONDS, GPU_ALERTS, HOST_ALERTS, HOUR_SECONDS
 from vllm_headroom.derive.life.lives import LOOP_SECONDS
-from vllm_headroom.derive.verdicts import LOOP, LOW_BYTES, LOW_SHARE, NEIGHBOUR_BYTES, STRANDED
+from vllm_headroom.derive.verdicts import (
+    LOOP,
+    LOW_BYTES,
+    LOW_HOST_BYTES,
+    LOW_HOST_SHARE,
+    LOW_SHARE,
+    NEIGHBOUR_BYTES,
+    STRANDED,
+)
 
 RULES: Final = {rule.name: rule.expr for rule in alerts.rules() if rule.is_alert}
 
@@ -19,6 +36,16 @@ SAME: Final = (
     (NEIGHBOUR_BYTES, 2**30, "HeadroomNeighbourGrowing", "> 2^30"),
     (LOW_BYTES, 512 * 2**20, "HeadroomGpuMemoryLow", "< 512 * 2^20"),
     (LOW_SHARE, 0.5, "HeadroomGpuMemoryLow", ">= 0.5 *"),
+    (LOW_HOST_BYTES, 4 * 2**30, "HeadroomHostMemoryLow", "< 4 * 2^30"),
+    (1 - LOW_HOST_SHARE, 0.95, "HeadroomHostMemoryLow", "> 0.95 *"),
+    (LOW_SHARE, 0.5, "HeadroomHostMemoryLow", ">= 0.5 *"),
+    (PEAK_BYTES, 256 * 2**20, "HeadroomGpuMemoryPeak", "< 256 * 2^20"),
+    (LOST_RATIO, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
+    (LOST_RISES, 3, "HeadroomKvBlocksLeak", ">= 3"),
+    (WAITING_REQUESTS, 10, "HeadroomQueueBacklog", "> 10"),
+    (PAYING_RATIO, 0.3, "HeadroomPrefixCacheNotPaying", "< 0.3"),
+    (PREFIX_TOKENS_PER_SECOND, 100, "HeadroomPrefixCacheNotPaying", "> 100"),
+    (STALE_SECONDS, 120, "HeadroomSampleStale", "> 120"),
     (STRANDED, 0.05, "HeadroomKvCacheStranded", "> 0.05"),
     (WORTH_A_WORD, 0.01, "HeadroomKvBlocksLeak", "> 0.01"),
     # an increase is extrapolated to what lies before the first and after the last scrape: half an end less is asked for

@@ -12,6 +12,7 @@ from typing import Final
 import pytest
 
 from vllm_headroom.config.settings import Settings
+from vllm_headroom.expose.server import MOST_CONNECTIONS
 
 FOLDER: Final = Path(__file__).parents[2] / "deploy" / "systemd"
 UNIT: Final = FOLDER / "vllm-headroom.service"
@@ -51,6 +52,12 @@ def test_the_unit_exposes_little(unit: Path) -> None:
 
 def systemd_analyze(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_unit_gives_every_connection_its_descriptor() -> None:
+    (limit,) = re.findall(r"^LimitNOFILE=(\d+)$", UNIT.read_text(), re.MULTILINE)
+
+    assert int(limit) >= 2 * MOST_CONNECTIONS, "half of it is for the engine, files and who waits for his handshake"
 
 
 def test_the_example_names_settings_that_there_are() -> None:

@@ -98,7 +98,7 @@ class Processes:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def read(self, _timeout_seconds: float) -> ProcessReadings:
+    async def read(self, _timeout_seconds: float, _page: object) -> ProcessReadings:
         step = self._world.step
         workers = tuple(
             EngineProcess(

@@ -33,8 +33,13 @@ def findings(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of all threads of a process, to the nanosecond (clock_getcpuclockid(3))."""
-    return time.clock_gettime(~pid << 3 | 2)
+    """Return the CPU time of all threads of a process, to the nanosecond (clock_getcpuclockid(3)), and of its children.
+
+    Children count once they ended, to a hundredth of a second: ours reads its settings in one.
+    """
+    told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = sum(map(int, told[13:15])) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(~pid << 3 | 2) + children
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -13,8 +13,7 @@ from typing import Final
 from prometheus_client import Metric
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.commands.demo.page import SimulatedEngine
-from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.run import present
 from vllm_headroom.commands.demo.scenario import TABLE, Scenario
 from vllm_headroom.commands.demo.world import World

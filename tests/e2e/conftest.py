@@ -1,4 +1,4 @@
-"""A GPU, a port, and what looks like a vLLM on both."""
+"""A GPU, a port, what looks like a vLLM on both, and the files of a door."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.door import write
 from tests.e2e.life import Start
 from tests.e2e.vllm import Vllm
+from tests.fakes.certificates import write_self_signed
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 
 
@@ -20,20 +22,37 @@ def nvml(tmp_path: Path) -> FakeNvml:
     return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a")])
 
 
-@pytest.fixture
-def port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 @pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def another_port() -> int:
+    return free_port()
+
+
+@pytest.fixture
 def start(tmp_path: Path, nvml: FakeNvml, port: int) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def begin(name: str = "first", **how: Any) -> Vllm:
+        def begin(name: str = "first", *, port: int = port, **how: Any) -> Vllm:
             vllm = Vllm(tmp_path / name, nvml, port, **how)
             stack.callback(vllm.end)
             return vllm
 
         yield begin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("server", "client"):
+        write_self_signed(tmp_path, name)
+    write(tmp_path)
+    return tmp_path

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from vllm_headroom.__main__ import main
-from vllm_headroom.commands.demo.clock import ScaledClock
+from vllm_headroom.commands.demo.run import ScaledClock
 from vllm_headroom.daemon import parts
 
 

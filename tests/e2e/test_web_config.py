@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import bcrypt
 import httpx
 import pytest
 
+from tests.e2e.door import PASSWORD, client, guarded, port, secured, write
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import LOOPBACK
-from tests.process import Daemon, daemon, eventually
+from tests.process import Daemon, eventually
 
-PASSWORD = "pa55word"  # noqa: S105 - of nobody
-CONFIG = """\
-tls_server_config:
-  cert_file: server.crt
-  key_file: server.key
-  client_auth_type: RequireAndVerifyClientCert
-  client_ca_file: client.crt
-  client_allowed_sans: [{san}]
-http_server_config:
-  headers:
-    Strict-Transport-Security: max-age=31536000
-basic_auth_users:
-  prometheus: {hashed}
-"""
 PROMETHEUS = """\
 global: {{scrape_interval: 1s}}
 scrape_configs:
@@ -42,36 +25,6 @@ scrape_configs:
     basic_auth: {{username: prometheus, password: {password}}}
     static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for name in ("server", "client"):
-        write_self_signed(tmp_path, name)
-    write(tmp_path)
-    return tmp_path
-
-
-def write(folder: Path, san: str = LOOPBACK) -> None:
-    hashed = bcrypt.hashpw(PASSWORD.encode(), bcrypt.gensalt(4)).decode()
-    (folder / "web.config.yml").write_text(CONFIG.format(hashed=hashed, san=san))
-
-
-@contextmanager
-def guarded(folder: Path) -> Iterator[Daemon]:
-    with daemon(WEB_CONFIG_FILE=str(folder / "web.config.yml")) as running:
-        yield running
-
-
-def port(running: Daemon) -> int:
-    return int(running.url.rpartition(":")[2])
-
-
-def client(folder: Path, running: Daemon, *, certified: bool = True) -> httpx.Client:
-    context = ssl.create_default_context(cafile=folder / "server.crt")
-    if certified:
-        context.load_cert_chain(folder / "client.crt", folder / "client.key")
-    return httpx.Client(base_url=f"https://{LOOPBACK}:{port(running)}", verify=context, timeout=30)
 
 
 def test_who_has_certificate_and_password_comes_in_and_nobody_else(folder: Path) -> None:
@@ -97,14 +50,8 @@ def test_a_certificate_with_another_name_does_not_come_in(folder: Path) -> None:
 
 
 def served_certificate(folder: Path, running: Daemon) -> bytes | None:
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.load_cert_chain(folder / "client.crt", folder / "client.key")
-    with (
-        socket.create_connection((LOOPBACK, port(running)), timeout=30) as plain,
-        context.wrap_socket(plain) as secured,
-    ):
-        return secured.getpeercert(binary_form=True)
+    with secured(folder, running) as connection:
+        return connection.getpeercert(binary_form=True)
 
 
 def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) -> None:
@@ -116,16 +63,6 @@ def test_a_renewed_certificate_is_shown_and_a_broken_one_is_not(folder: Path) ->
 
         write_self_signed(folder, "server")
         eventually(lambda: served_certificate(folder, running) != first, "the renewed certificate is shown")
-
-
-def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
-    with guarded(folder) as running:
-        silent = [socket.create_connection((LOOPBACK, port(running)), timeout=30) for _ in range(300)]
-        with client(folder, running) as known:
-            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
-        for each in silent:
-            each.close()
-        assert running.stop()[0] == 0
 
 
 def test_a_file_that_cannot_be_used_ends_it_with_status_2_and_a_line_each(tmp_path: Path) -> None:

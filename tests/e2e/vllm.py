@@ -16,7 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Vllm:
-    """A server, a core and a worker, which holds `held_gib` of a GPU."""
+    """A server, a core and workers, of which the first holds `held_gib` of a GPU.
+
+    `launcher` runs the server, `tells_port` is whether its command line does; where its `part` is root, an API server
+    below it serves the page.
+    """
 
     def __init__(
         self,
@@ -27,6 +31,10 @@ class Vllm:
         ready: bool = True,
         idle: bool = False,
         held_gib: int = 60,
+        workers: int = 1,
+        launcher: tuple[str, ...] = (),
+        tells_port: bool = True,
+        part: str = "",
     ) -> None:
         folder.mkdir()
         if idle:
@@ -36,13 +44,17 @@ class Vllm:
         program.write_text((ROOT / "tests" / "fakes" / "working_vllm.py").read_text())
         if ready:
             self.become_ready()
+        said = ("m", "--port") if tells_port else ("--config", "c.yaml")
         self.process = subprocess.Popen(
-            [sys.executable, str(program), "serve", "m", "--port", str(port)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder)},
+            [*launcher, sys.executable, str(program), "serve", *said, str(port)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "FOLDER": str(folder), "WORKERS": str(workers), "PART": part},
             start_new_session=True,
         )
         pids = eventually(lambda: (folder / "pids").exists() and (folder / "pids").read_text(), "the processes run")
-        self.server, self.core, self.worker = map(int, str(pids).split())
+        self.server, self.core, *self.workers = map(int, str(pids).split())
+        self.worker = self.workers[0]
+        if part:
+            self.page_server = int((folder / "server").read_text())
         self.hold(held_gib)
 
     def become_ready(self) -> None:

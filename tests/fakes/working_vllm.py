@@ -1,8 +1,9 @@
 """The processes of a vLLM: a server, its core, which does the work, and a worker below the core.
 
 usage: python vllm serve m --port PORT, with this file as `vllm`, the repository on PYTHONPATH and a folder in $FOLDER,
-where the core counts its steps. The page is there from when the folder has a file `ready`, and says what was counted.
-Where the folder has a file `idle`, nothing runs; the page says what the server has completed, which takes a step each.
+where the core counts its steps; below it are as many workers as $WORKERS says. The page is there from when the folder
+has a file `ready`, and says what was counted. Where the folder has a file `idle`, nothing runs; the page says what the
+server has completed, which takes a step each. Where $PART is root, an API server below this process serves the page.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from tests.fakes.engine_server import EngineServer, page
 CORE: Final = """
 import os, subprocess, sys, time
 from pathlib import Path
-folder = Path(os.environ["FOLDER"])
-worker = subprocess.Popen(["VLLM::Worker_TP0", "infinity"], executable="/bin/sleep")
-(folder / "pids.new").write_text(f"{os.getppid()} {os.getpid()} {worker.pid}")
+folder, count = Path(os.environ["FOLDER"]), int(os.environ.get("WORKERS", "1"))
+workers = [subprocess.Popen([f"VLLM::Worker_TP{rank}", "infinity"], executable="/bin/sleep") for rank in range(count)]
+(folder / "pids.new").write_text(" ".join(map(str, [os.getppid(), os.getpid(), *(each.pid for each in workers)])))
 (folder / "pids.new").rename(folder / "pids")
 for step in range(1, 10**9):
     (folder / "steps.new").write_text(str(step))
@@ -44,10 +45,29 @@ def text(steps: int, started: float, running: int = 2) -> str:
     )
 
 
+def began() -> float:
+    """Return when this process began, in seconds since the epoch, as vLLM's page tells it of the server."""
+    boot = Path("/proc/stat").read_text().partition("btime ")[2].split()[0]
+    ticks = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19]
+    return int(boot) + int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def start_the_others(folder: Path) -> None:
+    """Start the core, and where it serves the page the API server below this process, which then only waits."""
+    part = os.environ.get("PART")
+    if part != "server":
+        subprocess.Popen(["VLLM::EngineCore", "-c", CORE], executable=sys.executable)
+    if part == "root":
+        title, below = "VLLM::APIServer_0", {**os.environ, "PART": "server"}
+        child = subprocess.Popen([title, *sys.argv], executable=sys.executable, env=below)
+        (folder / "server").write_text(str(child.pid))
+        threading.Event().wait()
+
+
 def main() -> None:
     """Serve until killed; the core and the worker are not taken along."""
-    folder, started = Path(os.environ["FOLDER"]), time.time()
-    subprocess.Popen(["VLLM::EngineCore", "-c", CORE], executable=sys.executable)
+    folder, started = Path(os.environ["FOLDER"]), began()
+    start_the_others(folder)
     while not (folder / "ready").exists():
         time.sleep(0.02)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from vllm_headroom.commands.early import unhindered
 from vllm_headroom.commands.terminal import shown
 from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.errors import BadInput
@@ -66,21 +66,6 @@ def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) 
         tell(f"{PROGRAM}: {name!r}: not a command, {meant}")
     logging.shutdown()
     os._exit(status)
-
-
-@contextmanager
-def unhindered() -> Iterator[None]:
-    """Import without looking for garbage, of which imports make next to none: a tenth of the daemon's start.
-
-    And without rich, which structlog takes along where it finds it: 4 MiB of the daemon's, for nothing.
-    """
-    gc.disable()
-    sys.modules["rich"] = None  # type: ignore[assignment] # so it is not found
-    try:
-        yield
-    finally:
-        del sys.modules["rich"]
-        gc.enable()
 
 
 def execute(
@@ -139,6 +124,15 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
+def save(file: Path | None, content: bytes, option: str = "") -> None:
+    """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
+    try:
+        if file is not None:
+            file.write_bytes(content)
+    except OSError as error:
+        raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
+
+
 def say(text: str) -> None:
     """Write to standard output; whoever stops reading it needs no more of it."""
     if isinstance(sys.stdout, TextIOWrapper):
@@ -146,8 +140,11 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            tell(f"{PROGRAM}: the answer cannot be written: {error.strerror}")
+            raise SystemExit(BAD_INPUT) from None  # not 1, which `check` and others say of what they judged
 
 
 def tell(line: str) -> None:

@@ -1,15 +1,18 @@
-"""What a terminal adds to lines, drawn by rich: a width to keep to, and colours for words that say how it stands."""
+"""Text for people: broken into lines, and on a terminal drawn by rich, its words coloured by how it stands."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import textwrap
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
 
 STYLES: Final = {
     **dict.fromkeys(("NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY", "ALARM"), "bold red"),
@@ -61,3 +64,35 @@ def hanging(line: str, columns: int) -> Text:
     text = Text(line)
     text.highlight_regex(_WORDS, lambda words: STYLES[" ".join(words.split())])
     return text
+
+
+WIDTH: Final = 110
+"""Where no terminal is narrower."""
+
+HEAD: Final = 9
+"""Columns of the words on the left: what was seen, what to do."""
+
+NO_SIDECAR: Final = "check that vllm-headroom runs there, port 9839 unless it is set otherwise"
+
+
+def wrapped(head: str, body: str, *, indent: int | None = None) -> list[str]:
+    """Return the lines of a text behind a head; those after the first are indented as far, or by `indent`."""
+    return textwrap.wrap(
+        body,
+        min(WIDTH, console(sys.stdout).width) if draws(sys.stdout) else WIDTH,
+        initial_indent=head,
+        subsequent_indent=" " * (len(head) if indent is None else indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def headed(head: str, body: str) -> list[str]:
+    """Return the lines of a text behind a word, as all words of an answer stand in one column."""
+    return wrapped(f"   {head:<{HEAD - 3}}", body)
+
+
+def paragraphs(parts: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Yield the lines of those parts that have any, with an empty line between them."""
+    for number, lines in enumerate(lines for part in parts if (lines := list(part))):
+        yield from ("", *lines) if number else lines

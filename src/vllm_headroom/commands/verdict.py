@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
@@ -20,3 +21,9 @@ class Verdict(StrEnum):
 
 
 STATUS: Final = {Verdict.GOOD: 0, Verdict.NOT_GOOD: 1, Verdict.CANNOT_TELL: 2}
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return no if one says no, else that it cannot be told if one cannot, else yes."""
+    found = set(verdicts)
+    return next((each for each in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if each in found), Verdict.GOOD)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from vllm_headroom.config.fields import AUTO, EngineProfile, Headers, Size, Url, file, seconds, setting, size
+from vllm_headroom.config.fields import EngineProfile, Headers, Size, Url, file, seconds, setting, size
 from vllm_headroom.parse.profiles import PROFILES
 
 
@@ -41,8 +41,3 @@ class EngineConnection(BaseModel):
         word="JSON",
         shown="none",
     )
-
-    @property
-    def profile(self) -> str | None:
-        """Return the name of the profile that is forced, None for none."""
-        return None if self.engine_profile == AUTO else self.engine_profile

@@ -22,12 +22,12 @@ from pydantic.fields import FieldInfo
 
 from vllm_headroom.config import kinds
 from vllm_headroom.config.kinds import SHOWN, Value, gpu_names, metrics_url, shown
+from vllm_headroom.config.values import AUTO
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.model_config import read_model
 from vllm_headroom.sizing.shape import ModelShape
 from vllm_headroom.units import MOST_BYTES, RefusedError, size_bytes
 
-AUTO: Final = "auto"
 HEADER_NAME: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 """RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""

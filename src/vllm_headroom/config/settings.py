@@ -22,8 +22,7 @@ from vllm_headroom.config.fields import (
 )
 from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
-from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.config.values import Values
 
 MAY_BE_EMPTY: Final = ("listen_host", "gate_name")
 
@@ -150,17 +149,11 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
         "info", "The least serious lines to log.", accepts="debug, info, warning or error", word="LEVEL"
     )
 
-    @property
-    def selection(self) -> Selection:
-        """Return `gpus` as the attribution understands it."""
-        if isinstance(self.gpus, tuple):
-            return Selection(listed=self.gpus)
-        return Selection(everything=self.gpus == "all")
-
-    @property
-    def model_shape(self) -> ModelShape | None:
-        """Return what `model_config_` says, None without one."""
-        return None if self.model_config_ is None else self.model_config_.shape
+    def values(self) -> Values:
+        """Return the daemon's settings as plain values, secrets included."""
+        told = {name: getattr(self, name) for name in Settings.model_fields if name != "model_config_"}
+        told["engine_headers"] = {name: value.get_secret_value() for name, value in self.engine_headers.items()}
+        return Values(**told, model_shape=None if self.model_config_ is None else self.model_config_.shape)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,13 +11,13 @@ from typing import Any, Final
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
-from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
@@ -29,12 +28,10 @@ from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
 
 CANNOT_LISTEN: Final = 2
-CLOSE_SECONDS: Final = 0.3
 SAVE_SECONDS: Final = 60.0
 LAST_SAVE_SECONDS: Final = 0.5
 """Scrapes in progress may take as long beside it."""
@@ -45,12 +42,12 @@ NO_BYTES: Final = (
 )
 
 
-async def serve(settings: Settings) -> int:
+async def serve(settings: Values) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     return await run(real_parts(settings), settings)
 
 
-async def run(parts: Parts, settings: Settings) -> int:
+async def run(parts: Parts, settings: Values) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -77,35 +74,25 @@ async def run(parts: Parts, settings: Settings) -> int:
             log.info("listening", port=listener.getsockname()[1], version=version())
             return await _run(parts, settings, listener, ending, door)
         finally:
-            await _close(parts)
-
-
-async def _close(parts: Parts) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            await parts.engine.close()
-            await parts.gpus.close()
-            if parts.asked is not None:
-                await parts.asked.close()
+            await closed(parts.engine, parts.gpus, parts.asked)
 
 
 async def _run(
-    parts: Parts, settings: Settings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
+    parts: Parts, settings: Values, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
-    flight = None if settings.state_dir is None else flight_of(settings.state_dir)
     views = Views(
         clock=clock,
         interval_seconds=interval,
         unhealthy=heartbeat.unhealthy,
         notice=parts.notice,
         runbooks=settings.runbooks_url,
-        incident=lambda: None if flight is None else flight.last,
+        flight=None if settings.state_dir is None else flight_of(settings.state_dir),
     )
-    recall = None if keeper is None else partial(_recalled, keeper, views, flight)
+    recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
     recorder = None if settings.trace_file is None else recorder_of(settings.trace_file, settings.trace_max_bytes)
@@ -121,10 +108,12 @@ async def _run(
         if sampler.snapshot is not None and grace.is_over(sampler.snapshot.gpus, clock.monotonic()):
             log.critical("the GPUs stay unreadable until this container is made anew: ending with status 3")
             end(ending, BEYOND_REPAIR)
-        await _record(sampler, views, recorder, flight)
+        if sampler.snapshot is not None and recorder is not None:
+            await recorder.record(sampler.snapshot)
+        await views.record(sampler)
 
-    served = _answers(sampler, views, heartbeat, flight, clock)
-    looking = () if fast >= interval else (every(fast, partial(_look, parts, flight, fast), clock),)
+    served = _answers(sampler, views, heartbeat, clock)
+    looking = () if fast >= interval else (every(fast, partial(_look, parts, views, fast), clock),)
     saving = () if keeper is None else (_save(keeper, lambda: views.states(sampler), clock),)
     asking = () if canary is None else (canary.run(lambda: sampler.snapshot),)
     return await live(
@@ -132,13 +121,13 @@ async def _run(
     )
 
 
-def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, flight: Flight | None, clock: Clock) -> Handler:
+def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, clock: Clock) -> Handler:
     return application(
         metrics=MetricsPage(
             lambda: sampler.published,
             clock.monotonic,
             build(),
-            lambda: None if flight is None or flight.last is None else flight.last.seconds,
+            lambda: None if views.last_incident is None else views.last_incident.seconds,
         ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),
@@ -148,29 +137,15 @@ def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, flight: Fligh
     )
 
 
-async def _look(parts: Parts, flight: Flight | None, interval: float) -> None:
+async def _look(parts: Parts, views: Views, interval: float) -> None:
     """Look at the memory of the GPUs between two ticks."""
-    used_bytes = await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, interval))
-    if flight is not None:
-        flight.look(parts.clock.time(), used_bytes)
+    views.look(parts.clock.time(), await parts.gpus.sample_used(min(GPU_TIMEOUT_SECONDS, interval)))
 
 
-async def _record(sampler: Sampler, views: Views, recorder: Recorder | None, flight: Flight | None) -> None:
-    """Write down what the tick saw, where that is wanted."""
-    if sampler.snapshot is None:
-        return
-    if recorder is not None:
-        await recorder.record(sampler.snapshot)
-    if flight is not None:
-        await flight.step(sampler.snapshot, views.verdicts, sampler.values)
-
-
-async def _recalled(keeper: Keeper, views: Views, flight: Flight | None, snapshot: Snapshot) -> Mapping[str, Any]:
+async def _recalled(keeper: Keeper, views: Views, snapshot: Snapshot) -> Mapping[str, Any]:
     """Return the states that an earlier process kept of this engine; its curves go to what is shown."""
     states = await keeper.recall(snapshot)
     views.take_up(states)
-    if flight is not None:
-        flight.take_up(states)
     return states
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
@@ -17,7 +17,6 @@ from vllm_headroom.daemon.life import Heartbeat
 from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.gates.gates import GATES, Rules, gates
@@ -33,10 +32,10 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
 
 
-def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: Canary | None) -> Sampler:
+def sampler_of(parts: Parts, settings: Values, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
-        sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
+        sources=parts,
         parse=partial(parse_engines, profile=settings.profile),
         selection=settings.selection,
         derivations=derivations(
@@ -54,7 +53,7 @@ def sampler_of(parts: Parts, settings: Settings, recall: Recall | None, canary: 
     )
 
 
-def _gate_rules(settings: Settings) -> Rules:
+def _gate_rules(settings: Values) -> Rules:
     return Rules(
         ready_seconds=settings.gate_ready_seconds,
         ready_most_seconds=settings.gate_ready_most_seconds,

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import structlog
 
-from vllm_headroom.daemon.known import known, ooms
-from vllm_headroom.daemon.recent import Recent
+from vllm_headroom.daemon.known import Recent, known, ooms
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident as Last
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
@@ -88,8 +87,8 @@ class Flight:
         event = None if snapshot.life is None else self._event(snapshot.life)
         if event is not None:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
-        elif not self._served or snapshot.life is None or snapshot.life.in_service:
-            self._served = self._served or (snapshot.life is not None and snapshot.life.in_service)
+        elif not self._served or snapshot.life is None or snapshot.in_service:
+            self._served = self._served or snapshot.in_service
             self._before = known(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.app import CLOSE_SECONDS
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
@@ -43,19 +42,11 @@ async def fetched(reader: PageReader) -> str | Failure:
         await closed(reader)
 
 
-async def closed(*readers: PageReader | Gpus) -> None:
-    """Close what was read, unless that takes long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
-            for reader in readers:
-                await reader.close()
-
-
-async def machine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> Machine:
+async def machine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> Machine:
     """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
-    found = Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), proc=proc, monotonic=time.monotonic)
+    found = Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
     try:
         readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
     finally:

@@ -8,13 +8,13 @@ from typing import Final
 import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon.canary import Asked
-from vllm_headroom.daemon.sources import EngineSource, GpuSource, ProbeSource, ProcessSource
+from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.canary import Canary
-from vllm_headroom.scrape.http.reader import PageReader, is_loopback, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -27,19 +27,15 @@ TOKEN_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Parts(Sources):
     """What differs between the daemon and the demo: `notice` is for people, `asked` whom a canary asks."""
 
-    engine: EngineSource
-    gpus: GpuSource
-    processes: ProcessSource
     clock: Clock
     notice: str = ""
-    probe: ProbeSource | None = None
     asked: Asked | None = None
 
 
-def real_parts(settings: Settings) -> Parts:
+def real_parts(settings: Values) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
@@ -47,14 +43,14 @@ def real_parts(settings: Settings) -> Parts:
     return Parts(
         engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(url), engine_is_here=is_loopback(url), monotonic=clock.monotonic),
+        processes=Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
         clock=clock,
         probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),
         asked=None if settings.canary_interval_seconds is None else canary(settings),
     )
 
 
-def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> PageReader:
+def page_reader(settings: Values, url: str, *, timeout_seconds: float) -> PageReader:
     """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
     return PageReader(
         url=url,
@@ -62,11 +58,11 @@ def page_reader(settings: Settings, url: str, *, timeout_seconds: float) -> Page
         max_bytes=settings.engine_max_page_bytes,
         bearer_token_file=settings.engine_bearer_token_file,
         ca_file=settings.engine_ca_file,
-        headers={name: value.get_secret_value() for name, value in settings.engine_headers.items()},
+        headers=settings.engine_headers,
     )
 
 
-def canary(settings: Settings) -> Canary:
+def canary(settings: Values) -> Canary:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -25,9 +26,7 @@ from vllm_headroom.model import (
     Failure,
     Gpu,
     GpuReadings,
-    HostMemory,
     ProbedProcess,
-    ProbeReadings,
     ProcessReadings,
     Published,
     ReadingTime,
@@ -42,6 +41,7 @@ PARSE_SECONDS: Final = 2.0
 """A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""
 
 T = TypeVar("T")
+Timed = tuple[T, ReadingTime]
 log = structlog.get_logger()
 
 
@@ -104,7 +104,7 @@ class Sampler:
             self._states.update(await self._recall(snapshot))
         snapshot = self._lived(snapshot)
         self._transitions.report(snapshot)
-        samples = tuple(sample for derivation in self._derivations for sample in self._derive(derivation, snapshot))
+        samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
         if self._judge is not None and (judged := self._derive(self._judge(values), snapshot)):
             samples += judged
@@ -116,33 +116,41 @@ class Sampler:
     async def _snapshot(self) -> Snapshot:
         timeout = self._gpu_timeout_seconds
         async with asyncio.TaskGroup() as group:
-            engine = group.create_task(self._timed(Source.ENGINE, self._sources.engine.fetch()))
+            engine = group.create_task(self._engine())
             gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(timeout)))
-            process = group.create_task(self._timed(Source.PROCESS, self._sources.processes.read(timeout)))
+            process = group.create_task(self._processes(engine))
             inside = group.create_task(self._inside(timeout))
-        (page, engine_time), (readings, gpu_time), (processes, process_time) = (
-            engine.result(),
-            gpu.result(),
-            process.result(),
-        )
-        if not isinstance(processes, Failure):
-            self._transitions.engines_found(processes.ambiguous_roots)
+        page, engine_time = engine.result()
+        readings, gpu_time = gpu.result()
+        processes, process_time = process.result()
         files, probe_time = inside.result()
         seen = processes if isinstance(processes, Failure) else processes.engine
         now = self._clock.time()
         probe = told(files, seen, now)
+        self._container, host = container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
         gpus = readings if isinstance(readings, Failure) else self._attribute(readings, processes)
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=with_steps(page if isinstance(page, Failure) else await self._understood(page), probe),
+            engines=with_steps(page, probe),
             gpus=with_inside(gpus, probe),
             processes=seen,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
-            host=self._host(processes, probe),
+            host=host,
             unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
+            neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
+            ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
         )
+
+    async def _engine(self) -> Timed[EnginePage | Failure]:
+        text, time = await self._timed(Source.ENGINE, self._sources.engine.fetch())
+        return (text if isinstance(text, Failure) else await self._understood(text)), time
+
+    async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
+        """Read the processes beside the page, by what the last one told of them; the first look waits for a page."""
+        page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
+        return await self._timed(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
 
     async def _inside(
         self, timeout_seconds: float
@@ -152,7 +160,7 @@ class Sampler:
         files, time = await self._timed(Source.PROBE, self._sources.probe.read(timeout_seconds))
         return files, (time,)
 
-    async def _timed(self, source: Source, reading: Awaitable[T]) -> tuple[T, ReadingTime]:
+    async def _timed(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
         machine = asyncio.get_running_loop().time
         began = machine()
         value = await reading
@@ -170,10 +178,6 @@ class Sampler:
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
-
-    def _host(self, processes: ProcessReadings | Failure, probe: ProbeReadings | Failure | None) -> HostMemory | None:
-        self._container, host = container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
-        return host
 
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from vllm_headroom.model import Failure, GpuReadings, ProbedProcess, ProcessReadings
+from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProbedProcess, ProcessReadings
+
+CLOSE_SECONDS: Final = 0.3
 
 
 class EngineSource(Protocol):
@@ -35,8 +39,8 @@ class GpuSource(Protocol):
 class ProcessSource(Protocol):
     """Where the engine's processes are found."""
 
-    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
-        """Return the engine's processes."""
+    async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
+        """Return the engine's processes, which what came of asking for its page helps to tell."""
 
 
 class ProbeSource(Protocol):
@@ -44,6 +48,22 @@ class ProbeSource(Protocol):
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return what each process wrote last."""
+
+
+class Closable(Protocol):
+    """What holds something open."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+async def closed(*opened: Closable | None) -> None:
+    """Close what was opened, unless that takes long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_SECONDS):
+            for each in opened:
+                if each is not None:
+                    await each.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ NOT_ATTRIBUTED: Final = (
     " engine's processes (shareProcessNamespace: true in the pod)"
 )
 AMBIGUOUS: Final = (
-    "several engines' servers are visible: give each its own port and let HEADROOM_ENGINE_URL name that of the one to"
-    " watch, or do not share the host's processes"
+    "engines' servers are visible, and none can be told to be the one to watch: give each its own --port, let"
+    " HEADROOM_ENGINE_URL name that of the one to watch and wait until it answers, or do not share the host's processes"
 )
 
 
@@ -63,6 +63,7 @@ class Transitions:
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
+        self._engines_found(snapshot.ambiguous)
         if snapshot.life is not None:
             self._life(snapshot.life)
 
@@ -93,14 +94,6 @@ class Transitions:
         tell(STATES[life.state], before=str(self._state or "nothing yet"))
         self._state = life.state
 
-    def engines_found(self, ambiguous_roots: int) -> None:
-        """Log when the processes of several engines are visible and none can be told to be the one that is watched."""
-        if ambiguous_roots == self._ambiguous_roots:
-            return
-        self._ambiguous_roots = ambiguous_roots
-        if ambiguous_roots:
-            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
-
     def derivation(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and that it works again."""
         if error is not None and name not in self._broken:
@@ -109,6 +102,13 @@ class Transitions:
         elif error is None and name in self._broken:
             self._broken.remove(name)
             log.info("derivation works again", derivation=name)
+
+    def _engines_found(self, ambiguous_roots: int) -> None:
+        if ambiguous_roots == self._ambiguous_roots:
+            return
+        self._ambiguous_roots = ambiguous_roots
+        if ambiguous_roots:
+            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
 
     def _source(self, source: Source, part: object) -> None:
         reason = part.reason if isinstance(part, Failure) else None

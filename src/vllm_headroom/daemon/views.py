@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.build import version
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.derive.page_facts import running_requests
@@ -17,7 +18,7 @@ from vllm_headroom.model import Verdict
 
 
 class Views:
-    """Follows the samples; `unhealthy` says why the sampling loop does not turn, `incident` which was the last."""
+    """Follows the samples; `unhealthy` says why the sampling loop does not turn, `flight` keeps what leads to ends."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class Views:
         unhealthy: Callable[[], str | None],
         notice: str = "",
         runbooks: str | None = None,
-        incident: Callable[[], Incident | None] = lambda: None,
+        flight: Flight | None = None,
     ) -> None:
         self.history = History()
         self._clock = clock
@@ -35,13 +36,20 @@ class Views:
         self._unhealthy = unhealthy
         self._notice = notice
         self._runbooks = runbooks
-        self._incident = incident
+        self._flight = flight
         self.verdicts: tuple[Verdict, ...] = ()
 
+    @property
+    def last_incident(self) -> Incident | None:
+        """The newest incident that is on disk."""
+        return None if self._flight is None else self._flight.last
+
     def take_up(self, states: Mapping[str, Any]) -> None:
-        """Go on from the history that an earlier process kept, where it is among the states."""
+        """Go on from what an earlier process kept, where it is among the states."""
         if HISTORY.name in states:
             self.history.take_up(states[HISTORY.name])
+        if self._flight is not None:
+            self._flight.take_up(states)
 
     def states(self, sampler: Sampler) -> Mapping[str, Any]:
         """Return all that a later process takes up."""
@@ -53,8 +61,18 @@ class Views:
             return
         page = sampler.snapshot.page
         self.verdicts = verdicts(sampler.snapshot, sampler.values)
-        running = None if page is None else running_requests(page)
+        running = running_requests(page)
         self.history.step(sampler.snapshot, self.verdicts, running)
+
+    async def record(self, sampler: Sampler) -> None:
+        """Write down a sample that was published, where a record is kept."""
+        if self._flight is not None and sampler.snapshot is not None:
+            await self._flight.step(sampler.snapshot, self.verdicts, sampler.values)
+
+    def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
+        """Take note of the memory in use between two samples, by UUID."""
+        if self._flight is not None:
+            self._flight.look(seconds, used_bytes)
 
     def view(self, sampler: Sampler) -> View:
         """Return what is shown at this moment."""
@@ -70,5 +88,5 @@ class Views:
             unwell=self._unhealthy(),
             notice=self._notice,
             runbooks=self._runbooks,
-            last_incident=self._incident(),
+            last_incident=self.last_incident,
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from vllm_headroom.derive.admission import Batches, within_batch
+from vllm_headroom.derive.admission import Batches, admission
 from vllm_headroom.derive.derivation import Derivation, stateless
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.health import INITIAL, health
 from vllm_headroom.derive.host_memory import host_memory
 from vllm_headroom.derive.inside.counters import Counts, counters
-from vllm_headroom.derive.inside.readings import inside
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
@@ -40,15 +39,11 @@ def derivations(
         Derivation(name="health", initial=INITIAL, step=health),
         stateless("readings", readings),
         stateless("life", life),
-        stateless("inside", inside),
         Derivation(name="allocator", initial=Counts(), step=counters),
         stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
         stateless("per_request", per_request),
-        Derivation(
-            name="kv_cache",
-            initial=Batches(),
-            step=within_batch(partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
-        ),
+        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        Derivation(name="admission", initial=Batches(), step=admission),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
         Derivation(name="sleep", initial=SleepState(), step=sleep),

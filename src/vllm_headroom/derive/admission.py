@@ -1,16 +1,16 @@
-"""How many requests does the engine let run at once?"""
+"""How many more requests could the engine run at once?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import floor, isfinite
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.inside.schedulers import schedulers
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EngineReading, Failure, ProbeReadings, Sample, Snapshot
+from vllm_headroom.model import EngineReading, ProbeReadings, Sample, SchedulerReading, Snapshot
 
 TIMES: Final = 3
 """How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
@@ -32,29 +32,30 @@ class Batches:
     engines: dict[tuple[str, str], Batch] = field(default_factory=dict)
 
 
-def within_batch(
-    question: Callable[[Snapshot], tuple[Sample, ...]],
-) -> Callable[[Batches, Snapshot], tuple[Batches, tuple[Sample, ...]]]:
-    """Return the question as a step whose additional requests never exceed what `max_num_seqs` admits.
+def admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
+    """Return how many more requests each engine could run: as many as fit its KV cache and `max_num_seqs` admits.
 
     vLLM tells that setting nowhere on its page: where the probe does not either, and the most that ever ran stays the
-    most while others wait for anything but the KV cache, it is the limit.
+    most while others wait for anything but the KV cache, it is the limit. There is no sample while nothing runs.
     """
-
-    def step(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample, ...]]:
-        state = _followed(state, snapshot)
-        room = _room(state, snapshot)
-        return state, tuple(_capped(sample, room) for sample in question(snapshot))
-
-    return step
+    state = _followed(state, snapshot)
+    if snapshot.page is None:
+        return state, ()
+    present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
+    told = schedulers(snapshot.page, present)
+    return state, tuple(
+        Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, more)
+        for engine in named(snapshot.page)
+        if (more := _more(engine, state.engines[labels := engine_labels(engine)], told.get(labels))) is not None
+    )
 
 
 def _followed(state: Batches, snapshot: Snapshot) -> Batches:
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
-    if isinstance(snapshot.engines, Failure):
+    if snapshot.page is None:
         return state
-    seen = {engine_labels(engine): engine for engine in named(snapshot.engines)}
+    seen = {engine_labels(engine): engine for engine in named(snapshot.page)}
     return replace(
         state, engines={labels: _of(state.engines.get(labels, Batch()), engine) for labels, engine in seen.items()}
     )
@@ -69,30 +70,16 @@ def _of(batch: Batch, engine: EngineReading) -> Batch:
     return replace(batch, waited=min(TIMES, batch.waited + 1)) if limited else batch
 
 
-def _room(state: Batches, snapshot: Snapshot) -> dict[tuple[str, ...], float]:
-    """Return how many more may run, for each engine whose limit is known."""
-    if isinstance(snapshot.engines, Failure):
-        return {}
-    present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
-    told = {labels: each.max_num_seqs for labels, each in schedulers(snapshot.engines, present).items()}
-    limits = {
-        engine_labels(engine): (_limit(state.engines[engine_labels(engine)], told.get(engine_labels(engine))), engine)
-        for engine in named(snapshot.engines)
-    }
-    return {
-        labels: max(0.0, limit - (engine.running or 0.0))
-        for labels, (limit, engine) in limits.items()
-        if limit is not None
-    }
+def _more(engine: EngineReading, batch: Batch, told: SchedulerReading | None) -> float | None:
+    if not engine.running or not engine.kv_used_ratio:
+        return None
+    fitting = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
+    fitting = float(floor(fitting)) if isfinite(fitting) else fitting
+    limit = _limit(batch, told)
+    return fitting if limit is None else min(fitting, max(0.0, limit - engine.running))
 
 
-def _limit(batch: Batch, told: int | None) -> float | None:
-    if told is not None:
-        return float(told)
+def _limit(batch: Batch, told: SchedulerReading | None) -> float | None:
+    if told is not None and told.max_num_seqs is not None:
+        return told.max_num_seqs
     return batch.most if batch.waited >= TIMES else None
-
-
-def _capped(sample: Sample, room: dict[tuple[str, ...], float]) -> Sample:
-    if sample.metric is not catalog.ENGINE_ADDITIONAL_REQUESTS or sample.labels not in room:
-        return sample
-    return replace(sample, value=min(sample.value, room[sample.labels]))

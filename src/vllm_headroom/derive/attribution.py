@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_headroom.derive.leftovers import alive, leftovers
+from vllm_headroom.derive.leftovers import is_alive, leftovers
 from vllm_headroom.model import Failure, Gpu, GpuProcess, GpuReading, GpuReadings, Leftover, ProcessReadings, Vendor
 from vllm_headroom.vocabulary import Attribution
 
@@ -62,10 +62,13 @@ def attribute(
     """
     state = _follow(state, readings, processes)
     knowable = state.ledger_opened or state.ambiguous
-    ledger_known = bool(state.remembered) and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
+    memory_is_true = _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
+    named = processes if _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS) else None
+    ledger = processes if state.remembered and memory_is_true else None
+    engine_pids = _engine_pids(processes, state.ours)
     gpus = []
     for device in readings.devices:
-        engine_bytes, other_bytes = _ledger(device, processes, state.ours) if ledger_known else (None, None)
+        engine_bytes, other_bytes = _ledger(device, ledger, engine_pids)
         attribution = _attribution(device, state, selection, devices=len(readings.devices))
         gpu = Gpu(
             reading=device,
@@ -74,7 +77,7 @@ def attribute(
             other_bytes=other_bytes,
             held_bytes=_held(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
-            leftovers=_leftovers(device, readings, processes, state.ours),
+            leftovers=_leftovers(device, named, state.ours, memory_is_true=memory_is_true),
         )
         gpus.append(gpu)
     return state, tuple(gpus)
@@ -99,7 +102,8 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
         return state
     engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
     on_devices = {each.pid for device in readings.devices for each in device.processes or ()}
-    ours = (state.ours - alive(processes)) | processes.orphans | engine.keys()
+    ended = frozenset(pid for pid in state.ours if not is_alive(pid, processes))
+    ours = ended | processes.orphans | engine.keys()
     state = replace(state, ours=ours & on_devices)
     found = [
         (device.uuid, each) for device in readings.devices for each in device.processes or () if each.pid in engine
@@ -144,25 +148,30 @@ def _attribution(
     return Attribution.SINGLE if devices == 1 else None
 
 
+def _engine_pids(processes: ProcessReadings | Failure, ours: frozenset[int]) -> frozenset[int]:
+    engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
+    return ours.union(engine)
+
+
 def _leftovers(
-    device: GpuReading, readings: GpuReadings, processes: ProcessReadings | Failure, ours: frozenset[int]
+    device: GpuReading, processes: ProcessReadings | Failure | None, ours: frozenset[int], *, memory_is_true: bool
 ) -> tuple[Leftover, ...]:
-    if isinstance(processes, Failure) or not pids_are_true(readings, processes):
+    if not isinstance(processes, ProcessReadings):
         return ()
-    is_true = process_memory_is_true(readings, processes)
-    return tuple(leftovers(device.processes or (), processes, ours, memory_is_true=is_true))
+    return tuple(leftovers(device.processes or (), processes, ours, memory_is_true=memory_is_true))
 
 
 def _ledger(
-    device: GpuReading, processes: ProcessReadings | Failure, ours: frozenset[int]
+    device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
     """Return the bytes the engine's processes hold and those other living ones hold; what is left is nobody's."""
-    if isinstance(processes, Failure) or processes.ambiguous_roots or device.processes is None or device.memory is None:
+    if not isinstance(processes, ProcessReadings) or processes.ambiguous_roots:
         return None, None
-    engine_pids = {process.pid for process in processes.engine} | processes.orphans | ours
-    other_pids = alive(processes) - engine_pids
+    if device.processes is None or device.memory is None:
+        return None, None
     engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
-    other_bytes = _total(process for process in device.processes if process.pid in other_pids)
+    others = (process for process in device.processes if process.pid not in engine_pids)
+    other_bytes = _total(process for process in others if is_alive(process.pid, processes))
     used_bytes = device.memory.used_bytes
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
         return None, None

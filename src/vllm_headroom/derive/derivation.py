@@ -24,7 +24,7 @@ class Derivation(Generic[State]):
 def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
     """Return what the step returns, less what is no number: a page of absurd values divides to infinity."""
     following, samples = derivation.step(state, snapshot)
-    return following, tuple(sample for sample in samples if isfinite(sample.value))
+    return following, tuple([sample for sample in samples if isfinite(sample.value)])
 
 
 def stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:

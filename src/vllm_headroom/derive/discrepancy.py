@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import EnginePage, Failure, Gpu, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 
 def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
@@ -15,14 +15,14 @@ def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[
     (vllm/v1/worker/utils.py) unless kv_cache_memory_bytes replaced it; `configured_bytes` per GPU. Without one, or
     while the page or the device cannot be read, there is no sample.
     """
-    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
+    page = snapshot.page
+    if page is None:
         return ()
-    page = snapshot.engines
-    return tuple(sample for gpu in snapshot.gpus for sample in _of_gpu(gpu, page, configured_bytes))
+    return tuple(sample for gpu in snapshot.owned for sample in _of_gpu(gpu, page, configured_bytes))
 
 
 def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple[Sample, ...]:
-    if gpu.attribution is None or gpu.reading.memory is None:
+    if gpu.reading.memory is None:
         return ()
     report = _reported(page, gpu, gpu.reading.memory.total_bytes, configured_bytes)
     if report is None:

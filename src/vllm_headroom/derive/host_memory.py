@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, HostMemory, Metric, Sample, Snapshot
+from vllm_headroom.derive.readings import facts
+from vllm_headroom.model import Failure, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import Role
 
 FACTS: Final[tuple[tuple[Metric, str], ...]] = (
@@ -21,7 +22,7 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 
 def host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return resident bytes summed by role, and what is known of the container; what is unknown has no sample."""
-    return (*_by_role(snapshot), *(() if snapshot.host is None else _container(snapshot.host)))
+    return (*_by_role(snapshot), *facts(FACTS, (), snapshot.host))
 
 
 def _by_role(snapshot: Snapshot) -> Iterator[Sample]:
@@ -31,10 +32,3 @@ def _by_role(snapshot: Snapshot) -> Iterator[Sample]:
     for process in snapshot.processes:
         resident[process.role] += process.rss_bytes
     yield from (Sample(catalog.HOST_MEMORY, (str(role),), float(resident[role])) for role in Role if role in resident)
-
-
-def _container(host: HostMemory) -> Iterator[Sample]:
-    for metric, attribute in FACTS:
-        value: int | None = getattr(host, attribute)
-        if value is not None:
-            yield Sample(metric, (), float(value))

@@ -1,14 +1,14 @@
-"""How big is the KV cache, what does a request take of it and how many more fit?"""
+"""How big is the KV cache, and what does a request take of it?"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import floor, isfinite
+from math import isfinite
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import named, together
+from vllm_headroom.derive.page_facts import engines, named, together
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EnginePage, EngineReading, Inside, Sample, Snapshot
+from vllm_headroom.model import EngineReading, Inside, Sample, Snapshot
 from vllm_headroom.vocabulary import MemoryPart
 
 TokenBytes = Callable[[str, int | None], int | None]
@@ -24,31 +24,28 @@ def kv_cache(
     `model` tells them from the cache's dtype on the page, and where that cannot be, there are tokens and no bytes. What
     is per running request is absent while nothing runs or nothing is held.
     """
-    page = snapshot.page
-    if page is None:
-        return ()
-    gpus, known = _gpus(snapshot, page), _measured(snapshot, page) if bytes_per_token is None else bytes_per_token
+    gpus, known = _gpus(snapshot), _measured(snapshot) if bytes_per_token is None else bytes_per_token
     return tuple(
         sample
-        for engine in named(page)
+        for engine in named(snapshot.page)
         for sample in _of_engine(engine, _known(engine, model, gpus) if known is None else known)
     )
 
 
-def _gpus(snapshot: Snapshot, page: EnginePage) -> int | None:
+def _gpus(snapshot: Snapshot) -> int | None:
     """Return the GPUs of one engine, at the most; None where they are not known."""
-    engines = {engine.engine for engine in page.engines}
-    return -(-len(snapshot.owned) // max(1, len(engines))) or None
+    ranks = {engine.engine for engine in engines(snapshot.page)}
+    return -(-len(snapshot.owned) // max(1, len(ranks))) or None
 
 
-def _measured(snapshot: Snapshot, page: EnginePage) -> float | None:
+def _measured(snapshot: Snapshot) -> float | None:
     """Return what all KV caches take over the tokens that all engines can hold; None where one of them is unknown.
 
     A cache that sleep has dropped is unknown, not free.
     """
     inside = [gpu.inside or Inside() for gpu in snapshot.owned]
     held_bytes = together(dict(each.parts).get(MemoryPart.KV_CACHE) for each in inside)
-    tokens = together(engine.kv_capacity_tokens for engine in named(page))
+    tokens = together(engine.kv_capacity_tokens for engine in named(snapshot.page))
     return held_bytes / tokens if held_bytes and tokens else None
 
 
@@ -70,10 +67,6 @@ def _of_engine(engine: EngineReading, bytes_per_token: float | None) -> Iterator
     labels, capacity_tokens = engine_labels(engine), engine.kv_capacity_tokens
     if capacity_tokens is not None and bytes_per_token is not None:
         yield Sample(catalog.ENGINE_KV_CAPACITY_BYTES, labels, capacity_tokens * bytes_per_token)
-    if not engine.running or not engine.kv_used_ratio:
-        return
-    more = engine.running * (1.0 - engine.kv_used_ratio) / engine.kv_used_ratio
-    yield Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, labels, float(floor(more)) if isfinite(more) else more)
     tokens = tokens_per_request(engine)
     if tokens is None:
         return

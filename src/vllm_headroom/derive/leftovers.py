@@ -35,9 +35,9 @@ def leftovers(
             yield Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
 
 
-def alive(processes: ProcessReadings) -> frozenset[int]:
-    """Return every pid with a process in which something runs."""
-    return processes.visible_pids - processes.zombies
+def is_alive(pid: int, processes: ProcessReadings) -> bool:
+    """Tell whether a pid has a process in which something runs."""
+    return pid in processes.visible_pids and pid not in processes.zombies
 
 
 def described(leftover: Leftover) -> str:
@@ -53,7 +53,7 @@ def _fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | 
 
     One that never was seen is missed only where all processes of the machine show: without pid 1 some are hidden.
     """
-    if pid in processes.orphans | processes.strays:
+    if pid in processes.orphans or pid in processes.strays:
         return Fate.ORPHANED
     if pid in processes.zombies:
         return Fate.ZOMBIE

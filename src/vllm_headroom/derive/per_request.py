@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.readings import gpu_labels
-from vllm_headroom.model import Failure, Sample, Snapshot
+from vllm_headroom.model import Sample, Snapshot
 
 
 def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -15,13 +15,11 @@ def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
     engines does not say; and at nothing held, as when the engine dies between the two readings.
     """
-    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
-        return ()
-    running = running_requests(snapshot.engines)
+    running = running_requests(snapshot.page)
     if not running:
         return ()
     return tuple(
         Sample(catalog.MEMORY_PER_RUNNING_REQUEST, gpu_labels(gpu), gpu.held_bytes / running)
-        for gpu in snapshot.gpus
+        for gpu in snapshot.devices
         if gpu.held_bytes
     )

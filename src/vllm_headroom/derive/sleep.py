@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import awake, life
+from vllm_headroom.derive.page_facts import awake, begun_anew, life
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Sample, Snapshot
 
@@ -47,8 +47,8 @@ def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
     if page is None:
         return state
     now, named = snapshot.monotonic_seconds, life(page)
-    if named != state.life:
-        state = SleepState(life=named)
+    anew = begun_anew(state.life, named, None, None)
+    state = SleepState(life=named) if anew else replace(state, life=state.life or named)
     if awake(page) is not False:
         return SleepState(life=state.life, least_bytes=state.least_bytes)
     since = now if state.since_seconds is None else state.since_seconds

@@ -55,21 +55,13 @@ def application(
 
     `gate` says why a gate is closed, None while it is open.
     """
-
-    def health(_request: Request) -> Answer:
-        problem = unhealthy()
-        return text(503 if problem else 200, problem or "ok")
-
-    def readiness(_request: Request) -> Answer:
-        return text(200, "ok") if ready() else text(503, "no sample published yet")
-
     answers: dict[str, Handler] = {
         "/": page,
         "/metrics": metrics,
         "/snapshot.json": snapshot,
-        "/healthz": health,
-        "/readyz": readiness,
-        **{f"/gate/{name}": _gate(partial(gate, name)) for name in GateName},
+        "/healthz": _unless(unhealthy, "ok"),
+        "/readyz": _unless(lambda: None if ready() else "no sample published yet", "ok"),
+        **{f"/gate/{name}": _unless(partial(gate, name), "open") for name in GateName},
     }
 
     def answer(request: Request) -> Answer:
@@ -80,10 +72,10 @@ def application(
     return answer
 
 
-def _gate(reason: Callable[[], str | None]) -> Handler:
+def _unless(problem: Callable[[], str | None], well: str) -> Handler:
     def answer(_request: Request) -> Answer:
-        closed = reason()
-        return text(503, closed) if closed else text(200, "open")
+        found = problem()
+        return text(503, found) if found else text(200, well)
 
     return answer
 

@@ -7,11 +7,14 @@ import contextlib
 from email.utils import formatdate
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import h11
 
 from vllm_headroom.expose.answers import Answer, Request, text
+
+if TYPE_CHECKING:
+    from vllm_headroom.expose.server import Server
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
@@ -30,24 +33,11 @@ class Phase(Enum):
     """The next request on a connection that has had one."""
 
 
-class Host(Protocol):
-    """What a connection wants of the server."""
-
-    def opened(self, connection: Connection) -> None:
-        """Take it in."""
-
-    def asked(self, connection: Connection, request: Request) -> None:
-        """Answer, when its turn comes."""
-
-    def closed(self, connection: Connection) -> None:
-        """Forget it."""
-
-
 class Connection(asyncio.Protocol):
     """Speaks HTTP/1.1 by h11; nothing more is read while a request waits for its turn."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, server: Server) -> None:
+        self._server = server
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MOST_HEAD_BYTES)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -63,12 +53,12 @@ class Connection(asyncio.Protocol):
         """Have the server told; every byte that the client does not take counts as blocking."""
         transport.set_write_buffer_limits(high=1, low=0)  # with 0, uvloop's TLS pauses what has nothing to send
         self._transport = transport
-        self._host.opened(self)
+        self._server.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - the signature is asyncio's
         """Have the server told."""
         self._transport = None
-        self._host.closed(self)
+        self._server.closed(self)
 
     def data_received(self, data: bytes) -> None:
         """Take what came."""
@@ -159,7 +149,7 @@ class Connection(asyncio.Protocol):
             self._enter(Phase.TURN)
             if self._transport is not None:
                 self._transport.pause_reading()
-            self._host.asked(self, _request(event))
+            self._server.asked(self, _request(event))
         elif isinstance(event, h11.ConnectionClosed) and self._transport is not None:
             self._transport.close()
 

@@ -66,7 +66,7 @@ class MetricsPage:
         """Return the page, or the families of it that the query names, in the format and encoding asked for."""
         accept = request.headers.get("accept", "")
         if names := parse_qs(request.query).get("name[]"):
-            encode, content_type = choose_encoder(accept)
+            encode, content_type = _encoder(accept)
             body = encode(registry(self._collector).restricted_registry(names))
             return Answer(status=200, body=body, content_type=content_type, headers=_HEADERS)
         content_type, parts = self._parts(accept)
@@ -99,7 +99,11 @@ class MetricsPage:
 
 @lru_cache(maxsize=_MOST_FORMATS)
 def _encoder(accept: str) -> tuple[Encode, str]:
-    return choose_encoder(accept)
+    """Return the format that a header asks for; the usual one where it asks in a way that no answer could repeat."""
+    try:
+        return choose_encoder(accept if accept.isascii() else "")
+    except TypeError:  # a version that is none, such as 1.0.0-beta, which the library cannot compare
+        return choose_encoder("")
 
 
 def _split(page: bytes) -> tuple[_Part, ...]:

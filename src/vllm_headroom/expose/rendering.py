@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from vllm_headroom.expose.collector import OneFamily, grouped
@@ -16,7 +16,7 @@ _NO_VALUE: Final = 0.0
 _number: Final = lru_cache(maxsize=1024)(floatToGoString)
 """Most values are those of the last page, or 0 and 1; writing one takes a microsecond."""
 
-Encode = Callable[[CollectorRegistry], bytes]
+Encode = Callable[[Collector], bytes]
 
 
 class Rendering:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import structlog
 
-from vllm_headroom.expose.answers import Answer, Handler, Request, text
+from vllm_headroom.expose.answers import Handler, Request, text
 from vllm_headroom.expose.connection import Connection, Phase
 from vllm_headroom.expose.web.door import Door
 
@@ -20,9 +20,9 @@ log = structlog.get_logger()
 MOST_CONNECTIONS: Final = 256
 """Scrapers of one sidecar are few; one more than this and the one that has waited longest for its client is closed."""
 
-PATIENCE_SECONDS: Final[dict[Phase, float]] = {Phase.HEAD: 5.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
-"""How long a client may take over a request and an answer, and may keep its connection: Prometheus scrapes every minute
-at the least often."""
+PATIENCE_SECONDS: Final = {Phase.HEAD: 5.0, Phase.TURN: 10.0, Phase.SENDING: 10.0, Phase.IDLE: 90.0}
+"""How long a client may take over a request and an answer, how long it may wait for its turn (a check of its password
+may have given way to others), and may keep its connection: Prometheus scrapes every minute at the least often."""
 
 SOCKET_BUFFER_BYTES: Final = 64 * 2**10
 """What the kernel keeps for a connection each way, twice over: left to itself it takes 2.5 MB of answers that a client
@@ -161,25 +161,25 @@ class Server:
             while self._short or self._waiting:
                 for queue in (self._short, self._waiting):
                     if queue:
-                        connection, request = queue.popleft()
-                        answer = self._handled(request)
-                        connection.answer(self._door.dressed(answer) if self._door else answer)
+                        self._give(*queue.popleft())
                         await asyncio.sleep(0)
 
-    def _handled(self, request: Request) -> Answer:
+    def _give(self, connection: Connection, request: Request) -> None:
+        """Answer, and outlive an answer that cannot be made or sent: one request must not end the daemon."""
         try:
-            return self._handler(request)
+            answer = self._handler(request)
+            connection.answer(self._door.dressed(answer) if self._door else answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
-            return text(500, "this is a fault of the daemon, its log says more")
+            connection.answer(text(500, "this is a fault of the daemon, its log says more"))
 
     async def _sweep(self) -> None:
-        """Close the connections whose clients take too long."""
+        """Close the connections whose clients take too long, or wait too long."""
         now = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             for connection in tuple(self._connections):
-                if now() - connection.since_seconds > PATIENCE_SECONDS.get(connection.phase, float("inf")):
+                if now() - connection.since_seconds > PATIENCE_SECONDS[connection.phase]:
                     connection.drop()
 
 

@@ -106,8 +106,8 @@ def _problems(view: View) -> list[dict[str, str]]:
 def _incident(incident: Incident | None) -> dict[str, Any] | None:
     if incident is None:
         return None
-    told = {"what": incident.what, "reason": incident.reason, "file": incident.file, "command": incident.command}
-    return {"t": incident.seconds, **told}
+    told = asdict(incident)
+    return {"t": told.pop("seconds"), **told, "command": incident.command}
 
 
 def _history(view: View) -> dict[str, Any]:

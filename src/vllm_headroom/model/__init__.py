@@ -1,6 +1,14 @@
 """The facts that flow through the daemon: frozen values whose names end in their unit."""
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineReading, Life, ProcessReadings
+from vllm_headroom.model.engine import (
+    SAME_START_SECONDS,
+    EnginePage,
+    EngineProcess,
+    EngineReading,
+    Life,
+    ProcessName,
+    ProcessReadings,
+)
 from vllm_headroom.model.gpu import Fate, Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
 from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
 from vllm_headroom.model.inside import (
@@ -20,6 +28,7 @@ from vllm_headroom.model.snapshot import Snapshot
 from vllm_headroom.model.verdict import Values, Verdict, worst
 
 __all__ = [
+    "SAME_START_SECONDS",
     "AllocatorReading",
     "Cgroup",
     "EnginePage",
@@ -45,6 +54,7 @@ __all__ = [
     "PoolReading",
     "ProbeReadings",
     "ProbedProcess",
+    "ProcessName",
     "ProcessReadings",
     "Published",
     "ReadingTime",

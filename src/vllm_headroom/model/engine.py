@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from vllm_headroom.model.host import HostReading
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
@@ -49,6 +49,13 @@ class EnginePage:
     inputs: tuple[tuple[str, bool], ...]
 
 
+ProcessName = tuple[int, float]
+"""A process by its pid and its start, in seconds since the epoch: a pid alone is given to another one later."""
+
+SAME_START_SECONDS: Final = 2.0
+"""Two programs tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProcess:
     """A process of the engine found in /proc.
@@ -73,7 +80,8 @@ class ProcessReadings:
 
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
-    watched: then `engine` is empty. `orphans` are the pids of processes that a life of the engine left behind when it
+    watched: then `engine` is empty. `neighbours` are the servers, or first processes, of all engines in sight that were
+    not taken for it. `orphans` are the pids of processes that a life of the engine left behind when it
     ended; `strays` are those of cores and workers that init has taken over from a server which nobody saw alive, and of
     what hangs from them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
     may hold. `host` is the memory of the machine and of the engine's container.
@@ -83,6 +91,7 @@ class ProcessReadings:
     visible_pids: frozenset[int]
     sees_host_pids: bool
     ambiguous_roots: int = 0
+    neighbours: frozenset[ProcessName] = frozenset()
     orphans: frozenset[int] = frozenset()
     strays: frozenset[int] = frozenset()
     zombies: frozenset[int] = frozenset()

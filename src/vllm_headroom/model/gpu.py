@@ -41,6 +41,11 @@ class GpuMemory:
         return self.total_bytes - (self.reserved_bytes or 0)
 
     @property
+    def left_bytes(self) -> int:
+        """What is left of that."""
+        return self.usable_bytes - self.used_bytes
+
+    @property
     def unified(self) -> bool:
         """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
         return self.machine_available_bytes is not None
@@ -94,6 +99,17 @@ class GpuReading:
     xid_errors: tuple[tuple[int, int], ...] = ()
     failure: Failure | None = None
     vendor: Vendor = Vendor.NVIDIA
+
+    def failed(self, failure: Failure) -> GpuReading:
+        """Return the reading of the same device when it cannot be read; XID errors are counted here and stay known."""
+        return GpuReading(
+            index=self.index,
+            uuid=self.uuid,
+            name=self.name,
+            xid_errors=self.xid_errors,
+            failure=failure,
+            vendor=self.vendor,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

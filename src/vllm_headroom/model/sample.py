@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_headroom.vocabulary import Kind
 
@@ -18,9 +19,11 @@ class Metric:
     needs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One value of a metric; `labels` are the values in the order of `metric.labels`."""
+class Sample(NamedTuple):
+    """One value of a metric; `labels` are the values in the order of `metric.labels`.
+
+    A tick makes hundreds: a tuple is made in half the time of a frozen dataclass.
+    """
 
     metric: Metric
     labels: tuple[str, ...]

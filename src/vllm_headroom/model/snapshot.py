@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, Life
+from vllm_headroom.model.engine import EnginePage, EngineProcess, Life, ProcessName
 from vllm_headroom.model.gpu import Gpu
 from vllm_headroom.model.host import HostMemory
 from vllm_headroom.model.inside import ProbeReadings
@@ -18,6 +18,8 @@ class Snapshot:
     `time_seconds` is seconds since the epoch, for showing; `monotonic_seconds` is for arithmetic. `probe` is None where
     no folder is configured, `host` where nothing is known of the host's memory.
     `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
+    `neighbours` are the first processes of the engines in sight that were not taken for the one that is watched;
+    `ambiguous` is how many there are where any of them may be it.
     `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
     """
 
@@ -30,12 +32,19 @@ class Snapshot:
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
     life: Life | None = None
+    neighbours: frozenset[ProcessName] = frozenset()
+    ambiguous: int = 0
     host: HostMemory | None = None
 
     @property
     def page(self) -> EnginePage | None:
         """The engine's page, None where it could not be read."""
         return None if isinstance(self.engines, Failure) else self.engines
+
+    @property
+    def in_service(self) -> bool:
+        """Whether what is seen is known to belong to a life of the engine that has worked and goes on."""
+        return self.life is not None and self.life.in_service
 
     @property
     def devices(self) -> tuple[Gpu, ...]:

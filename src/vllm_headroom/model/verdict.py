@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,9 +29,9 @@ class Values:
     """The samples of one tick, by metric and labels."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
-        self._families: dict[str, dict[tuple[str, ...], float]] = {}
-        for sample in samples:
-            self._families.setdefault(sample.metric.name, {})[sample.labels] = sample.value
+        self._families: defaultdict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
+        for metric, labels, value in samples:
+            self._families[metric.name][labels] = value
 
     def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """Return a metric's values by their labels."""

@@ -110,10 +110,11 @@ def _text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
 
 
 def _value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
-    values = (
-        _added(profile, fact, [families.get(name, ()) for name in each.split("+")], ranks) for each in fact.families
-    )
-    return next((value for value in values if value is not None), None)
+    for names in fact.families:
+        parts = [families.get(name, ()) for name in names.split("+")]
+        if any(parts) and (value := _added(profile, fact, parts, ranks)) is not None:
+            return value
+    return None
 
 
 def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
@@ -125,11 +126,12 @@ def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], rank
 
 def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
     """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
-    parts: dict[tuple[str, ...], float | None] = {}
+    parts: dict[object, float | None] = {}
     for sample in samples:
         if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:
             part, value = _part(profile, fact, sample), _amount(fact, sample)
-            parts[part] = max((known for known in (parts.get(part), value) if known is not None), default=None)
+            before = parts.get(part)
+            parts[part] = before if value is None or (before is not None and before > value) else value
     known = [value for value in parts.values() if value is not None]
     if not known or len(known) < len(parts):
         return None
@@ -139,12 +141,11 @@ def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: in
     return _usable(fact.field, sum(known) / divisor)
 
 
-def _part(profile: Profile, fact: Fact, sample: Sample) -> tuple[str, ...]:
+def _part(profile: Profile, fact: Fact, sample: Sample) -> object:
     """Return what tells the sample from the other parts of the whole; the same for repetitions of one part."""
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
-    distinct = (item for item in sorted(sample.labels.items()) if item[0] not in profile.repeat_labels)
-    return tuple(text for item in distinct for text in item)
+    return frozenset([item for item in sample.labels.items() if item[0] not in profile.repeat_labels])
 
 
 def _amount(fact: Fact, sample: Sample) -> float | None:

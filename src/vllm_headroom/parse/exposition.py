@@ -113,7 +113,7 @@ def _samples(line: str) -> tuple[Sample, ...]:
     """Return the line's sample; a series that was read before gets the value that stands behind it now."""
     series, _, value = line.rpartition(" ")
     if len(series) <= _CACHED_LENGTH and _PLAIN_VALUE.fullmatch(value) and (known := _of_series(series)):
-        return tuple(sample._replace(value=float(value)) for sample in known)
+        return tuple([Sample(each.name, each.labels, float(value)) for each in known])
     return _parsed(line)
 
 

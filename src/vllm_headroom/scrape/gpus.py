@@ -71,12 +71,7 @@ class Gpus:
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
-        untold = (
-            GpuFaults(
-                index=index, ecc=None, row_remap_pending=None, row_remap_failed=None, page_retirement_pending=None
-            )
-            for index in {reading.index for reading in self._of_amd}
-        )
+        untold = (GpuFaults(index=index) for index in {reading.index for reading in self._of_amd})
         return *(await self._nvml.faults(timeout_seconds)), *untold
 
     async def close(self) -> None:
@@ -88,7 +83,4 @@ class Gpus:
         """Return that each GPU of NVIDIA's seen so far has failed; one that is not known where there should be some."""
         if not self._of_nvidia and failure.reason not in NO_NVIDIA:
             return (GpuReading(index=0, uuid="", name="", failure=failure),)
-        return tuple(
-            GpuReading(index=each.index, uuid=each.uuid, name=each.name, xid_errors=each.xid_errors, failure=failure)
-            for each in self._of_nvidia
-        )
+        return tuple(each.failed(failure) for each in self._of_nvidia)

@@ -26,18 +26,26 @@ class Worker(Generic[T]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
-        """Return what `function` returns on the thread, or raise what it raises.
+    def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Have `function` called on the thread, and return what will be what it returns or raises.
 
-        Raises TimeoutError after `timeout_seconds`, waiting for earlier calls included. A call that timed out or was
-        cancelled before its turn is never made; one that had begun runs on, and what it gives is dropped: until it
-        returns, further calls raise TimeoutError at once, so that none pile up behind it.
+        To cancel that is to give the call up: it is never made if its turn has not come. One that has begun runs on
+        and what it gives is dropped; until it returns, this raises TimeoutError, so that none pile up behind it.
         """
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put((function, loop, future))
+        return future
+
+    async def call(self, function: Callable[[], T], timeout_seconds: float) -> T:
+        """Return what `function` returns on the thread, or raise what it raises.
+
+        Raises TimeoutError after `timeout_seconds`, waiting for earlier calls included; then, and when cancelled, the
+        call is given up.
+        """
+        future = self.begin(function)
         async with asyncio.timeout(timeout_seconds):
             return await future
 

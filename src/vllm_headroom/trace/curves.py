@@ -52,7 +52,7 @@ class Curves:
             memory = None if gpu is None else gpu.reading.memory
             _add(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
             _add(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
-        _add(self._running, None if snapshot.page is None else running_requests(snapshot.page))
+        _add(self._running, running_requests(snapshot.page))
         self._times.append(snapshot.time_seconds)
 
     def _points(self, values: array[float]) -> list[Point]:

@@ -112,8 +112,13 @@ def _leftover_of(entry: Mapping[str, Any], _place: int) -> Leftover:
     return Leftover(pid=NO_PID, fate=fate, used_bytes=size(entry, "used"))
 
 
+_INSIDE: Final = frozenset({"granted", "allocated", "reserved_by_torch", "parts"})
+
+
 def _inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return what the engine's processes said; parts that are not known here are passed over."""
+    if not _INSIDE & entry.keys():
+        return None
     parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
     found = Inside(
         granted_bytes=size(entry, "granted"),

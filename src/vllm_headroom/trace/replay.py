@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.leak.facts import Estimate, Observation, Track
+from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import location, sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.sleep import SleepState, sleep
@@ -80,6 +78,11 @@ class Watch:
         """Return the course of a GPU, by its UUID, or of a host role; of one that was never seen nothing is known."""
         return self._gpus.get(series) or self._host.get(series) or Course()
 
+    def requests(self, series: _SeriesName) -> float:
+        """Return the requests that finished since the detector follows a series in this life."""
+        track = self._memory.gpus.get(series) or self._memory.host.get(series)
+        return 0.0 if track is None else track.work.requests
+
     def step(self, snapshot: Snapshot) -> Snapshot:
         """Feed the detector one snapshot and keep what it says; a series it says nothing of is unknown now.
 
@@ -125,14 +128,6 @@ class Watch:
         inside = self._memory.inside.get(name) if place else None
         estimate = None if track is None else sharpened(track, inside).estimate
         course.step(LeakState(state), _moment(self._last_seconds, estimate, location(estimate, inside)), anew=anew)
-
-
-def tracks(series: Iterable[Observation]) -> Iterator[Track]:
-    """Yield what the detector remembers after each observation of one series, for readings that never were."""
-    track: Track | None = None
-    for each in series:
-        track = observe(track or Track(clock=each.seconds), each)
-        yield track
 
 
 def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import LOOPBACK, EngineServer, page
-from tests.process import Daemon, daemon, eventually, peak_bytes
+from tests.process import NO_TLS, Daemon, daemon, eventually, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 DESCRIPTORS = 300
@@ -83,3 +83,15 @@ def test_clients_that_ask_and_never_read_hold_up_nobody_and_are_let_go() -> None
         eventually(lambda: len(list(descriptors.iterdir())) < 50, "those who take nothing are let go")
 
         assert peak_bytes(running.process.pid) < 128 * MIB
+
+
+def test_a_format_of_no_version_is_answered_with_the_usual_one() -> None:
+    with daemon() as running:
+        for version in ("abc", "1..0", "1.0.0-beta", "1.0.0.\xe9", "", "=;="):
+            for kind in ("text/plain", "application/openmetrics-text"):
+                for path in ("/metrics", "/metrics?name[]=headroom_build_info"):
+                    accept = (b"Accept", f"{kind};version={version}".encode("latin-1"))
+                    answer = httpx.get(running.url + path, headers=[accept], timeout=10, verify=NO_TLS)
+                    assert (answer.status_code, "headroom_build_info" in answer.text) == (200, True)
+
+        assert "Traceback" not in running.log()

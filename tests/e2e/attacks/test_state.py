@@ -1,4 +1,4 @@
-"""The state survives the ways in which a daemon is ended."""
+"""The state survives the ways in which a daemon is ended, and a volume that answers late."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
-from tests.process import daemon
+from tests.fakes.preload import preloadable
+from tests.process import Page, daemon, eventually
 from vllm_headroom.daemon.state.file import NAME, read
 
+VOLUME = Path(__file__).parents[2] / "fakes" / "stuck_volume.c"
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
+
+
+def answers(page: Page) -> bool:
+    return page.value("source_up", source="engine") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
@@ -21,9 +27,50 @@ def test_a_signal_that_ends_it_saves_the_state_first(number: int, tmp_path: Path
         EngineServer(page(RECORDED)) as engine,
         daemon(ENGINE_URL=engine.url, STATE_DIR=str(tmp_path), SAMPLE_INTERVAL_SECONDS="1") as running,
     ):
-        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+        running.sees(answers, "the engine answers")
         (tmp_path / NAME).unlink(missing_ok=True)
 
         assert running.stop(number)[0] == 0
 
     assert read(tmp_path) is not None
+
+
+def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_up_later(tmp_path: Path) -> None:
+    state, stuck = tmp_path / "state", tmp_path / "state.stuck"
+    volume = {"LD_PRELOAD": str(preloadable(VOLUME, tmp_path)), "STUCK": str(state)}
+    settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
+    with EngineServer(page(RECORDED)) as engine:
+        with daemon(ENGINE_URL=engine.url, **settings) as running:
+            running.sees(answers, "the engine answers")
+            assert running.stop()[0] == 0
+        before = (state / NAME).read_bytes()
+        stuck.touch()
+        with daemon(ENGINE_URL=engine.url, **settings, **volume) as running:
+            running.sees(answers, "the engine answers")
+            eventually(lambda: "the volume does not answer" in running.log(), "it is told")
+            assert (state / NAME).read_bytes() == before
+
+            stuck.unlink()
+            eventually(lambda: "saved state taken up" in running.log(), "it is read again")
+            assert running.stop()[0] == 0
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["link", "loop"])
+def test_a_link_in_the_place_of_the_state_is_set_aside_wherever_it_leads(loops: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    state, theirs = tmp_path / "state", tmp_path / "theirs"
+    settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
+    with EngineServer(page(RECORDED)) as engine:
+        with daemon(ENGINE_URL=engine.url, **settings) as running:
+            running.sees(answers, "the engine answers")
+            assert running.stop()[0] == 0
+        before = (state / NAME).rename(theirs).read_bytes()
+        (state / NAME).symlink_to(NAME if loops else theirs)
+        with daemon(ENGINE_URL=engine.url, **settings) as running:
+            eventually(lambda: "it is no file but a link" in running.log(), "it is set aside")
+            running.sees(answers, "the engine answers")
+            assert running.stop()[0] == 0
+            assert "saved state taken up" not in running.log()
+
+    assert (state / f"{NAME}.bad").is_symlink()
+    assert theirs.read_bytes() == before
+    assert read(state) is not None

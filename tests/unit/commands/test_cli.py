@@ -35,9 +35,9 @@ def command(run: Callable[[Namespace], Any]) -> Command[Answering]:
 
 
 def test_text_stays_on_its_line_and_sends_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    status = execute(command(lambda _given: Answering("\x1b[31mred\nand more")), "test", [], {})
+    status = execute(command(lambda _given: Answering("\x1b[31mred\nand \u202emore")), "test", [], {})
 
-    assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand more\nthe end\n")
+    assert (status, capsys.readouterr().out) == (7, "\\x1b[31mred\\x0aand \\x202emore\nthe end\n")
 
 
 def test_json_is_one_indented_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from tests.unit.commands.screen import on_a_terminal, plain
 READ: Final = """
 import signal, sys
 from vllm_headroom.commands import progress
-from vllm_headroom.commands.signals import end_on_signals
+from vllm_headroom.commands.early import end_on_signals
 
 def lines():
     yield from (b"12345", b"67890")

@@ -121,7 +121,7 @@ def test_sizes_are_bytes_or_carry_a_unit(text: str, size: int) -> None:
     ],
 )
 def test_gpus_are_auto_all_or_a_list(text: str, selection: Selection) -> None:
-    assert load(["--gpus", text], {}).selection == selection
+    assert load(["--gpus", text], {}).values().selection == selection
 
 
 def test_yaml_gives_lists_mappings_and_plain_values(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from tests.settings import load, settings_table
-from vllm_headroom.commands.demo.settings import DemoSettings
+from vllm_headroom.commands.demo.command import DemoSettings
 from vllm_headroom.config.fields import about
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings

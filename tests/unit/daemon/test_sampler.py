@@ -48,6 +48,7 @@ class Said:
     processes: ProcessReadings | Failure = field(
         default_factory=lambda: ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True)
     )
+    asked: list[EnginePage | Failure] = field(default_factory=list)
 
     async def fetch(self) -> str | Failure:
         return self.engine
@@ -67,8 +68,9 @@ class Said:
 class Processes:
     said: Said
 
-    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+    async def read(self, timeout_seconds: float, page: EnginePage | Failure) -> ProcessReadings | Failure:
         assert timeout_seconds == 2.0
+        self.said.asked.append(page)
         return self.said.processes
 
 

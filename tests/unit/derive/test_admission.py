@@ -8,8 +8,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.admission import TIMES, Batches, within_batch
-from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.admission import TIMES, Batches, admission
 from vllm_headroom.model import Failure, Life
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -22,7 +21,6 @@ QUIET: Look = (10.0, 0.0, 0.1)
 
 def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None:
     """Return the additional requests after the last look."""
-    ask = within_batch(lambda seen: kv_cache(seen, bytes_per_token=None))
     state, last = Batches(), None
     for place, look in enumerate(looks):
         engines = (
@@ -31,7 +29,7 @@ def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None
         seen = snapshot(at=5.0 * place, engines=engines)
         if restarts:
             seen = replace(seen, life=Life(state=EngineState.SERVING, restarts=restarts[place]))
-        state, samples = ask(state, seen)
+        state, samples = admission(state, seen)
         last = values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
     return last
 
@@ -62,3 +60,21 @@ def test_waiting_for_the_cache_tells_nothing_of_the_batch() -> None:
 @pytest.mark.parametrize(("restarts", "expected"), [((0, 0, 0, 0), 6), ((0, 0, 0, 1), 90)])
 def test_another_life_may_have_another_limit(restarts: tuple[int, ...], expected: float) -> None:
     assert more(*[QUEUED] * TIMES, QUIET, restarts=restarts) == expected
+
+
+def test_how_many_more_fit_needs_no_capacity() -> None:
+    assert more((3.0, 0.0, 0.7)) == 1
+    assert more((5.0, 0.0, 1.0)) == 0
+
+
+@pytest.mark.parametrize(("running", "ratio"), [(0.0, 0.5), (3.0, 0.0), (None, 0.5), (3.0, None)])
+def test_nothing_is_said_when_nothing_runs_or_is_held(running: float | None, ratio: float | None) -> None:
+    assert admission(Batches(), snapshot(engines=page(engine(running=running, kv_used_ratio=ratio))))[1] == ()
+
+
+def test_engines_are_told_apart() -> None:
+    seen = page(engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25))
+
+    _, samples = admission(Batches(), snapshot(engines=seen))
+
+    assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS) == {AN_ENGINE: 1.0, ("m", "1"): 3.0}

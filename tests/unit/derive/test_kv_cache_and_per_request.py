@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.samples import A_GPU, AN_ENGINE, engine, failure, gpu, page, snapshot, values
+from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
@@ -17,30 +17,20 @@ def names(samples: tuple[Sample, ...]) -> dict[str, float]:
     return {sample.metric.name.removeprefix("headroom_engine_"): sample.value for sample in samples}
 
 
-def test_tokens_and_bytes_per_running_request_and_how_many_more_fit() -> None:
+def test_tokens_and_bytes_per_running_request() -> None:
     seen = snapshot(engines=page(engine(running=4.0, kv_used_ratio=0.25, kv_capacity_tokens=1000.0)))
 
     assert names(kv_cache(seen, bytes_per_token=512.0)) == {
         "kv_cache_capacity_bytes": 512_000.0,
         "kv_cache_tokens_per_running_request": 62.5,
         "kv_cache_bytes_per_running_request": 32_000.0,
-        "additional_requests": 12.0,
     }
 
 
 def test_without_bytes_per_token_there_are_tokens_and_no_bytes() -> None:
     seen = snapshot(engines=page(engine(running=4.0, kv_used_ratio=0.25, kv_capacity_tokens=1000.0)))
 
-    assert set(names(kv_cache(seen, bytes_per_token=None))) == {
-        "kv_cache_tokens_per_running_request",
-        "additional_requests",
-    }
-
-
-def test_how_many_more_fit_needs_no_capacity() -> None:
-    seen = snapshot(engines=page(engine(running=3.0, kv_used_ratio=0.7)))
-
-    assert names(kv_cache(seen, bytes_per_token=None)) == {"additional_requests": 1.0}
+    assert set(names(kv_cache(seen, bytes_per_token=None))) == {"kv_cache_tokens_per_running_request"}
 
 
 @pytest.mark.parametrize(("running", "ratio"), [(0.0, 0.5), (3.0, 0.0), (None, 0.5), (3.0, None)])
@@ -48,12 +38,6 @@ def test_nothing_is_said_per_request_when_nothing_runs_or_is_held(running: float
     seen = snapshot(engines=page(engine(running=running, kv_used_ratio=ratio, kv_capacity_tokens=1000.0)))
 
     assert kv_cache(seen, bytes_per_token=None) == ()
-
-
-def test_a_full_cache_takes_no_more() -> None:
-    seen = snapshot(engines=page(engine(running=5.0, kv_used_ratio=1.0)))
-
-    assert names(kv_cache(seen, bytes_per_token=None)) == {"additional_requests": 0.0}
 
 
 def test_a_failed_page_says_nothing() -> None:
@@ -73,19 +57,6 @@ def test_memory_per_running_request_is_over_the_requests_of_all_engines() -> Non
 def test_memory_per_running_request_is_absent_while_nothing_runs_and_on_other_gpus() -> None:
     assert per_request(snapshot(engines=page(engine(running=0.0)))) == ()
     assert per_request(snapshot(engines=page(engine(running=2.0)), gpus=(gpu(attribution=None),))) == ()
-
-
-def test_engines_are_told_apart() -> None:
-    seen = snapshot(
-        engines=page(
-            engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25)
-        )
-    )
-
-    assert values(kv_cache(seen, bytes_per_token=None), catalog.ENGINE_ADDITIONAL_REQUESTS) == {
-        AN_ENGINE: 1.0,
-        ("m", "1"): 3.0,
-    }
 
 
 def test_an_engine_that_died_between_the_readings_costs_nothing_that_is_known() -> None:

@@ -38,9 +38,13 @@ def test_a_life_is_named_by_its_start() -> None:
         ((None, 5.0), (None, 2.0), True),
         ((None, 5.0), ("b", 6.0), False),
         (("a", None), (None, 1.0), False),
+        (("1000.000", 5.0), ("999.000", 4.0), False),
+        (("1000.000", 5.0), ("999.000", 2.0), True),
+        (("999.000", 5.0), ("1000.000", 6.0), True),
+        (("7:999.00,8:999.00", 5.0), ("7:999.00", 6.0), True),
     ],
 )
-def test_what_is_unknown_tells_of_no_other_life(
+def test_what_is_unknown_or_began_earlier_tells_of_no_other_life(
     before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
 ) -> None:
     assert begun_anew(before[0], now[0], before[1], now[1]) is anew

@@ -82,3 +82,9 @@ def test_an_engine_that_does_not_say_whether_it_sleeps_has_no_residue() -> None:
     night = Night()
 
     assert [night.look(800, awake=None) for _ in range(9)] == [None] * 9
+
+
+def test_servers_that_answer_in_turn_sleep_as_one() -> None:
+    night = Night()
+
+    assert [night.look(40, started=started) for started in (2.0, 1.0, 2.0, 1.0, 2.0)][-1] == 40

@@ -159,17 +159,27 @@ def test_a_handler_that_fails_costs_its_answer_only() -> None:
     def handler(request: Request) -> Answer:
         if request.path == "/broken":
             raise ZeroDivisionError
-        return text(200, "ok")
+        return Answer(
+            status=200, body=b"ok", content_type="text/\N{SNOWMAN}" if request.path == "/odd" else "text/plain"
+        )
 
     async def ask() -> list[int]:
         listener = listen("127.0.0.1", 0)
         serving = asyncio.create_task(Server(handler).serve(listener))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
-            statuses = [(await client.get(path)).status_code for path in ("/broken", "/")]
+            statuses = [(await client.get(path)).status_code for path in ("/broken", "/odd", "/")]
         serving.cancel()
         return statuses
 
-    assert run(ask()) == [500, 200]
+    assert run(ask()) == [500, 500, 200]
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/snapshot.json", "/healthz", "/gate/ready", "/elsewhere"])
+def test_what_is_said_is_taken_for_what_it_is_and_not_kept(path: str) -> None:
+    headers = fetched(path).headers
+
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cache-control"] == "no-store"
 
 
 def test_the_page_for_people_may_load_nothing_and_be_framed_by_nobody() -> None:

@@ -107,6 +107,15 @@ def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
             "tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}",
             "tls_server_config.client_ca_file: missing, and client_auth_type needs it",
         ),
+        ("a: !!timestamp x", "it is not YAML"),
+        (
+            'tls_server_config: {cert_file: "a\\0", key_file: b}',
+            "tls_server_config.cert_file: not the path of a file",
+        ),
+        (
+            'http_server_config: {headers: {X-Frame-Options: "\N{SNOWMAN}"}}',
+            "http_server_config.headers.X-Frame-Options: HTTP cannot carry its value",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(file: Path, text: str, line: str) -> None:

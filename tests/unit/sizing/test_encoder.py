@@ -12,7 +12,7 @@ import pytest
 from tests.unit.sizing.encoders import CONFIGS, TOLD, TRUTH
 from tests.unit.sizing.models import CHECKED, FOLDER, config_text, model
 from vllm_headroom.sizing.encoder import Encoder, encoder
-from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.model_config import read_model
 from vllm_headroom.sizing.overhead import FORWARD_HIGH, activations
 from vllm_headroom.sizing.question import Question
 from vllm_headroom.sizing.shape import ModelShape

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import config_text, model
-from vllm_headroom.sizing.model_file import read_model
+from vllm_headroom.sizing.model_config import read_model
 from vllm_headroom.sizing.shape import ModelShape
 
 PLAIN = "llama-3.1-8b"

@@ -6,19 +6,15 @@ from typing import Final
 
 from vllm_headroom.units import GIB, MIB
 
-LOW_BYTES: Final = 512 * MIB
-"""Less than this left is little: three times the sampler's logits of a full batch (alert HeadroomGpuMemoryLow)."""
-
 PEAK_BYTES: Final = 256 * MIB
 """Less than this left at a peak is nearly nothing (alert HeadroomGpuMemoryPeak)."""
 
 AIM_BYTES: Final = GIB
 """What should be left at peaks after a change (runbook HeadroomGpuMemoryLow, "Afterwards")."""
 
-STRANDED_RATIO: Final = 0.05
 LOST_RATIO: Final = 0.01
 LOST_RISES: Final = 3
-"""What no request holds of the KV cache (alerts HeadroomKvCacheStranded and HeadroomKvBlocksLeak)."""
+"""What no request holds of the KV cache (alert HeadroomKvBlocksLeak)."""
 
 HOST_LOW_RATIO: Final = 0.05
 """Ours: with less than a twentieth of the limit left, one request with a large video can be the last."""
@@ -34,9 +30,6 @@ APART_SECONDS: Final = 300.0
 
 SOMEBODY_BYTES: Final = 200 * MIB
 """What no visible process holds, up to here, is the driver's; beyond it is somebody (runbook HeadroomGpuMemoryLow)."""
-
-TENANT_BYTES: Final = GIB
-"""A tool's CUDA context is under 600 MiB; more than this is a tenant (alert HeadroomNeighbourGrowing)."""
 
 FULL_RATIO: Final = 0.95
 """A KV cache is full above this (alert HeadroomKvCacheThrashing). Full alone queues, and harms nobody."""

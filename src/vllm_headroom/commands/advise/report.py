@@ -9,7 +9,7 @@ from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Change
 from vllm_headroom.commands.advise.settings import Flag, spelt
 from vllm_headroom.commands.advise.verdict import Answer
-from vllm_headroom.commands.text import headed, wrapped
+from vllm_headroom.commands.terminal import headed, wrapped
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration, instant
 

@@ -9,11 +9,9 @@ from typing import Final
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice
 from vllm_headroom.commands.advise.missing import missing, notes
-from vllm_headroom.commands.advise.rules.blocks import kv_block_leak
 from vllm_headroom.commands.advise.rules.cache import full_cache
-from vllm_headroom.commands.advise.rules.crash import crash
-from vllm_headroom.commands.advise.rules.host import host_memory_short
-from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak
+from vllm_headroom.commands.advise.rules.crash import crash, host_memory_short
+from vllm_headroom.commands.advise.rules.leaks import gpu_leak, host_leak, kv_block_leak
 from vllm_headroom.commands.advise.rules.prefix import prefix_cache
 from vllm_headroom.commands.advise.rules.shortage import burst, chronic, configuration_overshoot
 from vllm_headroom.commands.advise.rules.starting import failing_starts

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.doubts import LEAST_REQUESTS, doubt, too_little, unread
-from vllm_headroom.commands.check.excess import Excess
 from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, PREEMPTIONS, RESTARTS, Judgement, Unit, compared
-from vllm_headroom.commands.check.record import Record, paired
-from vllm_headroom.commands.check.series import Cost
+from vllm_headroom.commands.check.record import LEAST_REQUESTS, Record, doubt, paired, too_little, unread
+from vllm_headroom.commands.check.series import Cost, Excess
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.derive.leak.baseline import READINGS
 from vllm_headroom.units import instant, size

@@ -1,21 +1,33 @@
-"""The command `check`: its options, and what it does with them."""
+"""The command `check`: its options, and every limit that was given, judged."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.check.excess import Report
-from vllm_headroom.commands.check.judge import JUDGES, judge
-from vllm_headroom.commands.check.judgement import Judgement, overall
+from vllm_headroom.commands.check.absolute import costs, discrepancies, preemptions, restarts
+from vllm_headroom.commands.check.judgement import (
+    COST,
+    DISCREPANCY,
+    GROWTH,
+    HOST_LEAK,
+    LEAK,
+    PREEMPTIONS,
+    RESTARTS,
+    Judgement,
+    Unit,
+    overall,
+)
+from vllm_headroom.commands.check.leaks import gpu_leaks, host_leaks
 from vllm_headroom.commands.check.record import Record
-from vllm_headroom.commands.check.reports import broken, commands, report
-from vllm_headroom.commands.check.text import document, table
-from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.check.relative import growths
+from vllm_headroom.commands.check.series import Report
+from vllm_headroom.commands.check.text import broken, commands, document, report, table
+from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.progress import reading
+from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.errors import BadInput
@@ -35,6 +47,33 @@ Example:
   vllm-headroom check --trace new.jsonl --max-leak-per-thousand-requests 1MiB \\
     --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
 """
+
+Judge = Callable[[Record, Record | None, float], Iterator[Judgement]]
+"""Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
+
+JUDGES: Final[dict[str, tuple[str, Judge]]] = {
+    "max_restarts": (RESTARTS, restarts),
+    "max_leak_per_thousand_requests": (LEAK, gpu_leaks),
+    "max_host_leak_per_thousand_requests": (HOST_LEAK, host_leaks),
+    "max_discrepancy": (DISCREPANCY, discrepancies),
+    "max_bytes_per_request": (COST, costs),
+    "max_preemptions_per_thousand_requests": (PREEMPTIONS, preemptions),
+    "max_growth_over_baseline": (GROWTH, growths),
+}
+"""Who judges the limit that an option sets, in the order in which they are told."""
+
+
+def judge(limits: Mapping[str, float], record: Record, before: Record | None) -> Iterator[Judgement]:
+    """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
+    for option, most in limits.items():
+        name, judged = JUDGES[option]
+        yield from tuple(judged(record, before, most)) or (_nothing(name),)
+
+
+def _nothing(limit: str) -> Judgement:
+    what = "process of the engine's" if limit == HOST_LEAK else "GPU of the engine's"
+    return Judgement(limit=limit, verdict=Verdict.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
+
 
 NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
 NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
@@ -116,11 +155,11 @@ def _run(given: Namespace) -> Checked:
             if name is not None
         ]
     except BadInput as error:
-        _save(given.junit, broken(str(error)))
+        save(given.junit, broken(str(error)))
         raise
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
-    _save(given.junit, report(judgements))
+    save(given.junit, report(judgements))
     return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
@@ -144,15 +183,6 @@ def _text(checked: Checked) -> Iterator[str]:
     yield from table(checked.traces, checked.judgements)
     if checked.for_github:
         yield from commands(checked.judgements)
-
-
-def _save(file: Path | None, text: bytes) -> None:
-    if file is None:
-        return
-    try:
-        file.write_bytes(text)
-    except OSError as error:
-        raise BadInput(f"{file}: cannot be written: {error.strerror}") from error
 
 
 COMMAND: Final[Command[Checked]] = Command(

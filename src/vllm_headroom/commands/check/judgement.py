@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.verdict import Verdict, worst
 from vllm_headroom.units import size
 
 
@@ -87,8 +87,7 @@ def written(figure: float | None, unit: Unit) -> str:
 
 def overall(judgements: Iterable[Judgement]) -> Verdict:
     """Return failed if any limit is exceeded, else that it cannot be told if one cannot, else passed."""
-    found = {judgement.verdict for judgement in judgements}
-    return next((each for each in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if each in found), Verdict.GOOD)
+    return worst(judgement.verdict for judgement in judgements)
 
 
 def compared(value: float | None, most: float | None, doubt: str | None) -> Verdict:

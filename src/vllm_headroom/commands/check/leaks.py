@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from itertools import pairwise
+from math import ceil
 from typing import Final
 
-from vllm_headroom.commands.check.doubts import doubt
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
-from vllm_headroom.commands.check.record import Record, paired
-from vllm_headroom.commands.check.sensitivity import faintest
-from vllm_headroom.commands.check.series import Series
+from vllm_headroom.commands.check.record import Record, doubt, paired
+from vllm_headroom.commands.check.series import Reading, Series
 from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.derive.leak.facts import MIB, Observation, Track
+from vllm_headroom.derive.leak.facts import Verdict as Detected
+from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.units import duration, size
 
@@ -80,14 +82,14 @@ def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judg
     missing = doubt(record, series.coverage, series.name)
     if missing is not None:
         return replace(told, why=missing)
-    seen = faintest(series.readings, most / THOUSAND)
-    least = inf if seen is None else THOUSAND * seen
+    limit = most / THOUSAND
+    seen = seen_from(series.readings, limit)
     done = f"in {duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
-    if least <= most:
-        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(least)} or more would have been seen {done}")
+    if seen == limit:
+        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(most)} or more would have been seen {done}")
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
-        why += f", only one of {size(least)} or more: record about {least / most:.0f} times as many"
+        why += f", only one of {size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"
     return replace(told, why=why)
 
 
@@ -107,3 +109,53 @@ def _per_thousand(found: Moment | None) -> float | None:
     if found is None or found.bytes_per_request is None or found.bytes_per_request <= 0:
         return None
     return THOUSAND * found.bytes_per_request
+
+
+STEP_BYTES: Final = 2 * MIB
+"""An allocator takes no less at a time (cudaMalloc, torch's small pool), so a leak comes in steps of this."""
+
+STRONGER: Final = 10
+"""How often a leak is doubled until it would be seen."""
+
+
+def seen_from(readings: Sequence[Reading], bytes_per_request: float) -> float | None:
+    """Return the leak per request that would have been seen: this one, or else the first of its doubles, or None.
+
+    The detector is fed the very readings with a steady leak added; what moved anyway in the later half counts towards
+    it, since it may be a leak that was not seen, or hide one.
+    """
+    own = _drift(readings)
+    if own is None:
+        return None
+    leaks = (bytes_per_request * 2**power for power in range(STRONGER + 1))
+    return next((leak for leak in leaks if leak > own and _sees(readings, leak - own)), None)
+
+
+def _drift(readings: Sequence[Reading]) -> float | None:
+    """Return how far the floor of an eighth of the readings moved over half of them, up or down, per request."""
+    eighth, half, last = len(readings) // 8, len(readings) // 2, len(readings)
+    before, after = (_floor(readings[end - eighth : end]) for end in (half, last))
+    done = sum(max(0.0, later - sooner) for (_, sooner), (_, later) in pairwise(readings[half:]))
+    return None if before is None or after is None or not done else abs(after - before) / done
+
+
+def _floor(readings: Sequence[Reading]) -> int | None:
+    return min((seen.held_bytes for seen, _ in readings if seen.held_bytes is not None), default=None)
+
+
+def _sees(readings: Sequence[Reading], bytes_per_request: float) -> bool:
+    """Tell whether a leak would have given an alarm, or an early warning that lasts."""
+    track = Track(clock=readings[0][0].seconds)
+    for seen, done in readings:
+        track = observe(track, _leaking(seen, ceil(done * bytes_per_request / STEP_BYTES) * STEP_BYTES))
+        if track.verdict is Detected.LEAKING:
+            return True
+    return track.verdict is Detected.GROWING
+
+
+def _leaking(seen: Observation, leaked_bytes: int) -> Observation:
+    return replace(
+        seen,
+        held_bytes=None if seen.held_bytes is None else seen.held_bytes + leaked_bytes,
+        room_bytes=None if seen.room_bytes is None else seen.room_bytes - leaked_bytes,
+    )

@@ -1,40 +1,46 @@
-"""Everything about a trace that a limit may be set on."""
+"""Everything about a trace that a limit may be set on, and why it may not suffice."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from vllm_headroom.commands.check.excess import Report, excesses
-from vllm_headroom.commands.check.series import Counted, Coverage, Series
+from vllm_headroom.commands.check.series import Coverage, Report, Series, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.derive.leak.gpus import observation
+from vllm_headroom.derive.leak.gpus import observations
 from vllm_headroom.derive.leak.host import host_observations
-from vllm_headroom.derive.page_facts import begun_anew, finished, life, named, running_requests, together
+from vllm_headroom.derive.leak.shape import GROWING_SECONDS
+from vllm_headroom.derive.page_facts import finished, named, running_requests, together
 from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
+from vllm_headroom.trace.counter import Rise
 from vllm_headroom.trace.replay import Watch
+from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import Role
 
 
 class Record:
     """A trace, read to its end.
 
-    `host` is by role, `capacity_tokens` (the least seen) by engine. `restarts` counts how often the engine began anew.
+    `host` is by role, `capacity_tokens` (the least seen) by engine.
     """
 
     def __init__(self, report: Report, *, keeps_gpus: bool, keeps_host: bool) -> None:
-        self.restarts = 0
         self.watched, self.engine = Coverage(), Coverage()
-        self.finished, self.preemptions = Counted(), Counted()
+        self.finished, self.preemptions = Rise(), Rise()
         self.host: dict[Role, Series] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
         self._report = report
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, Series] = {}
-        self._life: str | None = None
-        self._finished_total: float | None = None
         self._detector = Watch()
+        self._life = 0
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine began anew."""
+        return self._detector.lives.restarts
 
     @property
     def samples(self) -> int:
@@ -65,32 +71,28 @@ class Record:
         page = snapshot.page
         if page is not None and named(page):
             self._engines(page, now)
-        running = None if page is None or (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
-        for gpu in snapshot.devices:
-            self._gpu(gpu, observation(gpu, snapshot), running)
+        running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
+        for gpu, seen in observations(snapshot, snapshot.devices):
+            self._gpu(gpu, seen, running)
         for uuid, excess in excesses(snapshot, self._report):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):
             new = Series(role, role, self._detector.course(role), keeps=self._keeps_host)
-            self.host.setdefault(role, new).step(seen, running)
+            self.host.setdefault(role, new).step(seen, self._detector.requests(role), running)
 
     def _gpu(self, gpu: Gpu, seen: Observation, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
         new = Series(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
-        series.step(seen, running)
+        series.step(seen, self._detector.requests(uuid), running)
         if running is not None and gpu.inside is not None:
             series.parts.step(gpu.inside)
 
     def _engines(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
-        now_life, now_finished = life(page), finished(page)
-        anew = begun_anew(self._life, now_life, self._finished_total, now_finished)
-        self.restarts += anew
-        self._life = now_life or self._life
-        self._finished_total = self._finished_total if now_finished is None else now_finished
-        self.finished.step(now_finished, anew=anew)
+        anew, self._life = self.restarts != self._life, self.restarts
+        self.finished.step(finished(page), anew=anew)
         self.preemptions.step(together(engine.preemptions_total for engine in named(page)), anew=anew)
         for engine in named(page):
             self.models.add(engine.model_name)
@@ -112,3 +114,38 @@ def paired(record: Record, before: Record | None) -> Iterator[tuple[Series, Seri
 
 def _name(reading: GpuReading) -> str:
     return reading.uuid if reading.uuid.startswith("MIG-") else f"GPU {reading.index}"
+
+
+LEAST_SECONDS: Final = GROWING_SECONDS
+LEAST_REQUESTS: Final = WARM_REQUESTS
+"""First uses of kernels are over by then; before, memory says little about what it will be."""
+
+LEAST_SHARE: Final = 0.9
+"""Of the trace, in which a figure must be known: a peak may hide in the rest."""
+
+
+def doubt(record: Record, coverage: Coverage | None, what: str) -> str | None:
+    """Return what is missing for `what`, which `coverage` tells was read for how long; None when nothing is."""
+    return too_little(record) or unread(record, record.engine, "the engine") or unread(record, coverage, what)
+
+
+def too_little(record: Record) -> str | None:
+    """Return why the trace is too short; None when it is not."""
+    if not record.samples:
+        return "the trace has no samples"
+    watched, done = record.watched.seconds, record.finished.total
+    if watched < LEAST_SECONDS:
+        return f"the trace is too short: it covers {duration(watched)}, and {LEAST_SECONDS / 60:.0f} min are the least"
+    if done is None:
+        return "the engine does not say how many requests it finished"
+    if done < LEAST_REQUESTS:
+        return f"too little load: {done:,.0f} requests finished, and {LEAST_REQUESTS:,.0f} are the least"
+    return None
+
+
+def unread(record: Record, coverage: Coverage | None, what: str) -> str | None:
+    """Return that `what` could not be read for too long; None when it could."""
+    read = 0.0 if coverage is None else coverage.seconds
+    if read >= LEAST_SHARE * record.span_seconds:
+        return None
+    return f"{what} could be read for {duration(read)} of {duration(record.span_seconds)}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.doubts import doubt
 from vllm_headroom.commands.check.judgement import (
     CAPACITY,
     GROWTH,
@@ -16,7 +15,7 @@ from vllm_headroom.commands.check.judgement import (
     compared,
     written,
 )
-from vllm_headroom.commands.check.record import Record, paired
+from vllm_headroom.commands.check.record import Record, doubt, paired
 from vllm_headroom.commands.check.series import Cost, Series
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import MemoryPart

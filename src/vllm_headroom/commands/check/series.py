@@ -1,17 +1,68 @@
-"""Readings over a trace: of a memory, of a counter, and of what was held at which load."""
+"""Readings over a trace: of a memory, of what was held at which load, and beyond what was to be held."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from vllm_headroom.commands.check.excess import Excess
+from vllm_headroom import catalog
+from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.model import Inside
+from vllm_headroom.model import Failure, Inside, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS
 from vllm_headroom.vocabulary import MemoryPart
+
+Reading = tuple[Observation, float]
+"""What the detector was told, and the requests that had finished by then as it counts them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the operator says that the engine should use of each GPU: bytes, a ratio of the whole, or nothing.
+
+    It stands for what the engine says itself.
+    """
+
+    reported_bytes: int | None = None
+    utilization_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excess:
+    """A discrepancy (signed), as ratio and in bytes, and when it was read."""
+
+    ratio: float
+    n_bytes: float
+    seconds: float
+
+
+def excesses(snapshot: Snapshot, report: Report) -> Iterator[tuple[str, Excess]]:
+    """Yield the UUID of each GPU of which it is said what to use, and the discrepancy, by the daemon's derivation."""
+    found = discrepancy(_told(snapshot, report), configured_bytes=report.reported_bytes)
+    in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
+    for sample in found:
+        if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
+            n_bytes = in_bytes[sample.labels]
+            yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
+
+
+def _told(snapshot: Snapshot, report: Report) -> Snapshot:
+    """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
+    if report == Report() or isinstance(snapshot.engines, Failure):
+        return snapshot
+    engines = tuple(
+        replace(
+            engine,
+            gpu_memory_utilization_ratio=report.utilization_ratio,
+            kv_cache_memory_bytes=None,
+            memory_bytes=None,
+        )
+        for engine in snapshot.engines.engines
+    )
+    return replace(snapshot, engines=replace(snapshot.engines, engines=engines))
 
 
 class Coverage:
@@ -26,24 +77,6 @@ class Coverage:
         if self._last is not None and 0 < now - self._last <= LONGEST_STEP_SECONDS:
             self.seconds += now - self._last
         self._last = now
-
-
-class Counted:
-    """What a counter of the engine's rose by; None until it was read."""
-
-    def __init__(self) -> None:
-        self.total: float | None = None
-        self._last = 0.0
-
-    def step(self, value: float | None, *, anew: bool) -> None:
-        """Add a reading; `anew` says that the engine began to count from 0 since the last one."""
-        if value is None:
-            return
-        if self.total is None:
-            self.total = 0.0
-        else:
-            self.total += value if anew else max(0.0, value - self._last)
-        self._last = value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +150,15 @@ class Series:
         self.course = course
         self.coverage, self.told = Coverage(), Coverage()
         self.costs, self.parts = Costs(), Parts()
-        self.readings: list[Observation] = []
+        self.readings: list[Reading] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
         self._keeps = keeps
 
-    def step(self, seen: Observation, running: float | None) -> None:
-        """Add a reading; `running` is the load it counts for, None where it counts for none."""
+    def step(self, seen: Observation, requests: float, running: float | None) -> None:
+        """Add a reading after so many requests; `running` is the load it counts for, None where it counts for none."""
         if self._keeps:
-            self.readings.append(seen)
+            self.readings.append((seen, requests))
         if seen.held_bytes is None:
             return
         self.coverage.step(seen.seconds)

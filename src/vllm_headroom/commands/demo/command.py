@@ -1,14 +1,17 @@
-"""The command `demo`: the daemon over a simulated engine and GPU."""
+"""The command `demo`: what an operator can set of it, and the daemon over a simulated engine and GPU."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Final
+from typing import Annotated, ClassVar, Final
+
+from pydantic import AfterValidator
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.demo.scenario import TABLE
-from vllm_headroom.commands.demo.settings import DemoSettings
+from vllm_headroom.config.fields import setting
 from vllm_headroom.config.options import Parser
+from vllm_headroom.config.settings import Settings
 
 DESCRIPTION: Final = """\
 Runs the daemon over a simulated engine and GPU: it needs and reads no real one.
@@ -19,6 +22,36 @@ Example:
   vllm-headroom demo --scenario burst --speed 10
   curl http://127.0.0.1:9839/metrics
 """
+
+SCENARIOS: Final = tuple(TABLE)
+FASTEST: Final = 1000
+
+
+def _known(scenario: str) -> str:
+    if scenario not in SCENARIOS:
+        raise ValueError
+    return scenario
+
+
+class DemoSettings(Settings):
+    """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
+
+    no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
+
+    scenario: Annotated[str, AfterValidator(_known)] = setting(
+        SCENARIOS[0],
+        "What happens in the simulation.",
+        accepts=f"{', '.join(SCENARIOS[:-1])} or {SCENARIOS[-1]}",
+        word="NAME",
+    )
+    speed: float = setting(
+        60,
+        "How many times as fast as the clock the simulation's time runs.",
+        accepts=f"a number above 0, at most {FASTEST}",
+        word="NUMBER",
+        gt=0,
+        le=FASTEST,
+    )
 
 
 def _options(parser: Parser) -> None:
@@ -31,7 +64,7 @@ async def _run(given: Namespace) -> int:
 
     settings: DemoSettings = given.settings
     logs.configure(settings.log_format, settings.log_level)
-    return await run(settings, scenario=TABLE[settings.scenario], speed=settings.speed)
+    return await run(settings.values(), scenario=TABLE[settings.scenario], speed=settings.speed)
 
 
 COMMAND: Final[Command[int]] = Command(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.demo.chance import chance
 from vllm_headroom.commands.demo.memory import ACTIVATIONS_MIB, MIB, SMALL_SEGMENT_MIB, Allocator, segments
+from vllm_headroom.commands.demo.scenario import chance
 from vllm_headroom.commands.demo.traffic import KV_BLOCKS, Traffic
 
 WEIGHTS_MIB: Final = 15_316

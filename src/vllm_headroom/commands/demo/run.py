@@ -1,20 +1,44 @@
-"""The demo's composition root: the daemon over a simulated world."""
+"""The demo's composition root: the daemon over a simulated world whose clock runs faster."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import structlog
 
-from vllm_headroom.clock import Clock
-from vllm_headroom.commands.demo.clock import ScaledClock
-from vllm_headroom.commands.demo.page import SimulatedEngine
-from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.clock import Clock, sleep_until
+from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import Scenario
 from vllm_headroom.commands.demo.world import World
-from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
+
+
+class ScaledClock:
+    """Runs `speed` (above 0) times as fast as the machine's clock, from the machine's time at which it is made."""
+
+    def __init__(self, speed: float) -> None:
+        self._speed = speed
+        self._began_epoch_seconds = time.time()
+        self._began_monotonic_seconds = time.monotonic()
+
+    def time(self) -> float:
+        """Return simulated seconds since the epoch."""
+        return self._began_epoch_seconds + self._passed()
+
+    def monotonic(self) -> float:
+        """Return simulated seconds that never go back."""
+        return self._began_monotonic_seconds + self._passed()
+
+    async def sleep_until(self, monotonic_seconds: float) -> None:
+        """Wait until that time has come, never less; when it has passed, only let others run."""
+        await sleep_until(self, monotonic_seconds, speed=self._speed)
+
+    def _passed(self) -> float:
+        return (time.monotonic() - self._began_monotonic_seconds) * self._speed
+
 
 log = structlog.get_logger()
 
@@ -30,7 +54,7 @@ def present(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: Settings, *, scenario: Scenario, speed: float) -> int:
+async def run(settings: Values, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)

@@ -6,7 +6,7 @@ from math import cos, exp, pi
 from random import Random
 from typing import Final
 
-from vllm_headroom.commands.demo.chance import Drift, poisson
+from vllm_headroom.commands.demo.scenario import Drift, poisson
 
 REQUESTS_PER_SECOND: Final = 10.0
 MOST_RUNNING: Final = 256

@@ -5,10 +5,9 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from vllm_headroom.commands.demo.chance import Recurring, Visit, chance
 from vllm_headroom.commands.demo.engine import Engine
 from vllm_headroom.commands.demo.memory import MIB, SMALL_SEGMENT_MIB, segments
-from vllm_headroom.commands.demo.scenario import Scenario, Span
+from vllm_headroom.commands.demo.scenario import Recurring, Scenario, Span, Visit, chance
 from vllm_headroom.commands.demo.traffic import MOST_RUNNING, Demand
 
 TOTAL_BYTES: Final = 81_559 * MIB

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.finding import Finding
+from vllm_headroom.commands.doctor.fixes import Finding
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -21,6 +21,7 @@ from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
+from vllm_headroom.config.values import Values
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.look import PROC, SYS
@@ -44,10 +45,10 @@ def _options(parser: Parser) -> None:
 
 async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
-    return document(await examine(given.settings), version())
+    return document(await examine(given.settings.values()), version())
 
 
-async def examine(settings: Settings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
+async def examine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import VLLM, engine_fixes, setting
+from vllm_headroom.commands.doctor.fixes import VLLM, Finding, Fix, State, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.look import PATIENCE_SECONDS
 from vllm_headroom.derive.page_facts import named

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import POD, setting
+from vllm_headroom.commands.doctor.fixes import POD, Finding, Fix, State, setting
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE

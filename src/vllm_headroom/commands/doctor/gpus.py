@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import ASK_KFD, gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import ASK_KFD, Finding, Fix, State, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, GpuReading, Vendor

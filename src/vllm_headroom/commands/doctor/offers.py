@@ -9,8 +9,7 @@ from dataclasses import fields
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import VLLM, setting
+from vllm_headroom.commands.doctor.fixes import VLLM, Finding, Fix, State, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.kv_cache import kv_cache

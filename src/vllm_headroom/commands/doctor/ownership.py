@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,
     SAY_WHICH_PORT,
@@ -14,6 +13,9 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_THE_GPUS,
     SEE_THE_PROCESSES,
     TRACE_THEM,
+    Finding,
+    Fix,
+    State,
     setting,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called

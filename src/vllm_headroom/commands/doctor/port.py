@@ -11,8 +11,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import setting
+from vllm_headroom.commands.doctor.fixes import Finding, Fix, State, setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
 from vllm_headroom.expose.web.config import read_web_config

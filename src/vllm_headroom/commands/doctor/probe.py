@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
-from vllm_headroom.commands.doctor.fixes import COMPOSE, POD
+from vllm_headroom.commands.doctor.fixes import COMPOSE, POD, Finding, Fix, State
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.inside.present import told
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings

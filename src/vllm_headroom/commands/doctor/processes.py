@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,
     NODE,
@@ -14,6 +13,9 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_HOST_PIDS,
     SEE_THE_PROCESSES,
     TRACE_THEM,
+    Finding,
+    Fix,
+    State,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, called
 from vllm_headroom.commands.doctor.look import Sight

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from vllm_headroom.commands.doctor.finding import Finding, State
-from vllm_headroom.commands.text import wrapped
+from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.terminal import wrapped
 
 Found = Mapping[str, Any]
 """A part of what --json prints."""

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vllm_headroom.commands.load.answer import Answer, Outcome, shown
 from vllm_headroom.commands.load.connection import Connection
-from vllm_headroom.commands.load.stream import Stream
+from vllm_headroom.commands.load.stream import Answer, Outcome, Stream, shown
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import Target
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.ask import Asker
+from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.load.tally import Tally
 
 

@@ -19,14 +19,14 @@ from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
-from vllm_headroom.commands.load.target import Target, find, is_local, offered_model
+from vllm_headroom.commands.load.target import Target, find, offered_model
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
-from vllm_headroom.scrape.http.reader import PageReader, port_of
+from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
@@ -109,7 +109,7 @@ async def _model(order: Order, target: Target) -> str:
 
 
 def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
-    here = is_local(target.address)
+    here = is_here(target.address[0])
     return Parts(
         engine=PageReader(
             url=str(order.page),

@@ -16,8 +16,7 @@ from typing import Final, cast
 
 import h11
 
-from vllm_headroom.commands.load.answer import Answer, Outcome, refusal, shown
-from vllm_headroom.commands.load.stream import NotUnderstood, Stream
+from vllm_headroom.commands.load.stream import Answer, NotUnderstood, Outcome, Stream, refusal, shown
 from vllm_headroom.commands.load.target import Target
 
 OK: Final = 200

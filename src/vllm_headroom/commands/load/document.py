@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.judge import faults, growth, verdict
 from vllm_headroom.commands.load.observed import Labels, Observed, Span
 from vllm_headroom.commands.load.options import Order
-from vllm_headroom.commands.load.quantiles import Quantiles
 from vllm_headroom.commands.load.run import Step
+from vllm_headroom.commands.load.stream import Outcome
+from vllm_headroom.commands.load.tally import Quantiles
 from vllm_headroom.model import Failure, Metric
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import Watch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Final
 
-from vllm_headroom.commands.load.answer import Outcome
+from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.trace.course import Course

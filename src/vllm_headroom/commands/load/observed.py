@@ -9,7 +9,7 @@ from operator import add
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.load.quantiles import Quantiles
+from vllm_headroom.commands.load.tally import Quantiles
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import Reason, Source

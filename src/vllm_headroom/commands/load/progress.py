@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from vllm_headroom.commands.cli import tell
-from vllm_headroom.commands.load.answer import Outcome
+from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.progress import bar, move
 from vllm_headroom.commands.terminal import draws

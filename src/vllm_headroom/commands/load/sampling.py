@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -12,7 +11,7 @@ from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.daemon.life import every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure
@@ -39,7 +38,7 @@ class Elsewhere:
     def __init__(self, source: Source, reason: Reason) -> None:
         self._failure = Failure(source=source, reason=reason, message=ELSEWHERE)
 
-    async def read(self, _timeout_seconds: float) -> Failure:
+    async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
         """Return why there is none."""
         return self._failure
 
@@ -62,7 +61,7 @@ class Sampling:
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
         self._sampler = Sampler(
-            sources=Sources(engine=parts.engine, gpus=parts.gpus, processes=parts.processes, probe=parts.probe),
+            sources=parts,
             parse=parse_engines,
             selection=selection,
             derivations=derivations(),
@@ -95,10 +94,7 @@ class Sampling:
 
     async def close(self) -> None:
         """Let go of what is read."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GPU_TIMEOUT_SECONDS):
-                await self._parts.engine.close()
-                await self._parts.gpus.close()
+        await closed(self._parts.engine, self._parts.gpus)
 
 
 def new_trace(file: Path) -> None:

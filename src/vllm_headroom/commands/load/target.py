@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 from dataclasses import dataclass
@@ -78,16 +77,6 @@ async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str
 
 def _no_answer(error: Exception, url: httpx.URL) -> str:
     return f"{without_advice(no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
-
-
-def is_local(address: Address) -> bool:
-    """Tell whether an address is one of this machine's, whose GPUs and processes are then the server's."""
-    with contextlib.suppress(OSError):
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((address[0], 0))
-            return True
-    return False
 
 
 async def offered_model(url: httpx.URL, target: Target) -> Model:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.run import SHARES
-from vllm_headroom.commands.text import paragraphs
+from vllm_headroom.commands.load.stream import Outcome
+from vllm_headroom.commands.terminal import paragraphs
 from vllm_headroom.units import size
 
 Found = Mapping[str, Any]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command
-from vllm_headroom.commands.plan.measured import Planned, parts_of, planned_document, planned_text
+from vllm_headroom.commands.plan.document import Planned, parts_of, planned_document, planned_text
 from vllm_headroom.commands.plan.request import SIZES, question
 from vllm_headroom.config.kinds import FILE, RATIO, Value, choice, size, tokens, whole
 from vllm_headroom.config.options import Parser
 from vllm_headroom.sizing.estimate import estimate, fits
 from vllm_headroom.sizing.footprint import KV_DTYPES
-from vllm_headroom.sizing.model_file import NAME
+from vllm_headroom.sizing.model_config import NAME
 from vllm_headroom.sizing.quantisation import QUANTISED_BYTES
 from vllm_headroom.sizing.question import BLOCK_TOKENS, LORA_RANK, TYPICAL_TOKENS, UTILIZATION
 from vllm_headroom.trace.errors import BadInput

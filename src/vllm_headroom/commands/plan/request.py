@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.sizing.model_config import parse_model_config
-from vllm_headroom.sizing.model_file import checkpoint_bytes, read_model
+from vllm_headroom.sizing.model_config import checkpoint_bytes, parse_model_config, read_model
 from vllm_headroom.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
 from vllm_headroom.sizing.question import Question, defaults, unusable
 from vllm_headroom.sizing.shape import ModelShape

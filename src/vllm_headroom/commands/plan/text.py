@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.plan.changes import changes
 from vllm_headroom.commands.plan.verdict import notes, spread, verdict
-from vllm_headroom.commands.text import paragraphs, wrapped
+from vllm_headroom.commands.terminal import paragraphs, wrapped
 from vllm_headroom.sizing.estimate import Estimate, fits, longest, most
 from vllm_headroom.sizing.overhead import LIBRARIES, Range
 from vllm_headroom.sizing.question import UTILIZATION

@@ -1,23 +1,26 @@
-"""The command `postmortem`: its options, and what it does with them."""
+"""The command `postmortem`: its options, and which cause it was."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.cli import Command, save
+from vllm_headroom.commands.postmortem.facts import Facts
+from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
-from vllm_headroom.commands.postmortem.judge import judge
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
 from vllm_headroom.commands.postmortem.report import Report, document, text
+from vllm_headroom.commands.postmortem.rules.ending import crash, hang, killed, orderly
+from vllm_headroom.commands.postmortem.rules.memory import burst, leak, neighbour, never_fitted
 from vllm_headroom.commands.postmortem.timeline import Timeline
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
-from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.read import recorded
 
 DESCRIPTION: Final = """\
@@ -38,6 +41,42 @@ Example:
   vllm-headroom postmortem
   vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
 """
+
+RULES: Final[tuple[Callable[[Facts], Finding | None], ...]] = (
+    killed,
+    never_fitted,
+    neighbour,
+    leak,
+    burst,
+    hang,
+    orderly,
+    crash,
+)
+"""Of findings that are as sure as each other, the first counts."""
+
+UNKNOWN: Final = Finding(
+    cause=Cause.UNKNOWN,
+    sureness=Sureness.POSSIBLE,
+    sentence="What ended the engine cannot be told from this.",
+    evidence=("vLLM's own log has the last word (kubectl logs --previous), and the kernel's (dmesg -T)",),
+)
+NOTHING: Final = Finding(
+    cause=Cause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
+)
+
+
+def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
+    """Return what fits, the surest first; there is always one. `told` is whether there was an end all the same.
+
+    Beside one that is sure none is possible.
+    """
+    if facts is None:
+        return (UNKNOWN if told else NOTHING,)
+    found = [finding for rule in RULES if (finding := rule(facts)) is not None]
+    if any(finding.sureness is Sureness.SURE for finding in found):
+        found = [finding for finding in found if finding.sureness is not Sureness.POSSIBLE]
+    return tuple(sorted(found, key=lambda finding: list(Sureness).index(finding.sureness))) or (UNKNOWN,)
+
 
 STATE_DIR: Final = "HEADROOM_STATE_DIR"
 PLACE: Final = Value(read=FILE.read, accepts="the path of a file or a folder")
@@ -75,10 +114,7 @@ def _run(given: Namespace) -> Report:
     if given.html is not None:
         from vllm_headroom.commands.postmortem.page import page  # noqa: PLC0415 - only here is a page's style needed
 
-        try:
-            given.html.write_text(page(report), encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"--html {given.html}: cannot be written: {error.strerror}") from error
+        save(given.html, page(report).encode(), "--html ")
     return report
 
 

@@ -109,8 +109,8 @@ class Follower:
             self._began = now
         self._seen = now
         self._answered = snapshot.page is not None
-        if snapshot.page is not None and named(snapshot.page):
-            self._page(named(snapshot.page), now)
+        if engines := named(snapshot.page):
+            self._page(engines, now)
         for gpu in snapshot.owned:
             self._gpus.setdefault(gpu.reading.uuid, Looks()).add(gpu, now, anew=self._answered and not self._served)
         self._served = self._served or self._answered

@@ -76,7 +76,8 @@ class Looks:
             first_other_bytes=first.gpu.other_bytes,
             last_other_bytes=_most(look.gpu.other_bytes for look in last),
             joined=(_most(look.gpu.process_count for look in last) or 0) > (first.gpu.process_count or _MANY),
-            between=_least(look.room_bytes for look in last) != _least(_room(look.gpu) for look in last),
+            between=_least(look.room_bytes for look in last)
+            != _least(memory.left_bytes for look in last if (memory := look.gpu.reading.memory)),
             leak=leak,
             leaked=leaked,
         )
@@ -94,17 +95,12 @@ class Looks:
 
 
 def _look(gpu: Gpu, now: float) -> _Look:
-    memory, held_bytes, room_bytes = gpu.reading.memory, gpu.held_bytes, _room(gpu)
-    if memory is None or room_bytes is None:
+    memory, held_bytes = gpu.reading.memory, gpu.held_bytes
+    if memory is None:
         return _Look(seconds=now, gpu=gpu, room_bytes=None, engine_bytes=held_bytes)
     above = max(0, (gpu.reading.used_peak_bytes or 0) - memory.used_bytes)
     at_peak = None if held_bytes is None else held_bytes + above
-    return _Look(seconds=now, gpu=gpu, room_bytes=room_bytes - above, engine_bytes=at_peak)
-
-
-def _room(gpu: Gpu) -> int | None:
-    memory = gpu.reading.memory
-    return None if memory is None else memory.usable_bytes - memory.used_bytes
+    return _Look(seconds=now, gpu=gpu, room_bytes=memory.left_bytes - above, engine_bytes=at_peak)
 
 
 def _least(values: Iterable[int | None]) -> int | None:

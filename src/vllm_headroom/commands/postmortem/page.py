@@ -8,8 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
-from vllm_headroom.commands.postmortem.numbers import numbers
-from vllm_headroom.commands.postmortem.report import Report
+from vllm_headroom.commands.postmortem.report import Report, numbers
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point
 from vllm_headroom.expose.page.style import PAGE_STYLE

@@ -11,7 +11,7 @@ from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_ut
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Holder, Sight
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.verdict import Verdict, worst
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, gib
 
@@ -45,8 +45,7 @@ class Report:
     @property
     def verdict(self) -> Verdict:
         """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
-        verdicts = {finding.verdict for finding in self.findings}
-        return next((worst for worst in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if worst in verdicts), Verdict.GOOD)
+        return worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.commands.replay.picture import picture
 from vllm_headroom.commands.replay.report import document, verdict
@@ -17,7 +16,6 @@ from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.curves import Curves
-from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshot_of
 from vllm_headroom.trace.read import recorded, usable
 from vllm_headroom.trace.replay import Watch
@@ -78,14 +76,7 @@ class Replayed:
             if given.svg or not given.json:
                 self.curves.step(snapshot)
         if given.svg:
-            _write(given.svg, picture(self.watch, self.curves))
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--svg {file}: cannot be written: {error.strerror}") from error
+            save(given.svg, picture(self.watch, self.curves).encode(), "--svg ")
 
 
 def _run(given: Namespace) -> Replayed:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from argparse import Namespace
 from typing import Final
 
-from vllm_headroom.commands.cli import Command, unhindered
+from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.run.process import hand_over
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
@@ -29,13 +29,9 @@ def _options(parser: Parser) -> None:
     parser.add_settings(Settings)
 
 
-async def _run(given: Namespace) -> int:
-    with unhindered():
-        from vllm_headroom.daemon import app, logs  # noqa: PLC0415 - --help need not wait for a web server
-
-    gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
-    logs.configure(given.settings.log_format, given.settings.log_level)
-    return await app.serve(given.settings)
+def _run(given: Namespace) -> int:
+    hand_over(given.settings.values())
+    return 0
 
 
 COMMAND: Final[Command[int]] = Command(

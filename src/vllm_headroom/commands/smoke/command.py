@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command, tell
-from vllm_headroom.commands.smoke.completion import completed
-from vllm_headroom.commands.smoke.counters import counted, offered, read_page
+from vllm_headroom.commands.smoke.completion import completed, counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
-from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.options import Parser
 from vllm_headroom.daemon import logs
+from vllm_headroom.model import Failure
+from vllm_headroom.units import duration
+from vllm_headroom.vocabulary import Reason
 
 DESCRIPTION: Final = """\
 Says whether a vLLM that was just started serves: waits until it is healthy,
@@ -33,6 +35,32 @@ Example:
   vllm-headroom smoke --engine-url http://127.0.0.1:8000 --deadline 20m
 """
 
+PATH: Final = "health"
+ANSWER_SECONDS: Final = 5.0
+POLL_SECONDS: Final = 1.0
+SAY_SECONDS: Final = 30.0
+LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED, Reason.REDIRECT})
+"""No model that is still loading gives these."""
+
+
+async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], None]) -> Step:
+    """Ask until /health answers 200; says what it waits for whenever that changes, and every half minute."""
+    now = asyncio.get_running_loop().time
+    began = say_at = now()
+    ends, said = began + deadline_seconds, ""
+    while True:
+        answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
+        if not isinstance(answer, Failure):
+            return Step(State.OK, f"healthy after {duration(now() - began)}")
+        if answer.reason in LASTING:
+            return Step(State.FAILED, answer.message)
+        if now() >= ends:
+            return Step(State.FAILED, f"not healthy within {duration(deadline_seconds)}: {answer.message}")
+        if answer.message != said or now() >= say_at:
+            said, say_at = answer.message, now() + SAY_SECONDS
+            say(f"waiting, {duration(ends - now())} left: {said}")
+        await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
+
 
 MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
 
@@ -44,7 +72,7 @@ def _options(parser: Parser) -> None:
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
-    reach = Reach(settings)
+    reach = Reach(settings.values())
     steps = await taken(settings, reach, tell)
     return {
         "serves": all(step.state is not State.FAILED for step in steps.values()),  # what was skipped does not fail
@@ -65,7 +93,7 @@ async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None
         metrics, page = offered(before), before
     else:
         metrics, page = await counted(reach, before)
-    discrepancy = await within(settings, page, settings.max_discrepancy)
+    discrepancy = await within(settings.values(), page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 

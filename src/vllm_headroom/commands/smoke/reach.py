@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import httpx
 
-from vllm_headroom.config.settings import Settings
-from vllm_headroom.daemon.look import closed, fetched
+from vllm_headroom.config.values import Values
+from vllm_headroom.daemon.look import fetched
 from vllm_headroom.daemon.parts import page_reader
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.http.reader import Answer, PageReader
@@ -18,7 +19,7 @@ from vllm_headroom.vocabulary import Reason
 class Reach:
     """Asks the server that has the engine's page for other things beside it."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Values) -> None:
         self._settings = settings
         self._page = httpx.URL(settings.engine_url)
 

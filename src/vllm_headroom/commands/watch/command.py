@@ -14,10 +14,10 @@ import httpx
 
 from vllm_headroom.commands.cli import Command, say
 from vllm_headroom.commands.terminal import console, draws
-from vllm_headroom.commands.watch.sidecar import Document, ask, said
+from vllm_headroom.commands.watch.sidecar import NO_DOCUMENT, Document, ask, said
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
-from vllm_headroom.daemon.look import closed
+from vllm_headroom.daemon.sources import closed
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import CONTROLS
@@ -63,7 +63,10 @@ async def _run(given: Namespace) -> Document | None:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         follow = _live if draws(sys.stdout) else _lines
-        await follow(lambda: ask(reader), where.host, stopped)
+        try:
+            await follow(lambda: ask(reader), where.host, stopped)
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
+            raise BadInput(NO_DOCUMENT) from None
     finally:
         await closed(reader)
     return None

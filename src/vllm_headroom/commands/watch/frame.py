@@ -49,6 +49,7 @@ def _room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[
     now = "not known now" if free is None else f"{size(free)} free"
     until = "" if left is None else f", none in {duration(left)}"
     span = duration(curve[-1][0] - curve[0][0])
-    yield Text(f"GPU {gpu['gpu']}: {now}{until}; the last {span}, down to zero", "bold")
+    index = str(gpu["gpu"]).translate(CONTROLS)
+    yield Text(f"GPU {index}: {now}{until}; the last {span}, down to zero", "bold")
     style = "red" if gpu["leak_state"] == "leaking" else "cyan"
     yield from (Text(line, style) for line in bars(curve, width, ROWS))

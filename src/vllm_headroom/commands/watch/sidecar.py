@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
-from vllm_headroom.commands.text import NO_SIDECAR
+from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.model import Failure
+from vllm_headroom.parse.openai import json_object
 from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import CONTROLS, WORDS
 
+NO_DOCUMENT: Final = f"what answers is not vllm-headroom: {NO_SIDECAR}"
 KEYS: Final = frozenset({"headroom_snapshot", "verdicts", "gpus", "history"})
 
 Document = dict[str, Any]
@@ -21,13 +22,8 @@ async def ask(reader: PageReader) -> Document | str:
     page = await reader.fetch()
     if isinstance(page, Failure):
         return f"{without_advice(page)}: {NO_SIDECAR}"
-    try:
-        document = json.loads(page)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not document.keys() >= KEYS:
-        return f"what answers is not vllm-headroom: {NO_SIDECAR}"
-    return document
+    document = json_object(page)
+    return document if document.keys() >= KEYS else NO_DOCUMENT
 
 
 def said(verdict: dict[str, Any]) -> str:

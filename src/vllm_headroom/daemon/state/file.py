@@ -7,11 +7,10 @@ import hashlib
 import json
 import os
 import stat
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
-from pydantic import TypeAdapter
+import msgspec
 
 from vllm_headroom.daemon.state.content import FORMAT, SavedState
 from vllm_headroom.derive.life.lives import Lives
@@ -41,7 +40,7 @@ class File(Generic[T]):
 
     def encode(self, saved: T) -> bytes:
         """Return the file's content; raises ValueError when a value is not finite."""
-        document = {**self._adapter.dump_python(saved, mode="json"), "format": self._format}
+        document = {**msgspec.to_builtins(saved, str_keys=True), "format": self._format}
         return _canonical({**document, "checksum": _checksum(document)})
 
     def decode(self, content: bytes) -> T:
@@ -53,7 +52,7 @@ class File(Generic[T]):
                 raise Unusable(f"it is of format {written[0]!r:.20}, this version reads {self._format}")
             if written[1] != _checksum({**document, "format": self._format}):
                 raise Unusable("it is damaged: its checksum is another")
-            return self._adapter.validate_python(document)
+            return msgspec.convert(document, self._kind, str_keys=True)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise Unusable("it is damaged: it is no complete state") from None
 
@@ -96,10 +95,6 @@ class File(Generic[T]):
     def set_aside(self, folder: Path) -> None:
         """Rename the saved state, adding `.bad` to its name, over an older one; raises OSError."""
         (folder / self.name).replace(folder / f"{self.name}.bad")
-
-    @cached_property
-    def _adapter(self) -> TypeAdapter[T]:
-        return TypeAdapter(self._kind)
 
 
 def _unfollowed(path: str, flags: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.page_facts import finished, together
+from vllm_headroom.derive.page_facts import engines, finished, together
 from vllm_headroom.model import Snapshot, Values
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState
@@ -58,7 +58,7 @@ def watched(before: Watched, snapshot: Snapshot) -> Watched:
             continue
         used.append((now, uuid, memory.used_bytes))
         burst = (gpu.reading.used_peak_bytes or 0) - max(n_bytes for _, whose, n_bytes in used if whose == uuid)
-        if burst >= LEAST_BURST_BYTES and _is_in_service(snapshot):
+        if burst >= LEAST_BURST_BYTES and snapshot.in_service:
             bursts.append((now, uuid, burst))
     return Watched(used=tuple(used), bursts=tuple(bursts), finished=_finished(before, snapshot, now))
 
@@ -91,7 +91,7 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
 def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
         return Danger(text="the engine has work and makes no progress")
-    waiting = together(each.waiting for each in snapshot.page.engines) if snapshot.page else None
+    waiting = together(each.waiting for each in engines(snapshot.page))
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None
     (began, first), (now, last) = known.finished[0], known.finished[-1]
@@ -105,12 +105,8 @@ def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
 
 
 def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
-    total = finished(snapshot.page) if snapshot.page else None
+    total = finished(snapshot.page)
     kept = tuple(each for each in before.finished if now - RATE_SECONDS <= each[0] <= now)
-    if total is None or not _is_in_service(snapshot) or (kept and total < kept[-1][1]):
+    if total is None or not snapshot.in_service or (kept and total < kept[-1][1]):
         return ()
     return (*kept, (now, total))
-
-
-def _is_in_service(snapshot: Snapshot) -> bool:
-    return snapshot.life is not None and snapshot.life.in_service

@@ -95,7 +95,7 @@ def _is_time(
 
 
 def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:
-    running = running_requests(snapshot.page) if snapshot.page else None
+    running = running_requests(snapshot.page)
     if running is None:
         return before
     hour = int(snapshot.time_seconds // HOUR_SECONDS) % HOURS

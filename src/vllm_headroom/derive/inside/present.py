@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from vllm_headroom.derive.life.lives import SAME_START_SECONDS
-from vllm_headroom.model import EngineProcess, Failure, ProbedProcess, ProbeReadings
+from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, Failure, ProbedProcess, ProbeReadings
 
 INTERVALS: Final = 3
 LEAST_SECONDS: Final = 10.0

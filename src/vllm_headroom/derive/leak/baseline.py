@@ -47,9 +47,9 @@ def baseline(
     the engine is about as busy as it gets: at night the same memory is spread over fewer requests. Else it is to the
     mean of the first readings at comparable load, once there are enough of them; there is no sample while nothing runs.
     """
-    if isinstance(snapshot.engines, Failure) or isinstance(snapshot.gpus, Failure):
+    page = snapshot.page
+    if page is None or isinstance(snapshot.gpus, Failure):
         return state, ()
-    page = snapshot.engines
     state = _of_this_life(state, page)
     running = running_requests(page)
     if not running or not isfinite(running):
@@ -82,7 +82,8 @@ def load_band(running: float) -> int:
 def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
     now_life, now_finished = life(page), finished(page)
     anew = begun_anew(state.life, now_life, state.finished_total, now_finished)
-    return replace(state, life=now_life, finished_total=now_finished, bands={} if anew else state.bands)
+    kept = (anew and now_life) or state.life or now_life
+    return replace(state, life=kept, finished_total=now_finished, bands={} if anew else state.bands)
 
 
 def _still(busiest: tuple[float, float], now_seconds: float) -> float:

@@ -23,10 +23,12 @@ LARGEST_STEP_BYTES: Final = 64 * MIB
 UNLIKE: Final = 1.4
 """Requests drive the growth unless their batches vary this much more than those of time."""
 
-
 DAY_SECONDS: Final = 86_400.0
 UNSEEN_SHARE: Final = 0.6
 """Load comes back daily: before a day was seen, it may be so much higher than it was that only this share is left."""
+
+LAST_SECONDS: Final = 3600.0
+"""The load of the last hour may go on, whatever the night before it was like."""
 
 MARGIN_SECONDS: Final = 300.0
 """An estimate is up to two minutes old, and what comes and goes within minutes is in the floor of no block."""
@@ -41,8 +43,9 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
     """
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
-    per_second, second_half_width, second_spread = _rate(grown, seconds)
-    per_request, request_half_width, request_spread = _rate(grown, requests)
+    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
+    per_second, second_half_width, second_spread = rated(seconds, grown.retained_bytes, step)
+    per_request, request_half_width, request_spread = rated(requests, grown.retained_bytes, step)
     by_requests = per_request > 0 and work.rate > 0 and request_spread <= UNLIKE * second_spread
     pace, fastest = (per_second, per_second + second_half_width) if per_second > 0 else (None, None)
     if room_bytes is not None and by_requests:
@@ -86,19 +89,18 @@ def _usable(room_bytes: float) -> float:
     return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
 
 
-def _rate(grown: Growth, axis: list[float]) -> tuple[float, float, float]:
+def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
     """Return slope, half width of its 95 % interval and relative spread of its batches on one axis."""
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    slope = _late_slope(axis, grown.retained_bytes)
-    batches = _batches(axis, grown.retained_bytes)
+    slope = _late_slope(axis, values)
+    batches = _batches(axis, values)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
     mean = fmean(batches)
     spread = sqrt(sum((batch - mean) ** 2 for batch in batches) / (len(batches) - 1))
-    step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
-    half_width = T_95 * spread / sqrt(len(batches)) + step / (axis[-1] - axis[half])
+    half_width = T_95 * spread / sqrt(len(batches)) + step_bytes / (axis[-1] - axis[half])
     return slope, half_width, spread / max(abs(mean), 1e-9)
 
 
@@ -143,4 +145,5 @@ def _request_rates(room: float, per_request: float, work: Work, now: float) -> t
         rate = expected_rate(work, now, horizon)
         if rate <= 0:
             return 0.0, 0.0
-    return rate, 1.1 * max(expected_rate(work, now, horizon * share) for share in (0.125, 0.25, 0.5, 1.0, 2.0))
+    spans = (LAST_SECONDS, *(horizon * share for share in (0.125, 0.25, 0.5, 1.0, 2.0)))
+    return rate, 1.1 * max(expected_rate(work, now, span) for span in spans)

@@ -34,8 +34,9 @@ SPARE: Final = 4.0
 NEWEST_POINTS: Final = 62
 """Two hours of the second level, as an alarm may have to wait for, and no more than memory allows."""
 
-MISSES_THAT_END_IT: Final = (6, 6, 6, 3, 2, 1)
-"""Blocks without a rise that end a verdict, by level: within an hour or so, at the levels whose blocks allow it."""
+MISSES_THAT_END_IT: Final = (6, 6, 5, 2, 1, 1)
+"""Blocks without a rise that end a verdict, by level: within an hour or so of the last rise, which may have come early
+in its block, at the levels whose blocks allow it."""
 
 
 def chance(first: tuple[float, float], last: tuple[float, float]) -> float:

@@ -42,11 +42,10 @@ def room(gpu: Gpu) -> int | None:
     memory = gpu.reading.memory
     if memory is None:
         return None
-    left_bytes = memory.usable_bytes - memory.used_bytes
     granted_bytes = None if gpu.inside is None else gpu.inside.granted_bytes
     if granted_bytes is None or gpu.engine_bytes is None:
-        return left_bytes
-    return min(left_bytes, max(0, granted_bytes - gpu.engine_bytes))
+        return memory.left_bytes
+    return min(memory.left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
 @dataclass(frozen=True, slots=True)

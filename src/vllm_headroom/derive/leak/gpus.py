@@ -30,9 +30,9 @@ def gpu_leaks(
     now = snapshot.monotonic_seconds
     tracks = kept(state)
     samples: list[Sample] = []
-    for gpu in snapshot.owned:
+    for gpu, seen in observations(snapshot, snapshot.owned):
         uuid = gpu.reading.uuid
-        tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), observation(gpu, snapshot))
+        tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), seen)
         samples += _samples(gpu, tracks[uuid], inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
@@ -43,19 +43,23 @@ def kept(tracks: Tracks) -> Tracks:
     return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
 
 
-def observation(gpu: Gpu, snapshot: Snapshot) -> Observation:
-    """Return what the detector is told of a GPU."""
+def observations(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
+    """Yield each GPU with what the detector is told of it."""
     page = snapshot.page
-    return Observation(
-        seconds=snapshot.monotonic_seconds,
-        held_bytes=gpu.held_bytes,
-        finished_total=None if page is None else finished(page),
-        running=None if page is None else running_requests(page),
-        life=None if page is None else life(page),
-        neighbours=gpu.process_count if gpu.engine_bytes is None else None,
-        awake=None if page is None else awake(page),
-        room_bytes=room(gpu),
-    )
+    finished_total, running = (None, None) if page is None else (finished(page), running_requests(page))
+    named, is_awake = (None, None) if page is None else (life(page), awake(page))
+    for gpu in gpus:
+        seen = Observation(
+            seconds=snapshot.monotonic_seconds,
+            held_bytes=gpu.held_bytes,
+            finished_total=finished_total,
+            running=running,
+            life=named,
+            neighbours=gpu.process_count if gpu.engine_bytes is None else None,
+            awake=is_awake,
+            room_bytes=room(gpu),
+        )
+        yield gpu, seen
 
 
 def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:

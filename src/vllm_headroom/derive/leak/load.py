@@ -10,6 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.model.changed import changed
 
 MINUTE_SECONDS: Final = 60.0
 WINDOW_MINUTES: Final = 10
@@ -60,7 +61,7 @@ def _requests(snapshot: Snapshot) -> float | None:
 
 def _gathered(state: LoadState, requests: float, now: float) -> LoadState:
     began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
-    state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
+    state = changed(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
     if now - began < MINUTE_SECONDS:
         return state
     minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]

@@ -11,22 +11,23 @@ from typing import Final
 
 from vllm_headroom.derive.leak.evidence import folds
 from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
+from vllm_headroom.derive.leak.records import are_records
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
 
 LEAST_BYTES: Final = 512 * MIB
-LEAST_STEPS: Final = 2.0
+LEAST_STEPS: Final = 2.5
 """Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
-ODDS: Final = log(6)
-"""Six to one that the window goes on by time, and not by folds of work as the life before it did."""
+ODDS: Final = log(12)
+"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
 
 YOUNG_SECONDS: Final = 5 * 3600.0
 """No alarm so early in a life: slots and caches fill as evenly as a leak, and most are full by then."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
-LEAKING_SHARE: Final = 0.5
-"""How long it has lasted, as a share of what is left: for a ticket, and for an alarm at a third of the way."""
+LEAKING_SHARE: Final = 0.4
+"""How long it has lasted, as a share of what is left: for a ticket, and for an alarm, well before half-way."""
 
 LAST_SHARE: Final = 0.05
 PAUSE_SECONDS: Final = 1800.0
@@ -66,15 +67,18 @@ class Window:
 def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
     """Return what the retained floors foretell, and the growth that does: of the surest windows the likeliest.
 
-    Growing: the device would be full within a day. Leaking: the growth has lasted for half of what is left, so that the
-    alarm comes at a third of the way, whatever the evidence by blocks says of a few large steps. Where nobody knows the
-    room it is taken for as much as was held at first. Once there is an alarm, only its end counts.
+    Growing: the device would be full within a day. Leaking: the growth has lasted for two fifths of what is left, so
+    that the alarm comes well before half-way, whatever the evidence by blocks says of a few large steps, and records do
+    not explain it. Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm,
+    only its end counts.
     """
     floors, whole = retained(points), _folds(life.first, life.first, points[-1])
     best: tuple[Verdict, float, Window | None] = (Verdict.NONE, 0.0, None)
     for window in _windows(points, floors, life.first):
         odds = _odds(window, life.first, points[-1], whole)
         verdict = _said(window, odds, points[-1], life)
+        if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
+            verdict = min(verdict, Verdict.GROWING)
         if verdict and (verdict, odds) > best[:2] and not _has_ended(window, points, floors):
             best = (verdict, odds, window)
     verdict, _, found = best
@@ -148,11 +152,14 @@ def _said(window: Window, odds: float, now: Point, life: Life) -> Verdict:
 
 
 def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:
-    kept = floors[window.begin :]
     return Growth(
         points=points[window.begin :],
-        retained_bytes=kept,
-        rises=tuple(after - before for before, after in pairwise(kept)),
+        retained_bytes=floors[window.begin :],
+        rises=_rises(window, floors),
         total_bytes=window.grown_bytes,
         largest_share=window.largest_bytes / window.grown_bytes,
     )
+
+
+def _rises(window: Window, floors: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(after - before for before, after in pairwise(floors[window.begin :]))

@@ -40,8 +40,9 @@ HASTE: Final = 0.15
 """An alarm may come after this share of the time that is left until out-of-memory, if that is sooner."""
 
 PATIENCE: Final = 0.05
-MOST_PATIENCE_SECONDS: Final = 4 * 3600.0
-"""And it waits for this share where out-of-memory is far: waiting costs little there, and slow ramps mostly end."""
+MOST_PATIENCE_SECONDS: Final = 12 * 3600.0
+"""And it waits for this share where out-of-memory is far, half a day at most: what is days away wakes nobody, and slow
+ramps mostly end."""
 
 OUT_OF_MEMORY_BYTES: Final = 100 * MIB
 """What is left when allocations begin to fail: they come in segments of 20 MiB and more."""

@@ -8,6 +8,7 @@ from math import sqrt
 from statistics import fmean, median, variance
 from typing import Final
 
+from vllm_headroom.derive.leak.estimate import rated
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Verdict
 
 KIB: Final = 1024
@@ -146,24 +147,24 @@ def _pace(points: tuple[Floor, ...]) -> float:
 
 
 def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
-    """Return how fast it grows and how long that can last; the interval is that of the latest rises."""
+    """Return how fast it grows and how long that can last; what is used for the first time meanwhile moves no slope."""
     if not steady.verdict:
         return None
-    first, last = steady.points[0], steady.points[-1]
-    leaked, done = last.held_bytes - first.held_bytes, last.requests - first.requests
-    rate = leaked / (last.seconds - first.seconds)
-    paces = [
-        (after.held_bytes - before.held_bytes) / (after.seconds - before.seconds)
-        for before, after in pairwise(steady.latest)
-    ]
-    half_width = 2 * sqrt(variance(paces) / len(paces)) + JITTER * rate
+    points = steady.points
+    first, last = points[0], points[-1]
+    done = last.requests - first.requests
+    held = tuple(point.held_bytes for point in points)
+    step = median(_rises(steady.latest))
+    rate, half_width, _ = rated([point.seconds for point in points], held, step)
+    per_request, _, _ = rated([point.requests for point in points], held, step)
+    half_width += JITTER * rate
     return Estimate(
         bytes_per_second=rate,
         lower=rate - half_width,
         upper=rate + half_width,
-        bytes_per_request=leaked / done if done > 0 else None,
+        bytes_per_request=per_request if done > 0 else None,
         by_requests=done > 0,
-        leaked_bytes=leaked,
+        leaked_bytes=last.held_bytes - first.held_bytes,
         pace=rate,
         fastest=rate + half_width,
         oom_seconds=None if room_bytes is None else max(0.0, room_bytes) / rate,

@@ -13,6 +13,7 @@ from vllm_headroom.derive.leak.judged import judged
 from vllm_headroom.derive.leak.pauses import anchored, crowded, rested
 from vllm_headroom.derive.leak.work import worked
 from vllm_headroom.derive.page_facts import begun_anew
+from vllm_headroom.model.changed import changed
 
 DOUBTED_SECONDS: Final = 86_400.0
 """A time this far ahead, or an earlier one, is believed when a second reading bears it out."""
@@ -36,7 +37,7 @@ def observe(track: Track, seen: Observation) -> Track:
         return observe(Track(clock=seen.seconds), replace(seen, life=life))
     elapsed = max(0.0, seen.seconds - track.clock)
     now = track.seconds + elapsed
-    track = replace(
+    track = changed(
         track,
         clock=seen.seconds,
         doubted_clock=None,
@@ -91,8 +92,8 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         floor, ceiling = min(block.floor_bytes, held_bytes), max(block.ceiling_bytes, held_bytes)
         opened = Block(block.seconds, block.requests, floor, ceiling, block.parts)
     if opened is not block:
-        levels = (replace(track.levels[0], block=opened), *track.levels[1:])
-        track = replace(track, levels=levels, top_bytes=max(track.top_bytes, held_bytes))
+        levels = (changed(track.levels[0], block=opened), *track.levels[1:])
+        track = changed(track, levels=levels, top_bytes=max(track.top_bytes, held_bytes))
     return _hastened(track, held_bytes, room_bytes)
 
 
@@ -130,7 +131,7 @@ def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     longer = followed(run, Point(track.seconds, track.work.requests, track.busy_seconds, held_bytes))
     if longer is run:
         return track
-    track = replace(track, run=longer)
+    track = changed(track, run=longer)
     room = held_bytes if room_bytes is None else room_bytes
     found = fast(longer, room, track.work.rate, on=run.alarm_until > 0)
     if found is None:

@@ -25,7 +25,7 @@ def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
     taken for idleness would make what grew in it look like growth without work.
     """
-    life = work.life if seen.life is None else seen.life
+    life = work.life or seen.life
     highest, total = work.finished_total, seen.finished_total
     lower = highest is not None and total is not None and total < highest
     since = (now if work.below_since is None else work.below_since) if lower else None

@@ -11,6 +11,7 @@ from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress
 from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import Life, Snapshot
+from vllm_headroom.model.changed import changed
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 LIFE: Final = "engine_life"
@@ -21,6 +22,8 @@ STALLED_SECONDS: Final = 60.0
 
 A step takes less: a chunk of a prefill, 8192 tokens by default, seconds on the slowest cards. vLLM gives up a step of
 its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
+
+_REASONS: Final = tuple(ExitReason)
 
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
@@ -75,13 +78,13 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     looked = _looked(state, lives, seen, now)
-    age = None if seen.page is None else progress_age(looked.movements, now, seen.owed_since)
+    age = None if seen.page is None else progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _state(looked, seen, age, now), looked.served_bytes
     if doing is EngineState.SERVING:
         before = {} if asleep else served
         served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
-    state = replace(looked, state=doing, served_bytes=served)
-    return state, replace(snapshot, life=_life(state, seen, age, now))
+    state = changed(looked, state=doing, served_bytes=served)
+    return state, changed(snapshot, life=_life(state, seen, age, now))
 
 
 def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeState:
@@ -105,7 +108,8 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
     life = state.lives.newest
     if seen.page is not None:
         return _answering(state, seen, age)
-    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED):
+    may_be_there = life is None and seen.snapshot.ambiguous
+    if seen.alive is False or (seen.alive is None and seen.answer is Answer.REFUSED and not may_be_there):
         return EngineState.DOWN
     if life is None or life.ended or (seen.answer is Answer.UNREADABLE and not life.ready):
         return EngineState.UNKNOWN
@@ -136,7 +140,7 @@ def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
         in_service=goes_on and state.state is not EngineState.DOWN,
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
-        exits=tuple((reason, state.lives.exits.get(reason, 0)) for reason in ExitReason),
+        exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else stranded(state.movements, now),

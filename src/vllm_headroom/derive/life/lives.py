@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from vllm_headroom.derive.life.movement import worked
-from vllm_headroom.derive.life.signs import Answer, ProcessName, Signs
-from vllm_headroom.model import EngineProcess
+from vllm_headroom.derive.life.signs import Answer, Signs
+from vllm_headroom.derive.page_facts import begun_anew
+from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, ProcessName
 from vllm_headroom.vocabulary import ExitReason, Role
-
-SAME_START_SECONDS: Final = 2.0
-"""Two daemons tell the start of one process so far apart: the kernel's boot time moves when the clock is set."""
 
 LOOP_SECONDS: Final = 90 * 60.0
 """How far back ends are told, as the alert HeadroomEngineCrashLoop looks."""
@@ -72,6 +71,8 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     """
     ends = tuple(seconds for seconds in lives.ends_seconds if 0 <= now - seconds < LOOP_SECONDS)
     life, restarts, exits = lives.newest, lives.restarts, lives.exits
+    if life is not None and not life.ready and not life.ended and _is_among(life.processes, seen.snapshot.neighbours):
+        life = None  # another engine was taken for this one: what lives on did not end
     if life is not None and not life.ended and (_is_another(life, seen) or _is_gone(seen)):
         reason = _cause(life, seen, answered_before=answered_before)
         life = replace(life, ended=True)
@@ -95,7 +96,7 @@ def is_broken(life: OneLife | None, processes: tuple[EngineProcess, ...] | None)
 
 def _cause(life: OneLife, seen: Signs, *, answered_before: bool) -> ExitReason:
     """Return why a life ended, the kernel's own word first; what is not known is `gone`."""
-    if seen.oom_kills is not None and seen.oom_kills > life.oom_kills:
+    if seen.host.oom_kills is not None and seen.host.oom_kills > life.oom_kills:
         return ExitReason.OOM_KILLED
     if life.tight or _is_tight(life, seen) or _ran_out(life, seen):
         return ExitReason.OUT_OF_MEMORY
@@ -128,18 +129,20 @@ def _is_gone(seen: Signs) -> bool:
 def _is_another(life: OneLife, seen: Signs) -> bool:
     """Return whether this is not the life that was followed: its start, its count or all its processes are others."""
     if life.page_life is not None and seen.page_life is not None:
-        return life.page_life != seen.page_life
+        return begun_anew(life.page_life, seen.page_life, life.finished_total, seen.finished_total)
     if (
         life.finished_total is not None
         and seen.finished_total is not None
         and seen.finished_total < life.finished_total
     ):
         return True
-    return bool(life.processes and seen.names) and not any(
-        pid == other and abs(started - then) <= SAME_START_SECONDS
-        for pid, started in seen.names
-        for other, then in life.processes
-    )
+    return bool(life.processes and seen.names) and not _is_among(life.processes, seen.names)
+
+
+def _is_among(known: Iterable[ProcessName], processes: Iterable[ProcessName]) -> bool:
+    """Return whether any of the known ones is one of these processes."""
+    starts = dict(processes)
+    return any(pid in starts and abs(started - starts[pid]) <= SAME_START_SECONDS for pid, started in known)
 
 
 def _seen(life: OneLife, seen: Signs) -> OneLife:
@@ -149,10 +152,10 @@ def _seen(life: OneLife, seen: Signs) -> OneLife:
     if seen.page is None:
         is_tight = life.tight or _is_tight(life, seen)
         return replace(life, began_seconds=began, processes=processes, tight=is_tight)
-    now = Counter(process.role for process in seen.processes or ())
+    now, kills = Counter(process.role for process in seen.processes or ()), seen.host.oom_kills
     return OneLife(
         began_seconds=began,
-        page_life=seen.page_life or life.page_life,
+        page_life=life.page_life or seen.page_life,
         finished_total=life.finished_total if seen.finished_total is None else seen.finished_total,
         processes=processes,
         ready=True,
@@ -160,7 +163,7 @@ def _seen(life: OneLife, seen: Signs) -> OneLife:
         vital={role: max(now[role], life.vital.get(role, 0)) for role in VITAL},
         top_bytes=max(life.top_bytes, sum(seen.held.values())),
         rooms=life.rooms or seen.rooms,
-        host_room_bytes=seen.host_room_bytes if life.host_room_bytes is None else life.host_room_bytes,
+        host_room_bytes=seen.host.room_bytes if life.host_room_bytes is None else life.host_room_bytes,
         tight=_is_tight(life, seen) if seen.rooms else life.tight,
-        oom_kills=life.oom_kills if seen.oom_kills is None or is_broken(life, seen.processes) else seen.oom_kills,
+        oom_kills=life.oom_kills if kills is None or is_broken(life, seen.processes) else kills,
     )

@@ -31,7 +31,7 @@ def in_service(step: Step[State]) -> Step[State]:
     While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
     known to belong to a working life is taken not to.
     """
-    return lambda state, snapshot: step(state, snapshot if _works(snapshot) else _without_engine(snapshot))
+    return lambda state, snapshot: step(state, snapshot if snapshot.in_service else _without_engine(snapshot))
 
 
 def leaks_in_service(step: Step[State]) -> Step[State]:
@@ -40,17 +40,13 @@ def leaks_in_service(step: Step[State]) -> Step[State]:
 
     def shown(state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
         state, samples = served(state, snapshot)
-        if _works(snapshot):
+        if snapshot.in_service:
             return state, samples
         engine = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
         rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
         return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 
     return shown
-
-
-def _works(snapshot: Snapshot) -> bool:
-    return snapshot.life is not None and snapshot.life.in_service
 
 
 def _without_engine(snapshot: Snapshot) -> Snapshot:

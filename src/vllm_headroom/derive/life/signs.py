@@ -8,11 +8,17 @@ from typing import Final
 
 from vllm_headroom.derive.page_facts import finished
 from vllm_headroom.derive.page_facts import life as page_life
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, ProbeReadings, Snapshot
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    Failure,
+    Gpu,
+    HostMemory,
+    ProbeReadings,
+    ProcessName,
+    Snapshot,
+)
 from vllm_headroom.vocabulary import Reason
-
-ProcessName = tuple[int, float]
-"""A process by its pid and its start, in seconds since the epoch: a pid alone is given to another one later."""
 
 OCCUPIED_RATIO: Final = 0.05
 """A GPU on which less than this share is held runs no model: CUDA contexts take half a gigabyte."""
@@ -46,10 +52,11 @@ class Signs:
     `sighted` is whether the engine's processes can be seen from here at all: not where its page answers and none shows.
     `silent` is whether the probe in a core that lives no longer writes, `oom_seconds` when, in seconds since the epoch,
     a process last ran out of GPU memory that did not outlive it. `held` is by UUID what the engine holds of its GPUs,
-    `rooms` the least that was free on each in the last minute. `oom_kills` is what the kernel has killed in its
-    container, `owed_since` since when a request of the daemon's own has waited.
+    `rooms` the least that was free on each in the last minute.
     """
 
+    snapshot: Snapshot
+    host: HostMemory
     answer: Answer
     alive: bool | None
     sighted: bool | None
@@ -59,11 +66,8 @@ class Signs:
     processes: tuple[EngineProcess, ...] | None
     held: dict[str, int]
     rooms: dict[str, int]
-    owed_since: float | None
     silent: bool
     oom_seconds: float | None
-    oom_kills: int | None = None
-    host_room_bytes: int | None = None
 
     @property
     def names(self) -> tuple[ProcessName, ...]:
@@ -85,7 +89,7 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
     cannot be read.
     """
     page = snapshot.page
-    processes = None if isinstance(snapshot.processes, Failure) else snapshot.processes
+    processes = None if snapshot.ambiguous or isinstance(snapshot.processes, Failure) else snapshot.processes
     if processes or (processes is not None and page is not None):
         sighted = bool(processes)
     gpus = snapshot.owned
@@ -95,20 +99,19 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
     if processes or (processes is not None and sighted is not False):
         alive = bool(processes)
     return Signs(
+        snapshot=snapshot,
+        host=snapshot.host or HostMemory(),
         answer=_answer(snapshot.engines),
         alive=alive,
         sighted=sighted,
         page=page,
-        page_life=None if page is None else page_life(page),
-        finished_total=None if page is None else finished(page),
+        page_life=page_life(page),
+        finished_total=finished(page),
         processes=processes,
         held=held,
         rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
-        owed_since=snapshot.unanswered_since_seconds,
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
         oom_seconds=_oom_seconds(snapshot.probe),
-        oom_kills=None if snapshot.host is None else snapshot.host.oom_kills,
-        host_room_bytes=None if snapshot.host is None else snapshot.host.room_bytes,
     )
 
 
@@ -141,9 +144,6 @@ def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
 
 
 def _room(gpu: Gpu) -> int | None:
-    """Return the least that was free in the last minute."""
+    """Return the least that was left in the last minute."""
     memory = gpu.reading.memory
-    if memory is None:
-        return None
-    used_bytes = max(memory.used_bytes, gpu.reading.used_peak_bytes or 0)
-    return memory.usable_bytes - used_bytes
+    return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))

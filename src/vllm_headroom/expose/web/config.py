@@ -149,7 +149,7 @@ class _Mistakes:
 
     def _file(self, tls: dict[str, Any], name: str, folder: Path) -> Path | None:
         value = tls.get(name)
-        if value and not isinstance(value, str):
+        if value and not (isinstance(value, str) and value.isprintable()):
             self.lines.append(f"tls_server_config.{name}: not the path of a file")
         return folder / str(value) if value else None
 
@@ -168,7 +168,7 @@ class _Mistakes:
         for name, value in headers.items():
             if name not in HEADERS:
                 self.lines.append(f"http_server_config.headers.{name}: not a header, accepts {', '.join(HEADERS)}")
-            if not value.isprintable():
+            if not (value.isascii() and value.isprintable()):
                 self.lines.append(f"http_server_config.headers.{name}: HTTP cannot carry its value")
         return headers
 

@@ -28,7 +28,7 @@ def read_document(path: Path) -> object:
         document = yaml.safe_load(text)
     except OSError as error:
         raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # AttributeError: `!!timestamp x`
         raise WebConfigError(["it is not YAML"]) from None
     twice = [] if root is None else list(dict.fromkeys(_twice(root, set())))
     if twice:

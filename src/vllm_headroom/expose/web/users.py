@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
@@ -71,5 +70,5 @@ def _login(authorization: str) -> tuple[str, bytes] | None:
     try:
         name, colon, password = base64.b64decode(token, validate=True).partition(b":")
         return (name.decode(), password) if colon else None
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # no base64, no UTF-8, or not even ASCII
         return None

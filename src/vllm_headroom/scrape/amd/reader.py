@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +12,42 @@ from typing import Any, Final
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
 from vllm_headroom.scrape.amd.device import Look, memory_of, readings
-from vllm_headroom.scrape.amd.errors import failure, failure_of
 from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import Transitions
 from vllm_headroom.scrape.worker import Worker
-from vllm_headroom.vocabulary import Reason
+from vllm_headroom.vocabulary import Reason, Source
+
+_REASONS: Final = {
+    errno.ENODEV: Reason.DEVICE_LOST,
+    errno.ENOENT: Reason.DEVICE_LOST,
+    errno.EACCES: Reason.NO_PERMISSION,
+    errno.EPERM: Reason.NO_PERMISSION,
+}
+_MESSAGES: Final = {
+    Reason.DEVICE_LOST: (
+        "the GPU is lost: look for amdgpu lines in the node's kernel log, then reset the GPU or reboot the node"
+    ),
+    Reason.NO_PERMISSION: (
+        "this user may not read the GPU's memory in /sys: show /sys to this container as every container sees it"
+    ),
+    Reason.TIMEOUT: (
+        "the GPU does not answer: look for amdgpu lines in the node's kernel log, and reset the GPU if it stays so"
+    ),
+    Reason.DRIVER_ERROR: "the GPU cannot be read: look for amdgpu lines in the node's kernel log",
+}
+
+
+def failure(reason: Reason, error: OSError | None = None) -> Failure:
+    """Return the failure of one card, with what the kernel said."""
+    suffix = "" if error is None else f" ({error.strerror or error})"
+    return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
+
+
+def failure_of(error: OSError) -> Failure:
+    """Return what it means that a card's file could not be read."""
+    return failure(_REASONS.get(error.errno or 0, Reason.DRIVER_ERROR), error)
+
 
 LOOK_AGAIN_SECONDS: Final = 15.0
 """While there is no card: another thread is not woken at every sample of a machine that has NVIDIA's."""
@@ -93,10 +124,8 @@ class Amd:
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
         """Return that each part the card was read as last has failed."""
-        known = self._parts.get(card.uuid) or (GpuReading(index=index, uuid=card.uuid, name=card.name),)
-        return tuple(
-            GpuReading(vendor=Vendor.AMD, index=index, uuid=part.uuid, name=part.name, failure=why) for part in known
-        )
+        whole = GpuReading(vendor=Vendor.AMD, index=index, uuid=card.uuid, name=card.name)
+        return tuple(part.failed(why) for part in self._parts.get(card.uuid, (whole,)))
 
     def _sample(self) -> dict[str, int]:
         used: dict[str, int] = {}

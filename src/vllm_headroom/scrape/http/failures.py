@@ -73,7 +73,7 @@ def no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
             return failure(
                 Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}: correct HEADROOM_ENGINE_HEADERS"
             )
-        case httpx.RemoteProtocolError():  # its text quotes what was received
+        case httpx.RemoteProtocolError() | httpx.InvalidURL():  # its text quotes what was received
             advice = "check that HEADROOM_ENGINE_URL names vLLM's own port, and https only if it serves that"
             return failure(Reason.INCOMPLETE, f"{url} hung up or broke HTTP before it answered: {advice}")
     return _no_connection(error, url)
@@ -106,4 +106,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _location(response: httpx.Response) -> str:
-    return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+    try:
+        return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+    except httpx.InvalidURL as error:
+        raise httpx.RemoteProtocolError("redirects to what is no address") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -29,12 +30,15 @@ def port_of(url: httpx.URL) -> int:
     return url.port or (443 if url.scheme == "https" else 80)
 
 
-def is_loopback(url: httpx.URL) -> bool:
-    """Tell whether an http or https URL means a server on this machine, or in this pod."""
+def is_here(host: str) -> bool:
+    """Tell whether an address, or localhost, is this machine's or pod's; of no other name is it asked whose it is."""
     try:
-        return ipaddress.ip_address(url.host).is_loopback
-    except ValueError:
-        return url.host == "localhost"
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET  # noqa: PLR2004 - IPv6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError):
+        return host == "localhost"
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,9 @@ class PageReader:
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
         self._credentials = CredentialReader(bearer_token_file, ca_file)
-        self._has_token = bearer_token_file is not None
         self._headers = httpx.Headers({"User-Agent": "vllm-headroom", "Accept": "text/plain", **headers})
         self._headers["Accept-Encoding"] = "identity"  # gzip would cost vLLM 1.1 ms of its event loop, and us 0.2
+        self._question = httpx.Request("GET", self._url, headers=self._headers)
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self) -> str | Failure:
@@ -89,7 +93,7 @@ class PageReader:
         try:
             async with asyncio.timeout(self._timeout_seconds):
                 return await request
-        except (TimeoutError, httpx.HTTPError, OSError) as error:
+        except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             problem = no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed
@@ -103,7 +107,7 @@ class PageReader:
             await client.aclose()
 
     async def _page(self) -> str | Failure:
-        async with self._request("GET", None) as response:
+        async with self._sent(self._question) as response:
             if isinstance(response, Failure):
                 return response
             if response.status_code != HTTPStatus.OK:
@@ -111,22 +115,23 @@ class PageReader:
             return await self._text(response)
 
     async def _answer(self, body: Mapping[str, object]) -> Answer | Failure:
-        async with self._request("POST", body) as response:
+        async with self._sent(httpx.Request("POST", self._url, headers=self._headers, json=body)) as response:
             if isinstance(response, Failure):
                 return response
             text = await self._text(response)
         return text if isinstance(text, Failure) else Answer(status=response.status_code, text=text)
 
     @asynccontextmanager
-    async def _request(self, method: str, body: Mapping[str, object] | None) -> AsyncIterator[httpx.Response | Failure]:
-        client, headers = await self._opened_client(), await self._request_headers()
+    async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response | Failure]:
+        client, token = await self._opened_client(), await self._credentials.token()
         if isinstance(client, Failure):
             yield client
-        elif isinstance(headers, Failure):
-            yield headers
+        elif isinstance(token, Failure):
+            yield token
         else:
-            request = httpx.Request(method, self._url, headers=headers, json=body)
-            response = await client.send(request, auth=None if self._has_token else self._auth, stream=True)
+            if token is not None:
+                request.headers["Authorization"] = f"Bearer {token}"
+            response = await client.send(request, auth=None if token is not None else self._auth, stream=True)
             try:
                 yield response
             finally:
@@ -152,11 +157,3 @@ class PageReader:
                 cookies=no_cookies,
             )
         return self._client
-
-    async def _request_headers(self) -> httpx.Headers | Failure:
-        token = await self._credentials.token()
-        if token is None or isinstance(token, Failure):
-            return self._headers if token is None else token
-        headers = self._headers.copy()
-        headers["Authorization"] = f"Bearer {token}"
-        return headers

@@ -76,10 +76,14 @@ class _Connection:
         self._now = asyncio.get_running_loop().time
         self._rested_at_seconds = self._now()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way on it."""
+        return self._http.our_state is h11.IDLE and not self._writer.is_closing()
+
     def is_fresh(self) -> bool:
         """Tell whether another request may be sent on it."""
-        is_idle = self._http.our_state is h11.IDLE and not self._writer.is_closing()
-        return is_idle and self._now() - self._rested_at_seconds < KEEP_ALIVE_SECONDS and self._is_silent()
+        return self.is_idle and self._now() - self._rested_at_seconds < KEEP_ALIVE_SECONDS and self._is_silent()
 
     def drop(self) -> None:
         """Close it without a farewell: what is still on its way is not wanted."""
@@ -142,7 +146,7 @@ class _Body(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         """Keep the connection only if the body was read to its end."""
-        if not self._connection.is_fresh():
+        if not self._connection.is_idle:
             self._connection.drop()
 
 

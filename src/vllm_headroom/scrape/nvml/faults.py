@@ -18,10 +18,10 @@ class GpuFaults:
     """
 
     index: int
-    ecc: tuple[bool, bool] | None
-    row_remap_pending: bool | None
-    row_remap_failed: bool | None
-    page_retirement_pending: bool | None
+    ecc: tuple[bool, bool] | None = None
+    row_remap_pending: bool | None = None
+    row_remap_failed: bool | None = None
+    page_retirement_pending: bool | None = None
 
 
 def faults_of(gpu: Part, calls: Calls) -> GpuFaults:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 from vllm_headroom.scrape.worker import Worker
 
 T = TypeVar("T")
 MOST_STUCK: Final = 8
 """Threads given up at a time, one per GPU of a common node: each hangs on a GPU that is not asked again meanwhile."""
+
+LEAST_SECONDS: Final = 0.02
+"""With less time left nobody is asked: a healthy GPU takes a few milliseconds."""
 
 
 class Lane:
@@ -36,22 +40,86 @@ class Lane:
         return len(self.stuck) >= MOST_STUCK
 
     async def call(self, subject: str, function: Callable[[], T], timeout_seconds: float) -> T:
-        """Return what `function` returns on the thread, or raise what it raises.
+        """Return what `function` returns on the thread, or raise what it raises, or TimeoutError."""
+        made = await self.calls({subject: function}, timeout_seconds, loop_seconds() + timeout_seconds)
+        outcome = made.get(subject, TimeoutError())
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-        Raises TimeoutError after `timeout_seconds`; then, and when cancelled, the subject is stuck until it returns.
+    async def calls(
+        self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
+    ) -> dict[str, T | Exception]:
+        """Return by subject what each call returned or raised; what was not made or did not return is not there.
+
+        The thread is woken once for all, since each time costs more than a call. One may take `limit_seconds`, but only
+        half of what is left until `deadline`, so that one that hangs leaves time for others; the last may take it all.
+        Then, and when cancelled, its subject is stuck until it returns.
         """
+        made: dict[str, T | Exception] = {}
+        waiting = [subject for subject in calls if subject not in self.stuck]
+        while waiting and deadline - loop_seconds() >= LEAST_SECONDS and not self.is_blocked:
+            turn = _Turn([calls[subject] for subject in waiting])
+            await self._take(turn, waiting, limit_seconds, deadline)
+            made.update(zip(waiting, turn.outcomes, strict=False))
+            waiting = waiting[len(turn.outcomes) + 1 :]
+        return made
+
+    async def _take(self, turn: _Turn[Any], subjects: Sequence[str], limit_seconds: float, deadline: float) -> None:
         worker = self._worker = self._worker or Worker("nvml")
+        done = worker.begin(turn.run)
+        is_moving = True
         try:
-            value: T = await worker.call(function, timeout_seconds)
-        except (TimeoutError, asyncio.CancelledError):
-            self._worker = None
-            self._stuck[subject] = worker
-            worker.stop()
-            raise
-        return value
+            while is_moving and not done.done():
+                before, left_seconds = len(turn.outcomes), deadline - loop_seconds()
+                share_seconds = left_seconds / 2 if before < len(subjects) - 1 else left_seconds
+                await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
+                is_moving = len(turn.outcomes) > before
+        finally:
+            if turn.end() < len(subjects):
+                done.cancel()
+                self._worker, self._stuck[subjects[len(turn.outcomes)]] = None, worker
+                worker.stop()
 
     def stop(self) -> None:
         """End the thread when it has nothing more to do."""
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+
+class _Turn(Generic[T]):
+    """Calls made one after another on the thread, until they are ended."""
+
+    def __init__(self, calls: Sequence[Callable[[], T]]) -> None:
+        self.outcomes: list[T | Exception] = []
+        self._calls = calls
+        self._is_over = False
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Make the calls; what one gives after the end is dropped, and none is made after it."""
+        for call in self._calls:
+            outcome = _outcome(call)
+            with self._lock:
+                if self._is_over:
+                    return
+                self.outcomes.append(outcome)
+
+    def end(self) -> int:
+        """Return how many calls have returned."""
+        with self._lock:
+            self._is_over = True
+            return len(self.outcomes)
+
+
+def _outcome(call: Callable[[], T]) -> T | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it on the loop
+        return error
+
+
+def loop_seconds() -> float:
+    """Return the time by which deadlines are set."""
+    return asyncio.get_running_loop().time()

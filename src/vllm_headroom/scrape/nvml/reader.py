@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import pynvml
 
@@ -21,7 +22,7 @@ from vllm_headroom.scrape.nvml.errors import (
     unexpected,
 )
 from vllm_headroom.scrape.nvml.faults import GpuFaults
-from vllm_headroom.scrape.nvml.lane import Lane
+from vllm_headroom.scrape.nvml.lane import Lane, loop_seconds
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
 from vllm_headroom.scrape.transitions import Transitions
@@ -29,9 +30,6 @@ from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 FIRST_BACKOFF_SECONDS: Final = 1.0
-LEAST_CALL_SECONDS: Final = 0.02
-"""With less time left a GPU is not asked: a healthy one takes a few milliseconds."""
-
 SHUTDOWN_SECONDS: Final = 0.2
 
 _XIDS: Final = "XID events"
@@ -75,7 +73,7 @@ class Nvml:
 
         When cancelled, a call in progress runs on, and its GPU is not asked before it returns.
         """
-        deadline = _now() + timeout_seconds
+        deadline = loop_seconds() + timeout_seconds
         try:
             async with asyncio.timeout_at(deadline):
                 await self._turn.acquire()
@@ -95,19 +93,17 @@ class Nvml:
             return used
         async with self._turn:
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for device, limit_seconds in self._shares(_now() + timeout_seconds):
-                    seen = await self._ask(device, device.sample_used, limit_seconds)
+                for _, seen in await self._ask(Device.sample_used, loop_seconds() + timeout_seconds):
                     used.update({} if isinstance(seen, Failure) else seen)
         return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
         async with self._turn:
-            answers: list[GpuFaults | Failure] = []
+            answers: list[tuple[Device, GpuFaults | Failure]] = []
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for device, limit_seconds in self._shares(_now() + timeout_seconds):
-                    answers.append(await self._ask(device, device.faults, limit_seconds))
-            return tuple(answer for answer in answers if isinstance(answer, GpuFaults))
+                answers = await self._ask(Device.faults, loop_seconds() + timeout_seconds)
+            return tuple(answer for _, answer in answers if isinstance(answer, GpuFaults))
 
     async def close(self) -> None:
         """Shut NVML down if it answers quickly; leave it as it is otherwise."""
@@ -126,7 +122,7 @@ class Nvml:
             return self._failure
         self._look_again_at = float("inf")
         try:
-            failure = await self._lane.call("init", self._session.open, deadline - _now())
+            failure = await self._lane.call("init", self._session.open, deadline - loop_seconds())
         except TimeoutError:
             self._failure = _SILENT
             return _SILENT
@@ -140,11 +136,10 @@ class Nvml:
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
-        await self._count_xids(deadline)
-        outcomes: list[tuple[Device, Outcome]] = []
         try:
-            for device, limit_seconds in self._shares(deadline):
-                outcomes.append((device, await self._ask(device, device.read, limit_seconds)))
+            outcomes: list[tuple[Device, Outcome]] = await self._ask(
+                Device.read, deadline, {_XIDS: self._session.xids.poll}
+            )
         except pynvml.NVMLError as error:
             return self._down(source_failure_of(error.value))
         if self._lane.is_blocked:
@@ -158,40 +153,34 @@ class Nvml:
             self._look_again_at = min(self._look_again_at, self._monotonic() + self._retry_seconds)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
-    async def _count_xids(self, deadline: float) -> None:
-        """Count the XID events that have arrived; where that hangs, half of the time is left for the GPUs."""
-        limit_seconds = min(self._call_timeout_seconds, (deadline - _now()) / 2)
-        if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or _XIDS in self._lane.stuck:
-            return
-        with contextlib.suppress(TimeoutError):
-            await self._lane.call(_XIDS, self._session.xids.poll, limit_seconds)
+    async def _ask(
+        self, question: Callable[[Device], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
+    ) -> list[tuple[Device, T | Failure]]:
+        """Return what each GPU answers, or why it failed; raise NVMLError where the driver as a whole fails.
 
-    def _shares(self, deadline: float) -> Iterator[tuple[Device, float]]:
-        """Yield each GPU with the seconds it may take: half of what is left, so that a hung one leaves some for others.
-
-        The last one may take all that is left.
+        What comes `before` is of no GPU: where it hangs, it costs itself only.
         """
         devices = self._session.devices
-        for device in devices:
-            left_seconds = deadline - _now()
-            yield device, min(self._call_timeout_seconds, left_seconds if device is devices[-1] else left_seconds / 2)
-
-    async def _ask(self, device: Device, call: Callable[[], T], limit_seconds: float) -> T | Failure:
-        """Return what `call` returns, or why this GPU failed. Raises NVMLError where the driver as a whole fails."""
-        subject = f"GPU {device.index}"
-        if device.lost_code is not None:
-            return device_failure_of(device.lost_code)
-        if limit_seconds < LEAST_CALL_SECONDS or self._lane.is_blocked or subject in self._lane.stuck:
-            return _NO_ANSWER
-        try:
-            return await self._lane.call(subject, call, limit_seconds)
-        except TimeoutError:
-            return _NO_ANSWER
-        except pynvml.NVMLError as error:
-            if error.value in DRIVER_WIDE:
-                raise
-            return device_failure_of(error.value)
+        calls: dict[str, Callable[[], Any]] = {**before}
+        calls |= {_name(device): partial(question, device) for device in devices if device.lost_code is None}
+        outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
+        for outcome in outcomes.values():
+            if isinstance(outcome, Exception) and not _is_of_one_gpu(outcome):
+                raise outcome
+        return [(device, _answer(device, outcomes.get(_name(device), TimeoutError()))) for device in devices]
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+def _name(device: Device) -> str:
+    return f"GPU {device.index}"
+
+
+def _is_of_one_gpu(error: Exception) -> bool:
+    return isinstance(error, pynvml.NVMLError) and error.value not in DRIVER_WIDE
+
+
+def _answer(device: Device, outcome: T | Exception) -> T | Failure:
+    if device.lost_code is not None:
+        return device_failure_of(device.lost_code)
+    if isinstance(outcome, pynvml.NVMLError):
+        return device_failure_of(outcome.value)
+    return _NO_ANSWER if isinstance(outcome, Exception) else outcome

@@ -134,22 +134,6 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
 
 
-def resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
-    """Return what of a process's resident memory is its own, and what maps files; None where the kernel says nothing.
-
-    Counted by the kernel as it goes: smaps_rollup would walk the page tables under the lock that the engine's own
-    mappings need, for seconds where weights are mapped.
-    """
-    try:
-        told = _start_of(proc, pid, "status")
-    except OSError:
-        return None, None
-    anonymous, file = number(told, b"RssAnon:"), number(told, b"RssFile:")
-    if anonymous is None or file is None:
-        return None, None
-    return anonymous * 1024, file * 1024
-
-
 def boot_time_seconds(proc: Path) -> float:
     """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
     seconds = number(content(proc / "stat"), b"btime ")
@@ -164,6 +148,17 @@ def sees_host_pids(proc: Path) -> bool:
         return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:
         return False
+
+
+def shares_network(proc: Path, pid: int) -> bool:
+    """Tell whether a process is not known to be in another network namespace than this one.
+
+    Each namespace has a tree of its own below /proc/PID/net, whose inode shows to everybody; ns/net does not.
+    """
+    try:
+        return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
+    except OSError:
+        return True
 
 
 def own_pid(proc: Path) -> int:

@@ -1,4 +1,4 @@
-"""The memory of the machine, of the engine's container and of its /dev/shm."""
+"""The memory of the machine, of the engine's container and processes, and of its /dev/shm."""
 
 from __future__ import annotations
 
@@ -44,6 +44,22 @@ def machine_of(proc: Path) -> Machine | None:
         swap_free_bytes=(number(told, b"SwapFree:") or 0) * _KIB,
         oom_kills=_kills(proc),
     )
+
+
+def resident_parts(proc: Path, pid: int) -> tuple[int | None, int | None]:
+    """Return what of a process's resident memory is its own, and what maps files; None where the kernel says nothing.
+
+    Counted by the kernel as it goes: smaps_rollup would walk the page tables under the lock that the engine's own
+    mappings need, for seconds where weights are mapped.
+    """
+    try:
+        told = content(proc / str(pid) / "status")
+    except OSError:
+        return None, None
+    anonymous, file = number(told, b"RssAnon:"), number(told, b"RssFile:")
+    if anonymous is None or file is None:
+        return None, None
+    return anonymous * _KIB, file * _KIB
 
 
 def shm_of(path: Path) -> Shm | None:

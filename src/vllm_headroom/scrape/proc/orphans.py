@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
@@ -24,41 +24,56 @@ class Orphans:
         self._members: dict[int, ProcEntry] = {}
         self._left: dict[int, ProcEntry] = {}
 
-    def among(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
+    def among(self, entries: Mapping[int, ProcEntry], *, answers: bool) -> frozenset[int]:
         """Return the pids of what was the engine's and hangs from none of its roots now, and of their children.
 
         Init, or whoever takes over orphans, is their parent now, and no later engine is. A root that is no server has a
-        program above it, and is an orphan without it.
+        program above it, and is an orphan without it. Where the page `answers` and one of its servers lives, the engine
+        goes on without the process that began it (seen: vLLM 0.32 with two API servers).
         """
         roots = {pid for pid, root in self._roots.items() if _lives_on(root, entries.get(pid))}
         known = {**self._left, **self._members}
         alive = {pid: entries[pid] for pid, was in known.items() if pid in entries and _same(was, entries[pid])}
+        serves = any(process.role is Role.API_SERVER for process in alive.values())
+        if serves and answers and not roots:
+            self._left = {}
+            return frozenset()
+        if not serves and any(process.role is Role.API_SERVER for process in self._members.values()):
+            roots = set()
         self._left = {
             pid: process
             for pid, process in alive.items()
             if pid in self._left or not roots & (ancestors(entries, pid) | {pid})
         }
-        left = self._left.keys()
-        if not left:
-            return frozenset()
-        return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid))
+        return _with_children(entries, self._left.keys())
 
     def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:
         """Take note of the engine's processes as they are now."""
         self._roots = {pid: entries[pid] for pid in roots}
         self._members = {pid: entries[pid] for pid in members}
 
+    def strays(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
+        """Return the pids of cores and workers that init has taken over unseen from a server, and of their children.
 
-def strays(entries: Mapping[int, ProcEntry]) -> frozenset[int]:
-    """Return the pids of cores and workers that init has taken over from their server, and of their children.
+        Only of those with a title of their own, and where pid 1 is an init: a program that embeds an engine can be it.
+        """
+        init = entries.get(_INIT)
+        if init is None or init.name not in _INITS:
+            return frozenset()
+        return _with_children(
+            entries,
+            {
+                pid
+                for pid, process in entries.items()
+                if process.parent_pid == _INIT and process.role in _BELOW_A_SERVER and pid not in self._members
+            },
+        )
 
-    Only of those with a title of their own, and where pid 1 is an init: a program that embeds an engine can be pid 1.
-    """
-    init = entries.get(_INIT)
-    if init is None or init.name not in _INITS:
+
+def _with_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
+    if not left:
         return frozenset()
-    left = {pid for pid, process in entries.items() if process.parent_pid == _INIT and process.role in _BELOW_A_SERVER}
-    return frozenset(pid for pid in entries if pid in left or left & ancestors(entries, pid)) if left else frozenset()
+    return frozenset(pid for pid in entries if not ({pid} | ancestors(entries, pid)).isdisjoint(left))
 
 
 def _same(was: ProcEntry, now: ProcEntry | None) -> bool:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import replace
+from errno import ENOENT
+from functools import cached_property
 from math import ceil
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.model import EngineProcess, Failure, ProcessReadings
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import host_of
-from vllm_headroom.scrape.proc.orphans import Orphans, strays
+from vllm_headroom.scrape.proc.host import host_of, resident_parts
+from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
-from vllm_headroom.scrape.proc.roots import Choice, ancestors, engine_roots
+from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
+from vllm_headroom.scrape.proc.servers import served_port
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Role, Source
-
-_FIRST: Final = 1
 
 HIDDEN: Final = Failure(
     source=Source.PROCESS,
@@ -50,13 +51,13 @@ class Processes:
         monotonic: Callable[[], float],
         rescan_seconds: float = 15.0,
     ) -> None:
-        self._engine_port = engine_port
         self._engine_is_here = engine_is_here
         self._proc = proc
         self._monotonic = monotonic
         self._rescan_seconds = rescan_seconds
         self._looked_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
+        self._asked = self._unasked = Asked(port=engine_port)
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._orphans = Orphans()
@@ -65,15 +66,16 @@ class Processes:
         self._sees_others = True
         self._worker = Worker[ProcessReadings | Failure]("processes")
 
-    async def read(self, timeout_seconds: float) -> ProcessReadings | Failure:
+    async def read(self, timeout_seconds: float, page: EnginePage | Failure | None = None) -> ProcessReadings | Failure:
         """Return the engine's processes that are alive, and every pid that shows.
 
-        Which of several engines it is, `roots.engine_roots` says.
+        `page` is what came of asking for the engine's page, None where nobody has asked; with it, `roots.engine_roots`
+        says which of the engines in sight it is.
         Reads on a daemon thread, because a command line can block behind a process stuck in a driver: that is a
         TIMEOUT until it lets go. UNAVAILABLE where there is no /proc, and HIDDEN where the engine cannot show in it.
         """
         try:
-            return await self._worker.call(self._read, timeout_seconds)
+            return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
             message = (
                 f"{self._proc} did not answer within {timeout_seconds:g} s: "
@@ -84,22 +86,24 @@ class Processes:
             message = f"{self._proc} cannot be read ({error.strerror or error}): mount it, readable for this user"
             return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=message)
 
-    def _read(self) -> ProcessReadings | Failure:
-        pids = proc_files.pids(self._proc)
+    def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
+        pids, asked = proc_files.pids(self._proc), self._asking(page)
+        if not pids:
+            raise FileNotFoundError(ENOENT, "no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
             self._forget()
-        engine = self._engine(pids)
+        engine = self._engine(pids, asked)
         if len(engine) < len(self._roles):
             self._forget()
-            engine = self._engine(pids)
+            engine = self._engine(pids, asked)
         if self._engine_is_here and not (engine or self._sees_others):
             return HIDDEN
-        sees_host_pids = proc_files.sees_host_pids(self._proc)
         return ProcessReadings(
             engine=engine,
             visible_pids=pids,
-            sees_host_pids=sees_host_pids,
+            sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
+            neighbours=frozenset((pid, self._boot_time_seconds + began) for pid, began in self._choice.others),
             orphans=self._orphaned,
             strays=self._strays,
             zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
@@ -109,8 +113,19 @@ class Processes:
     def _forget(self) -> None:
         self._entries, self._roles = {}, {}
 
-    def _engine(self, pids: frozenset[int]) -> tuple[EngineProcess, ...]:
-        if self._look(pids):
+    def _asking(self, page: EnginePage | Failure | None) -> Asked:
+        if page is None:
+            return self._unasked
+        if isinstance(page, Failure):
+            listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
+            return replace(self._unasked, listens=listens, on_host=proc_files.sees_host_pids(self._proc))
+        told = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
+        since = min(told) - self._boot_time_seconds if told else None
+        return replace(self._unasked, answers=bool(page.engines), began_seconds=since)
+
+    def _engine(self, pids: frozenset[int], asked: Asked) -> tuple[EngineProcess, ...]:
+        if self._look(pids) or asked != self._asked:
+            self._asked = asked
             self._roles = self._chosen(self._entries)
         found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
@@ -138,25 +153,28 @@ class Processes:
         return changed
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
-        command_of = partial(proc_files.command, self._proc)
         own_pid = proc_files.own_pid(self._proc)
-        self._orphaned = self._orphans.among(entries)
-        self._strays = strays(entries)
+        self._strays = self._orphans.strays(entries)
+        self._orphaned = self._orphans.among(entries, answers=self._asked.answers)
         left = self._orphaned | self._strays
         rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-        before = [pid for pid in self._choice.roots if pid in rest]
-        self._choice = engine_roots(rest, self._engine_port, command_of, by_port=self._choice.by_port, before=before)
+        self._choice = engine_roots(rest, self._told, self._asked, self._choice)
         roles = engine_roles(rest, own_pid, self._choice.roots)
         self._orphans.remember(rest, self._choice.roots, roles)
-        self._sees_others = _sees_others(entries, own_pid)
+        self._sees_others = sees_others(entries, own_pid)
         return roles
+
+    def _told(self, pid: int) -> Told:
+        """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
+        may_listen = not self._engine_is_here or proc_files.shares_network(self._proc, pid)
+        return served_port(proc_files.command(self._proc, pid), self._asked.port), may_listen
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         usage = proc_files.usage(self._proc, entry)
         if usage is None:
             return None
         rss_bytes, cpu_seconds = usage
-        anonymous_bytes, file_bytes = proc_files.resident_parts(self._proc, entry.pid)
+        anonymous_bytes, file_bytes = resident_parts(self._proc, entry.pid)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -168,15 +186,11 @@ class Processes:
         )
 
     @cached_property
+    def _sees_host_pids(self) -> bool:
+        """Read once: no process ever changes its own namespace of pids."""
+        return proc_files.sees_host_pids(self._proc)
+
+    @cached_property
     def _boot_time_seconds(self) -> float:
         """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
         return proc_files.boot_time_seconds(self._proc)
-
-
-def _sees_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
-    """Tell whether more than the daemon's own processes can be read: not in a container of its own, nor with hidepid.
-
-    Every namespace has a pid 1; where it cannot be read, /proc hides what belongs to other users.
-    """
-    line = ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
-    return _FIRST in entries and any(pid not in line and own_pid not in ancestors(entries, pid) for pid in entries)

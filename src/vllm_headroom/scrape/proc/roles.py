@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
 
 
@@ -30,6 +31,10 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
 
 
 def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
-    """Return the role by name; a fork that has not taken another name is no second one of its parent."""
-    forked = parent is not None and process.command == parent.command
-    return (None if forked else process.role) or Role.OTHER
+    """Return the role by name; a fork that has not taken another name is no second one of its parent.
+
+    Below a server a title counts whatever VLLM_PROCESS_NAME_PREFIX has put before it.
+    """
+    if parent is not None and process.command == parent.command:
+        return Role.OTHER
+    return process.role or named_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER

@@ -3,69 +3,145 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import inf
 from typing import Final
 
+from vllm_headroom.model import SAME_START_SECONDS
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.servers import served_port, server_of
+from vllm_headroom.scrape.proc.servers import server_of
+from vllm_headroom.vocabulary import Role
 
 _INIT: Final = 1
+
+Name = tuple[int, float]
+"""A process by its pid and its start, in seconds since boot: a pid alone is given to another one later."""
+
+Told = tuple[int | None, bool]
+"""The port that an engine's command line tells, and whether it can listen where the daemon asks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
+
+    `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
+    since boot, the server behind the page began, None where it does not say. `on_host` is whether processes of others
+    than a pod's show.
+    """
+
+    port: int
+    listens: bool = True
+    answers: bool = False
+    began_seconds: float | None = None
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The root processes of the engine; none where it is down, or where it could be any of `ambiguous` engines.
 
-    `by_port` is whether a server with the engine's port has been seen: then ports tell whose a server is.
+    `names` are those of its servers. `told` is what the engine told when last it was sure to be the one; None before it
+    ever was. `others` are the roots of the engines that are not it, `strangers` those of them that were seen beside the
+    one that a page named by its start, `since`.
     """
 
     roots: tuple[int, ...] = ()
     ambiguous: int = 0
-    by_port: bool = False
+    told: Told | None = None
+    names: frozenset[Name] = frozenset()
+    others: frozenset[Name] = frozenset()
+    strangers: frozenset[Name] = frozenset()
+    since: float | None = None
+
+
+Claim = tuple[float, bool, bool, bool]
+_NEVER: Final = -inf
+_NONE: Final[Claim] = (_NEVER, False, False, False)
 
 
 def engine_roots(
-    entries: Mapping[int, ProcEntry],
-    port: int,
-    command_of: Callable[[int], tuple[str, ...]],
-    *,
-    by_port: bool,
-    before: Collection[int] = (),
+    entries: Mapping[int, ProcEntry], told_by: Callable[[int], Told], asked: Asked, before: Choice
 ) -> Choice:
-    """Return whose process trees are the engine's.
+    """Return whose process trees are the engine's, after the last choice.
 
-    `by_port` is the last choice's and `before` its roots that still run; `command_of` gives whole commands.
-
-    A root is a process of an engine's with none of an engine's above it. One server is the engine whatever its port, as
-    a proxy or a port mapping may stand before it, unless one with the port has been seen: then another is a neighbour,
-    and the engine is down. Of several servers it is the one with the port, and of several with the port the one that
-    was chosen before: a stranger under its name takes nothing else of it. Beside a server, an engine core without one
-    is a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any
+    A root is a process of an engine's with none of an engine's above it. Beside a server, an engine core without one is
+    a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any
     server, cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has
-    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: they are
-    the engine's where there is but one, and where there are several, none is chosen.
+    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: where
+    there is one engine they are its, without any they are it while something listens, and beside several none is
+    chosen.
+
+    Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
+    same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
     """
-    tops = _tops(entries)
+    named = {pid: process for pid, process in entries.items() if process.role}
+    tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(ancestors(entries, pid))))
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
     servers = [(pid,) for pid in tops if server_of(entries[pid].command)]
     engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
-    matching = [server for server in servers if served_port(command_of(server[0])) == port]
-    by_port = by_port or len(matching) == 1
-    candidates = matching if servers and (by_port or len(servers) > 1) else engines
-    if len(candidates) > 1:
-        candidates = [roots for roots in candidates if set(roots) <= set(before)] or candidates
-    if len(candidates) == 1 and (len(engines) == 1 or not actors):
-        return Choice(roots=candidates[0] + actors, by_port=by_port)
-    if not engines:
-        return Choice(roots=actors, by_port=by_port)
-    is_down = by_port and not candidates
-    return Choice(ambiguous=0 if is_down else len(engines), by_port=by_port)
+    told = {roots: told_by(roots[0]) for roots in engines}
+    serving = {roots: _serving(named, roots) for roots in engines}
+    began = {roots: _starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
+    claims = {roots: _claim(_names(entries, roots), began[roots], told[roots], asked, before) for roots in engines}
+    best = max(claims.values(), default=_NONE)
+    chosen = [roots for roots in engines if claims[roots] == best != _NONE]
+    names = _names(entries, chain.from_iterable(engines))
+    strangers = before.strangers & names
+    is_named = best[0] > _NEVER
+    is_sure = is_named or best[1] or (asked.answers and before.told is None)
+    is_guess = asked.on_host and before.told is None and not is_sure
+    if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
+        roots = actors if asked.listens and not engines else ()
+        before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
+        return replace(before, ambiguous=len(engines) if chosen else 0)
+    (roots,) = chosen
+    own = _names(entries, serving[roots])
+    return Choice(
+        roots=roots + actors,
+        names=own,
+        told=told[roots] if is_sure else before.told,
+        others=names - own,
+        strangers=names - own if is_named else strangers,
+        since=asked.began_seconds if is_named else before.since,
+    )
 
 
-def _tops(entries: Mapping[int, ProcEntry]) -> tuple[int, ...]:
-    named = {pid for pid, process in entries.items() if process.role}
-    return tuple(sorted(pid for pid in named if not named & ancestors(entries, pid)))
+def _claim(names: frozenset[Name], starts: Iterable[float], told: Told, asked: Asked, before: Choice) -> Claim:
+    """Return how well it is vouched for that an engine is the one, the surest first.
+
+    It began nearer than any to when the page says that its server did; one start names one engine, for the last page of
+    a dead one is still known when another has its pid. It has the port, and can listen where the page is asked for, or
+    tells what the engine told when that was sure. It may be the one for all that is known: it tells no port, or has
+    another and something listens that can stand before it, a proxy or a port mapping. It was chosen before.
+
+    A page that names its server speaks for no other, unless it has the port: a clock that was set moves the start.
+    """
+    since, never_sure = asked.began_seconds, before.told is None
+    fits, is_strange = told in {(asked.port, True), before.told}, bool(names & before.strangers)
+    apart = inf if since is None else min(abs(start - since) for start in starts)
+    may_be_named = since != before.since or bool(names & before.names)
+    began = -apart if apart <= SAME_START_SECONDS and may_be_named else _NEVER
+    if is_strange or (since is not None and never_sure and not fits):
+        return began, False, False, False
+    may_be = never_sure and (asked.listens or told == (None, True))
+    return began, fits, may_be, bool(names & before.names)
+
+
+def _names(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
+    return frozenset((pid, entries[pid].started_seconds) for pid in pids)
+
+
+def _starts(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> list[float]:
+    return [entries[pid].started_seconds for pid in pids if pid in entries]
+
+
+def _serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the pids of what may serve an engine's page: its roots, and servers below them."""
+    below = (pid for pid, process in named.items() if process.parent_pid in roots and process.role is Role.API_SERVER)
+    return (*roots, *below)
 
 
 def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
@@ -85,3 +161,12 @@ def _families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
     if len(siblings) > 1:
         siblings.pop(_INIT, None)
     return list(siblings.values())
+
+
+def sees_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
+    """Tell whether more than the daemon's own processes can be read: not in a container of its own, nor with hidepid.
+
+    Every namespace has a pid 1; where it cannot be read, /proc hides what belongs to other users.
+    """
+    line = ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
+    return _INIT in entries and any(pid not in line and own_pid not in ancestors(entries, pid) for pid in entries)

@@ -19,8 +19,9 @@ class Server:
     """A kind of server: what its command line begins with, past the interpreter, and where its port stands.
 
     `commands` are a program or module and, where it has several, its subcommand. `port_options` name the port,
-    which is `port` where none is given, and not told where one of `elsewhere` is. `titles` are the names that its
-    processes take, and their roles: by the first 15 characters, since a process's name is cut there.
+    which is `port` where none is given, be it by a `variable` of the environment, and not told where one of `elsewhere`
+    is. `titles` are the names that its processes take, and their roles: by the first 15 characters, since a process's
+    name is cut there.
     """
 
     product: str
@@ -28,6 +29,7 @@ class Server:
     port: int
     scripts: tuple[str, ...] = ()
     port_options: tuple[str, ...] = ("--port",)
+    variable: str = ""
     elsewhere: frozenset[str] = frozenset()
     titles: tuple[tuple[str, Role], ...] = ()
 
@@ -78,9 +80,10 @@ SERVERS: Final = (
         commands=(("text-generation-launcher",), ("text-generation-router",)),
         port=3000,
         port_options=("--port", "-p"),
+        variable="PORT",  # 80 in its image
         titles=(("text-generation-server", Role.WORKER),),
     ),
-    Server(product="llama.cpp", commands=(("llama-server",),), port=8080),
+    Server(product="llama.cpp", commands=(("llama-server",),), port=8080, variable="LLAMA_ARG_PORT"),
     Server(
         product="Aphrodite",
         commands=(("aphrodite.endpoints.openai.api_server",), ("aphrodite", "run"), ("aphrodite", "serve")),
@@ -92,6 +95,7 @@ SERVERS: Final = (
         commands=(("dynamo.frontend",), ("dynamo.vllm",), ("dynamo.sglang",), ("dynamo.trtllm",)),
         port=8000,
         port_options=("--http-port",),
+        variable="DYN_HTTP_PORT",
     ),
 )
 """Every kind of server whose processes the daemon knows; the titles are those that its processes were seen to take, or
@@ -124,8 +128,11 @@ def server_of(command: tuple[str, ...]) -> Server | None:
     return None
 
 
-def served_port(command: tuple[str, ...]) -> int | None:
-    """Return the port that a server's command line names, else its default; None where it does not tell."""
+def served_port(command: tuple[str, ...], wanted: int | None = None) -> int | None:
+    """Return the port that a server's command line names, else its default; None where it does not tell.
+
+    That a default is not the one that is `wanted` tells nothing where a variable may have set another.
+    """
     server = server_of(command) if command else None
     if server is None:
         return None
@@ -133,7 +140,8 @@ def served_port(command: tuple[str, ...]) -> int | None:
     if port is not None:
         return int(port) if port.isdecimal() else None
     elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
-    return None if elsewhere else server.port
+    may_be_set = server.variable and wanted not in {None, server.port}
+    return None if elsewhere or may_be_set else server.port
 
 
 def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:

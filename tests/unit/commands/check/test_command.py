@@ -10,8 +10,7 @@ import pytest
 
 from tests.unit.commands.check.checking import OWN, check
 from tests.unit.commands.check.engine_traces import HEADER, engine, written
-from vllm_headroom.commands.check.command import COMMAND
-from vllm_headroom.commands.check.judge import JUDGES
+from vllm_headroom.commands.check.command import COMMAND, JUDGES
 from vllm_headroom.commands.cli import parser_of
 
 A_SIZE = "accepts a size such as 1MiB, or a number of bytes from 1 MiB on"

@@ -24,7 +24,7 @@ def test_a_steady_engine_passes_and_it_is_told_which_leak_would_have_been_seen(s
 
     assert status == 0
     assert (found[LEAK]["outcome"], found[LEAK]["value"], found[LEAK]["most"]) == ("passed", None, 1_000_000)
-    assert found[LEAK]["why"] == "one of 488 KiB or more would have been seen in 2 h 29 min and 179,900 requests"
+    assert found[LEAK]["why"] == "one of 977 KiB or more would have been seen in 2 h 29 min and 179,900 requests"
 
 
 def test_what_is_said_to_be_seen_would_not_pass(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.check.checking import check
 from vllm_headroom.commands.check.judgement import Judgement, Unit
-from vllm_headroom.commands.check.reports import commands, report
+from vllm_headroom.commands.check.text import commands, report
 from vllm_headroom.commands.verdict import Verdict
 
 ATTRIBUTES: Final = {

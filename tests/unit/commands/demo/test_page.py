@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.contract.recorded import FOLDER
-from vllm_headroom.commands.demo.page import SimulatedEngine, page
+from vllm_headroom.commands.demo.readers import SimulatedEngine, page
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.traffic import CAPACITY_TOKENS
 from vllm_headroom.commands.demo.world import World

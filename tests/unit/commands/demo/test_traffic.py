@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom.commands.demo.chance import chance
+from vllm_headroom.commands.demo.scenario import chance
 from vllm_headroom.commands.demo.traffic import MOST_RUNNING, PROMPT_TOKENS, Demand, Traffic
 
 FLOOD = 60

@@ -8,8 +8,7 @@ import pytest
 
 from tests.samples import values
 from vllm_headroom import catalog
-from vllm_headroom.commands.demo.page import SimulatedEngine
-from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
+from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.daemon.sampler import Sampler

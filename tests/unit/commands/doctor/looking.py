@@ -15,7 +15,7 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.proc_tree import ProcTree
 from tests.settings import load
 from vllm_headroom.commands.doctor.command import examine
-from vllm_headroom.commands.doctor.finding import Finding
+from vllm_headroom.commands.doctor.fixes import Finding
 
 CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426
@@ -67,7 +67,7 @@ def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: s
     with tempfile.TemporaryDirectory() as folder:
         if proc is None:
             ProcTree(Path(folder)).add(*STRANGER)
-        return dict(asyncio.run(examine(load([], environ), proc or Path(folder), sys or Path(folder))))
+        return dict(asyncio.run(examine(load([], environ).values(), proc or Path(folder), sys or Path(folder))))
 
 
 def proc(folder: Path, server: Vllm | None = None, *, namespace: str = CONTAINER, servers: int = 1) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.finding import State
+from vllm_headroom.commands.doctor.fixes import State
 from vllm_headroom.commands.doctor.text import document
 
 

@@ -11,8 +11,7 @@ from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.commands.doctor.engine import engine
-from vllm_headroom.commands.doctor.finding import State
-from vllm_headroom.commands.doctor.fixes import engine_fixes, setting
+from vllm_headroom.commands.doctor.fixes import State, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source

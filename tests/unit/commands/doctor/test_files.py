@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.finding import Finding, State
+from vllm_headroom.commands.doctor.fixes import Finding, State
 from vllm_headroom.trace.write import HEADER, line
 
 USER = f"user {os.getuid()}"

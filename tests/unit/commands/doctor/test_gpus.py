@@ -7,8 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
-from vllm_headroom.commands.doctor.finding import State
-from vllm_headroom.commands.doctor.fixes import gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import State, gpu_fixes, nvml_fixes
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 pytestmark = pytest.mark.usefixtures("nvml")

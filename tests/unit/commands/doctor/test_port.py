@@ -11,7 +11,7 @@ from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.finding import Finding, State
+from vllm_headroom.commands.doctor.fixes import Finding, State
 
 SERVED = 'headroom_build_info{version="0.1.0",revision="",python_version="3.13.0"} 1.0\n'
 

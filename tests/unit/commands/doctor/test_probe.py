@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import Finding, State
+from vllm_headroom.commands.doctor.fixes import Finding, State
 from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
 

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.finding import State
+from vllm_headroom.commands.doctor.fixes import State
 from vllm_headroom.scrape.proc.reader import HIDDEN
 
 pytestmark = pytest.mark.usefixtures("nvml")
@@ -106,5 +106,5 @@ def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, 
     findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
 
     assert {findings[name].state for name in ("processes", "gpu_attribution")} == {State.MISSING}
-    assert "several engines' servers are visible" in findings["processes"].text
+    assert "engines' servers are visible" in findings["processes"].text
     assert "--port 8001  # another for each server" in lines(findings["processes"])

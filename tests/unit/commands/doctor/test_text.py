@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.finding import Finding, Fix, State
+from vllm_headroom.commands.doctor.fixes import Finding, Fix, State
 from vllm_headroom.commands.doctor.text import document, text
-from vllm_headroom.commands.text import WIDTH
+from vllm_headroom.commands.terminal import WIDTH
 
 FINE = Finding(State.OK, "NVML answers, driver 580.95.05")
 UNSET = Finding(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")

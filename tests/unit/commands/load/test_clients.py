@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from tests.fakes.streaming_server import StreamingServer, Way
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
-from vllm_headroom.commands.load.answer import Outcome
 from vllm_headroom.commands.load.clients import PAUSE_SECONDS, Clients, Pace
+from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.load.tally import Tally
 
 LONG_SECONDS = 3600.0

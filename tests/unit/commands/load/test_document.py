@@ -14,12 +14,12 @@ from tests.conftest import Golden
 from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.answer import Answer, Outcome
 from vllm_headroom.commands.load.command import COMMAND
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.observed import Observed
 from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.run import SHARES, Step
+from vllm_headroom.commands.load.stream import Answer, Outcome
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.text import text
 from vllm_headroom.commands.verdict import Verdict

@@ -7,8 +7,8 @@ import pytest
 
 from tests.unit.commands.load.asking import tally
 from tests.unit.commands.screen import on_a_terminal, plain
-from vllm_headroom.commands.load.answer import Answer, Outcome
 from vllm_headroom.commands.load.progress import Screen
+from vllm_headroom.commands.load.stream import Answer, Outcome
 from vllm_headroom.commands.load.tally import Tally
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom.commands.load.quantiles import EXACT_VALUES, Quantiles
+from vllm_headroom.commands.load.tally import EXACT_VALUES, Quantiles
 
 SHARES = (0.0, 0.01, 0.5, 0.95, 0.99, 1.0)
 

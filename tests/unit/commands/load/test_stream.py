@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from tests.fakes.streaming_server import ENGINE_DEAD, OUT_OF_MEMORY
 from tests.unit.commands.load.asking import usage
-from vllm_headroom.commands.load.answer import LONGEST_TEXT, Answer, Outcome, refusal
-from vllm_headroom.commands.load.stream import LONGEST_LINE, NotUnderstood, Stream
+from vllm_headroom.commands.load.stream import (
+    LONGEST_LINE,
+    LONGEST_TEXT,
+    Answer,
+    NotUnderstood,
+    Outcome,
+    Stream,
+    refusal,
+)
 
 TOKEN = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
 DONE = b"data: [DONE]\n\n"

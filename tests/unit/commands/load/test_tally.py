@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom.commands.load.answer import Answer, Outcome
+from vllm_headroom.commands.load.stream import Answer, Outcome
 from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
+from vllm_headroom.commands.postmortem.command import judge
 from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
-from vllm_headroom.commands.postmortem.judge import judge
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshot_of
 

@@ -13,8 +13,8 @@ from typing import Any, Final
 import pytest
 
 from vllm_headroom.commands.probe import record as asking
+from vllm_headroom.commands.probe.command import text
 from vllm_headroom.commands.probe.record import MOST_BYTES, record
-from vllm_headroom.commands.probe.report import text
 from vllm_headroom.trace.errors import BadInput
 
 HONEST, HOSTILE = "7-1000.record.json", "8-1000.record.json"

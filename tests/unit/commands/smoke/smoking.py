@@ -17,7 +17,7 @@ Steps = dict[str, Step]
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
     """Return the steps by name; `words` are options."""
     settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
-    steps = asyncio.run(taken(settings, Reach(settings), say))
+    steps = asyncio.run(taken(settings, Reach(settings.values()), say))
     assert list(steps) == ["health", "completion", "metrics", "discrepancy"]
     return steps
 

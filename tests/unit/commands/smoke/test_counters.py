@@ -8,7 +8,7 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom.commands.smoke.counters import counted, read_page
+from vllm_headroom.commands.smoke.completion import counted, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("nvml")
 
 def soon(vllm: Vllm) -> Step:
     """Look for a completion that was not made, without patience."""
-    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
+    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
 
     async def steps() -> Step:
         step, _ = await counted(reach, await read_page(reach), 0.0)
@@ -40,7 +40,7 @@ def test_the_completion_is_counted(vllm: Vllm) -> None:
 def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: Vllm) -> None:
     first = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
     vllm.answers["/metrics"] = page(first)
-    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}))
+    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
 
     async def steps() -> Step:
         before = await read_page(reach)
@@ -94,7 +94,7 @@ def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
 
 def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
     vllm.answers["/metrics"] = page("python_info 1\n")
-    settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {})
+    settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values()
 
     async def step() -> Step:
         return await within(settings, await read_page(Reach(settings)), 0.05)

@@ -10,8 +10,8 @@ from tests.fakes.engine_server import LOOPBACK, hang, page, reset
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
+from vllm_headroom.commands.smoke.command import healthy
 from vllm_headroom.commands.smoke.completion import completed
-from vllm_headroom.commands.smoke.health import healthy
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State
@@ -130,7 +130,7 @@ class Asked(Reach):
     """Never answers as wanted, and remembers how long each question was given."""
 
     def __init__(self) -> None:
-        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}))
+        super().__init__(load_as(SmokeSettings, ["--engine-url", "http://127.0.0.1:1"], {}).values())
         self.seconds: list[float] = []
 
     async def text(self, path: str, seconds: float) -> str | Failure:

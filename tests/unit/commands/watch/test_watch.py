@@ -71,8 +71,39 @@ def test_what_is_no_sidecar_is_named() -> None:
         assert "is not vllm-headroom" in asked(url, "--json").stderr
     with sidecar(body=b"<html>") as url:
         assert "is not vllm-headroom" in asked(url, "--json").stderr
+    with sidecar(body=b"[" * 100_000) as url:
+        assert "is not vllm-headroom" in asked(url, "--json").stderr
     with sidecar(status=503) as url:
         assert "answers 503" in asked(url, "--json").stderr
+
+
+@pytest.mark.parametrize("wrong", [{"verdicts": [{}]}, {"verdicts": 1}, {"verdicts": [{"level": []}]}])
+def test_a_document_of_another_shape_is_no_sidecars_either(wrong: dict[str, object]) -> None:
+    with sidecar(body=json.dumps({**LEAK, **wrong}).encode()) as url:
+        done = asked(url)
+
+    assert done.returncode == 2
+    assert done.stderr.startswith("vllm-headroom watch: what answers is not vllm-headroom: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"age_seconds": "x"}, {"gpus": [{}]}, {"history": {"gpus": 1}}])
+def test_a_terminal_is_left_as_it_was_by_a_document_of_another_shape(wrong: dict[str, object]) -> None:
+    with sidecar(body=json.dumps({**LEAK, **wrong}).encode()) as url:
+        shown, status = on_a_terminal([*WATCH, url])
+
+    assert status == 2
+    assert "what answers is not vllm-headroom" in plain(shown)
+
+
+def test_what_a_sidecar_says_cannot_act_on_the_terminal() -> None:
+    (gpu, *_) = LEAK["gpus"]
+    spoiled = {**LEAK, "gpus": [{**gpu, "gpu": "\x1b]0;title"}]}
+    with sidecar(body=json.dumps(spoiled).encode()) as url:
+        shown, _ = on_a_terminal([*WATCH, url], ended=("]0;title", signal.SIGINT))
+
+    assert "\\x1b]0;title" in shown
+    assert "\x1b]0;title" not in shown
 
 
 def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, gpu, page, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.admission import Batches, within_batch
+from vllm_headroom.derive.admission import Batches, admission
 from vllm_headroom.derive.inside.schedulers import schedulers, with_steps
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.model import EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
@@ -47,13 +47,11 @@ def test_without_a_probe_or_a_page_nothing_changes() -> None:
     assert with_steps(seen, None) is seen
     assert with_steps(seen, failure(Source.PROBE)) is seen
     assert with_steps(failure(Source.ENGINE), ProbeReadings()) == failure(Source.ENGINE)
-    assert schedulers(failure(Source.ENGINE), (core(0),)) == {}
 
 
 def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
-    ask = within_batch(lambda seen: kv_cache(seen, bytes_per_token=None))
     seen = snapshot(engines=page(engine(running=running, kv_used_ratio=0.1)), probe=probe)
-    return values(ask(Batches(), seen)[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
+    return values(admission(Batches(), seen)[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])

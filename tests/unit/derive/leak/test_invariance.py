@@ -1,4 +1,4 @@
-"""What must not change a verdict: units, clocks, gaps, doubles, jitter and an engine that says nothing."""
+"""What must not change a verdict: units, clocks, gaps, doubles, jitter, an engine that says nothing, two that do."""
 
 from __future__ import annotations
 
@@ -57,6 +57,14 @@ def silent(seen: Iterable[Observation]) -> Iterator[Observation]:
     return (replace(each, finished_total=None, life=None) for each in seen)
 
 
+def in_turn(seen: Iterable[Observation]) -> Iterator[Observation]:
+    """Let two servers answer in turn, one that began later and has done a little less."""
+    chance = random.Random(9)  # noqa: S311 - it plays a load balancer
+    for each in seen:
+        later = replace(each, life="2", finished_total=0.9 * (each.finished_total or 0.0))
+        yield chance.choice((each, later))
+
+
 def misdated(seen: Iterable[Observation]) -> Iterator[Observation]:
     """Give one reading in a hundred the date of another century."""
     for number, each in enumerate(seen):
@@ -64,7 +72,7 @@ def misdated(seen: Iterable[Observation]) -> Iterator[Observation]:
         yield replace(each, seconds=wild) if number % 100 == 99 else each
 
 
-CHANGES: tuple[Change, ...] = (shifted, scaled, doubled, thinned, jittered, silent, misdated)
+CHANGES: tuple[Change, ...] = (shifted, scaled, doubled, thinned, jittered, silent, in_turn, misdated)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

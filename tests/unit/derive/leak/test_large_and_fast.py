@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, flat, follow, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.records import sources
 
 MINUTE = 60.0
 FAST = 10e6
@@ -57,9 +58,32 @@ def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     assert course.worst is not Verdict.LEAKING
 
 
-def test_slots_that_fill_up_to_a_third_of_the_room_are_not_a_leak() -> None:
+def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones_are() -> None:
+    sizes = [MIB * size for size in (20, 440, 450, 486, 508, 516, 550, 556, 602)]
+
+    def stairs(sizes: list[int]) -> Shape:
+        return lambda seconds: sum(sizes[: int(seconds / (75 * MINUTE))])
+
+    records = follow(readings(stairs(sizes), 12))
+    leak = follow(readings(stairs([sizes[0], *[486 * MIB] * 8]), 12))
+
+    assert records.worst is Verdict.GROWING
+    assert leak.worst is Verdict.LEAKING
+
+
+@pytest.mark.parametrize(
+    ("rises", "needed"),
+    [((), 0), ((4, 5, 9), 1), ((5, 5, 5), 3), ((9, 2, 4, 6), 2), ((8, 2, 9, 3, 10, 4), 2), ((3, 9, 2, 8, 1), 3)],
+)
+def test_as_many_sources_of_records_are_needed_as_there_are_series_that_grow(
+    rises: tuple[float, ...], needed: int
+) -> None:
+    assert sources(rises) == needed
+
+
+def test_slots_that_fill_up_to_a_quarter_of_the_room_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
-        return min(2000 * MIB, steps(256 * MIB, 40)(seconds))
+        return min(1650 * MIB, steps(256 * MIB, 40)(seconds))
 
     course = follow(readings(slots, 15))
 

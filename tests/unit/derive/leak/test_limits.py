@@ -63,12 +63,12 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     rate = MIB / 4
 
     def fill(seconds: float) -> float:
-        return segments(min(seconds, 3 * HOUR) * rate)
+        return segments(min(seconds, 8 * HOUR) * rate)
 
     def told(shape: Shape) -> Course:
-        return follow(on_a_device(shape, 10.0, 200 * HOUR * rate))
+        return follow(on_a_device(shape, 12.0, 200 * HOUR * rate))
 
     assert told(fill).worst is Verdict.GROWING
     at = told(lambda seconds: segments(seconds * rate)).first(Verdict.LEAKING)
     assert at is not None
-    assert at > 4
+    assert at > 9

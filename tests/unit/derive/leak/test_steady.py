@@ -59,6 +59,17 @@ def test_its_figures_are_those_of_the_leak() -> None:
     assert estimated(run(floors(3, leak)), 1e9) is None
 
 
+def test_kernels_that_are_used_for_the_first_time_meanwhile_do_not_move_the_rate_beyond_its_interval() -> None:
+    def beside(block: int) -> float:
+        return leak(block) + 32 * MIB * sum(block > used for used in (12, 30, 44))
+
+    found = estimated(run(floors(100, beside)), None)
+
+    assert found is not None
+    assert found.bytes_per_second == pytest.approx(RPS * EACH, rel=0.05)
+    assert found.lower < RPS * EACH < found.upper < 2 * RPS * EACH
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_uneven_arrivals_hide_no_leak(seed: int) -> None:
     rng = Random(seed)  # noqa: S311 - a test draws the same numbers every time

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from tests.unit.derive.leak.stretches import BASE, HOUR, STEP, TOTAL, Shape, leak, readings, segments
+from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, STEP, TOTAL, Shape, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Estimate, Track, Verdict
 from vllm_headroom.derive.leak.track import observe
 
@@ -107,3 +108,20 @@ def test_the_large_steps_of_the_first_hours_are_no_alarm() -> None:
 
     assert Verdict.LEAKING not in quick.values()
     assert Verdict.GROWING in quick.values()
+
+
+def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_after_an_idle_night() -> None:
+    """As long a time back as is left goes over the night, in which next to nothing was asked for."""
+    night, rate = 8 * HOUR, 10.0
+    busy = [max(0.0, seconds - night) * rate for seconds in range(0, int(12 * HOUR), int(STEP))]
+    track: Track | None = None
+    told = []
+    for seen, done in zip(readings(lambda at: leak(max(0.0, at - night)), 12), busy, strict=True):
+        idle = 0.02 * min(seen.seconds, night)
+        track = observe(track or Track(clock=0.0), replace(seen, finished_total=float(int(done + idle))))
+        left = (TOTAL - (seen.held_bytes or 0)) / (rate * LEAK)
+        if track.verdict is Verdict.LEAKING and track.estimate is not None:
+            told.append((left, track.estimate.oom_seconds_lower or 0.0))
+
+    assert len(told) > 100
+    assert [(left, least) for left, least in told if least > left] == []

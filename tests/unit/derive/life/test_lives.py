@@ -86,6 +86,16 @@ def test_a_server_that_tells_no_start_is_known_again_by_its_count_and_its_proces
     assert watch.look(working(20, started=None), processes=NEXT).restarts == 2, "all its processes are others"
 
 
+def test_two_servers_that_answer_in_turn_are_one_life_and_a_later_one_is_another() -> None:
+    watch = Watch()
+    for done in range(100, 110):
+        watch.look(working(done, started=BEGAN))
+        watch.look(working(done - 9, started=BEGAN - 3))
+
+    assert watch.look(working(120, started=BEGAN)).restarts == 0
+    assert watch.look(working(121, started=BEGAN + 9)).restarts == 1
+
+
 def test_a_page_that_was_away_and_tells_the_same_start_is_the_same_life() -> None:
     watch = serving()
     watch.look(SILENT, after=600)

@@ -71,6 +71,8 @@ class Watch:
         host: HostMemory | None = None,
         after: float = STEP_SECONDS,
         owed_since: float | None = None,
+        neighbours: tuple[EngineProcess, ...] = (),
+        ambiguous: int = 0,
     ) -> Life:
         """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
         self.at += after
@@ -80,7 +82,9 @@ class Watch:
         now = snapshot(
             at=self.at, engines=engines, gpus=self._gpus, processes=self._processes, probe=probe, host=self._host
         )
-        self.state, self.seen = lived(self.state, replace(now, unanswered_since_seconds=owed_since))
+        others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
+        now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
+        self.state, self.seen = lived(self.state, now)
         assert self.seen.life is not None
         return self.seen.life
 

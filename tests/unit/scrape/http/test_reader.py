@@ -11,7 +11,7 @@ import uvloop
 from tests.fakes import engine_server
 from tests.fakes.engine_server import EngineServer, page, raw, with_head
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.reader import PageReader
+from vllm_headroom.scrape.http.reader import PageReader, is_here
 from vllm_headroom.vocabulary import Reason, Source
 
 
@@ -155,3 +155,13 @@ def test_a_token_is_no_part_of_a_failure(tmp_path: Path) -> None:
     assert problem.reason is Reason.HTTP_STATUS
     assert f"{server.url} answers 500 Oops" in problem.message
     assert not any(secret in repr(problem) for secret in ("s3cret", "pa55", "user", "k3y"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "0.0.0.0"])
+def test_an_address_of_this_machine_is_here(host: str) -> None:
+    assert is_here(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "vllm", "", "1.2.3"])
+def test_an_address_of_another_machine_and_a_name_are_not(host: str) -> None:
+    assert not is_here(host)

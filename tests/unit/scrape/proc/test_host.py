@@ -11,8 +11,7 @@ import pytest
 
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import EngineProcess, Machine
-from vllm_headroom.scrape.proc.files import resident_parts
-from vllm_headroom.scrape.proc.host import host_of, machine_of, shm_of
+from vllm_headroom.scrape.proc.host import host_of, machine_of, resident_parts, shm_of
 from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")

@@ -156,3 +156,15 @@ def test_a_circle_of_parents_is_walked_once() -> None:
     seen = entries((7, 8, ("vllm", "serve")), (8, 7, ("sh",)))
 
     assert engine_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.OTHER}
+
+
+def test_titles_below_a_server_may_have_another_prefix() -> None:
+    """VLLM_PROCESS_NAME_PREFIX."""
+    seen = entries((7, 1, SERVERS[0]), (8, 7, ("prod::EngineCore",)), (9, 8, ("prod::Worker_TP0",)), (10, 8, ("gcc",)))
+
+    assert engine_roles(seen, OWN_PID, [7]) == {
+        7: Role.API_SERVER,
+        8: Role.ENGINE_CORE,
+        9: Role.WORKER,
+        10: Role.OTHER,
+    }

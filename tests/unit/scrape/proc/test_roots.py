@@ -2,30 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.scrape.proc.files import ProcEntry
+from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, tree
 from vllm_headroom.scrape.proc.roles import engine_roles
-from vllm_headroom.scrape.proc.roots import Choice, engine_roots
+from vllm_headroom.scrape.proc.roots import Choice
 from vllm_headroom.scrape.proc.servers import served_port
 from vllm_headroom.vocabulary import Role
-
-PORT = 8000
-Tree = dict[int, ProcEntry]
-
-
-def tree(*processes: tuple[int, int, str]) -> Tree:
-    return {
-        pid: ProcEntry(pid=pid, parent_pid=parent_pid, started_seconds=1.0, command=tuple(command.split()))
-        for pid, parent_pid, command in processes
-    }
-
-
-def choice(seen: Tree, *, by_port: bool = False) -> Choice:
-    return engine_roots(seen, PORT, lambda pid: seen[pid].command, by_port=by_port)
-
-
-OURS = (10, 1, "python /bin/vllm serve m --port 8000")
-NEIGHBOUR = (20, 1, "python /bin/vllm serve n --port 9000")
-ANOTHER = (30, 1, "python /bin/vllm serve o --port 9001")
 
 
 @pytest.mark.parametrize(
@@ -62,6 +43,16 @@ def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | 
     assert served_port(tuple(command.split())) == port
 
 
+@pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
+def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another(server: str) -> None:
+    """TGI's image sets 80."""
+    command, default = tuple(server.split()), served_port(tuple(server.split()))
+
+    assert default in {3000, 8000, 8080}
+    assert (served_port(command, default), served_port(command, 80)) == (default, None)
+    assert served_port(("vllm", "serve"), 80) == 8000
+
+
 @pytest.mark.parametrize(
     ("server", "child", "roles"),
     [
@@ -74,48 +65,12 @@ def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | 
 def test_another_engines_processes_are_found_by_its_server(server: str, child: str, roles: tuple[Role, Role]) -> None:
     seen = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
 
-    assert choice(seen).roots == (10,)
+    assert choice(seen, asked=ANYTHING).roots == (10,)
     assert tuple(engine_roles(seen, 99, (10,)).values()) == roles
 
 
 def test_nothing_of_vllms_is_no_engine() -> None:
     assert choice(tree((1, 0, "init"), (7, 1, "nginx"))) == Choice()
-
-
-@pytest.mark.parametrize("command", ["vllm serve m", "vllm serve m --port 9000", "vllm serve --config c.yaml"])
-def test_one_server_is_the_engine_whatever_its_port(command: str) -> None:
-    assert choice(tree((10, 1, command), (11, 10, "VLLM::EngineCore"))).roots == (10,)
-
-
-def test_of_several_servers_it_is_the_one_with_the_port() -> None:
-    assert choice(tree(OURS, NEIGHBOUR, ANOTHER)) == Choice(roots=(10,), by_port=True)
-
-
-def test_a_default_port_counts() -> None:
-    assert choice(tree((10, 1, "vllm serve m"), NEIGHBOUR)).roots == (10,)
-
-
-@pytest.mark.parametrize(
-    "servers",
-    [
-        (NEIGHBOUR, ANOTHER),
-        (OURS, (20, 1, "vllm serve n")),
-        ((10, 1, "vllm serve --config c.yaml"), NEIGHBOUR),
-    ],
-    ids=["none has the port", "two have it", "one does not tell"],
-)
-def test_where_the_port_does_not_tell_none_is_taken(servers: tuple[tuple[int, int, str], ...]) -> None:
-    assert choice(tree(*servers)) == Choice(ambiguous=2)
-
-
-@pytest.mark.parametrize("others", [(NEIGHBOUR,), (NEIGHBOUR, ANOTHER)])
-def test_once_a_server_with_the_port_was_seen_its_neighbours_are_none_while_it_is_down(
-    others: tuple[tuple[int, int, str], ...],
-) -> None:
-    seen = choice(tree(OURS))
-
-    assert choice(tree(*others), by_port=seen.by_port) == Choice(by_port=True)
-    assert choice(tree(OURS, *others), by_port=seen.by_port).roots == (10,)
 
 
 def test_what_is_below_a_server_belongs_to_it() -> None:
@@ -137,8 +92,8 @@ def test_what_is_below_a_server_belongs_to_it() -> None:
 def test_the_core_that_a_killed_server_left_is_the_engine_until_another_server_starts() -> None:
     left = ((1, 0, "init"), (11, 1, "VLLM::EngineCore"), (12, 11, "VLLM::Worker_TP0"), (13, 1, "VLLM::Worker_TP1"))
 
-    assert choice(tree(*left), by_port=True).roots == (11, 13)
-    assert choice(tree(*left, OURS), by_port=True).roots == (10,)
+    assert choice(tree(*left)).roots == (11, 13)
+    assert choice(tree(*left, OURS)).roots == (10,)
     assert choice(tree(*left, (50, 7, "VLLM::EngineCore"))).roots == (50,)
 
 
@@ -147,7 +102,7 @@ def test_programs_that_embed_vllm_are_engines_without_a_port() -> None:
     other = ((17, 1, "python serve.py"), (18, 17, "VLLM::EngineCore"))
 
     assert choice(tree(*one)).roots == (8, 9)
-    assert choice(tree(*one, *other)) == Choice(ambiguous=2)
+    assert choice(tree(*one, *other)).ambiguous == 2
 
 
 RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42, 40, "ray::EngineCoreActor.run"))
@@ -164,11 +119,15 @@ RAY = ((40, 1, "raylet"), (41, 40, "ray::RayWorkerWrapper.execute_method"), (42,
     ids=["another node's engine", "a server", "a server with another port", "embedded in Ray Serve"],
 )
 def test_rays_actors_are_the_only_engines(engine: tuple[tuple[int, int, str], ...], roots: tuple[int, ...]) -> None:
-    assert choice(tree(*RAY, *engine)).roots == roots
+    assert choice(tree(*RAY, *engine), asked=ANYTHING).roots == roots
+
+
+def test_rays_actors_are_nothing_that_comes_to_listen_here() -> None:
+    assert choice(tree(*RAY)).roots == ()
 
 
 def test_nothing_tells_whose_rays_actors_are_beside_several_servers() -> None:
-    assert choice(tree(*RAY, OURS, NEIGHBOUR)) == Choice(ambiguous=2, by_port=True)
+    assert choice(tree(*RAY, OURS, NEIGHBOUR)).ambiguous == 2
 
 
 def test_a_circle_of_parents_is_walked_once() -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts, FullFacts, PrefixFacts, StrandedFacts
-from vllm_headroom.commands.advise.history.tally import Rise, Tally
-from vllm_headroom.commands.advise.limits import CHANGED_RATIO, FULL_RATIO, ROOMY_RATIO, WAITING_REQUESTS
+from vllm_headroom.commands.advise.limits import (
+    CHANGED_RATIO,
+    FULL_RATIO,
+    ROOMY_RATIO,
+    WAITING_REQUESTS,
+)
 from vllm_headroom.derive.kv_cache import tokens_per_request
 from vllm_headroom.model import EngineReading
+from vllm_headroom.trace.counter import Rise, Tally
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
@@ -169,9 +174,9 @@ class EngineHistory:
             engine=last.engine,
             capacity_tokens=self._capacity,
             kv_known=self._kv_known,
-            preemptions_known=self._preemptions.known,
+            preemptions_known=self._preemptions.total is not None,
             most_running=self._most_running,
-            finished=self._finished.total if self._finished.known else None,
+            finished=self._finished.total,
             usual_tokens=self._usual.quantile(0.5),
             high_tokens=self._usual.quantile(0.99),
             calm_running=self._calm_running,
@@ -182,8 +187,8 @@ class EngineHistory:
         )
 
     def _prefix(self) -> PrefixFacts | None:
-        if not (self._queries.known and self._hits.known):
+        queries, hits, seconds = self._queries.total, self._hits.total, self._known_seconds
+        if queries is None or hits is None:
             return None
-        seconds = self._known_seconds
         blocked = self._waiting.seconds / seconds if seconds else 0.0
-        return PrefixFacts(queries=self._queries.total, hits=self._hits.total, seconds=seconds, blocked_ratio=blocked)
+        return PrefixFacts(queries=queries, hits=hits, seconds=seconds, blocked_ratio=blocked)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vllm_headroom.commands.advise.facts import Extent, GpuFacts, Leak, Shortage, Spell
 from vllm_headroom.commands.advise.history.lives import others_bytes
-from vllm_headroom.commands.advise.limits import APART_SECONDS, LASTING_SECONDS, LOW_BYTES, PEAK_BYTES
+from vllm_headroom.commands.advise.limits import APART_SECONDS, LASTING_SECONDS, PEAK_BYTES
+from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import Gpu, Leftover
 
 MOSTLY = 0.5

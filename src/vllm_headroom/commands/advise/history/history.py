@@ -38,7 +38,7 @@ class History:
         snapshot = self._watch.step(snapshot)
         ended = self._ends.step(snapshot, self._watch.lives)
         page = snapshot.page
-        engines = () if page is None else named(page)
+        engines = named(page)
         self._page = page if engines else self._page
         if any(
             self._engines[engine_labels(one)].other_settings(one)
@@ -80,8 +80,8 @@ class History:
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
         page = snapshot.page
-        running = None if page is None else running_requests(page)
-        serving = self._ends.serving and (page is None or awake(page) is not False)
+        running = running_requests(page)
+        serving = self._ends.serving and awake(page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.rest(self._now, ended_engine=ended)
         for gpu in snapshot.devices:

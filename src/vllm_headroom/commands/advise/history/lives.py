@@ -77,6 +77,5 @@ def others_bytes(gpu: Gpu) -> float | None:
 
 def room_bytes(gpus: tuple[Gpu, ...]) -> float | None:
     """Return the least that is left on a GPU; None where none was read."""
-    memories = [gpu.reading.memory for gpu in gpus if gpu.reading.memory is not None]
-    rooms = [memory.usable_bytes - memory.used_bytes for memory in memories]
+    rooms = [gpu.reading.memory.left_bytes for gpu in gpus if gpu.reading.memory is not None]
     return max(0.0, float(min(rooms))) if rooms else None

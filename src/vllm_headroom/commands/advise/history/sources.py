@@ -10,7 +10,7 @@ from urllib.parse import urljoin
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.page import facts_of
 from vllm_headroom.commands.advise.settings import Settings, version_of, with_page
-from vllm_headroom.commands.text import NO_SIDECAR
+from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.model import EnginePage, Failure

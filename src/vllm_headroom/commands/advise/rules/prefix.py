@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from vllm_headroom.commands.advise.engine_facts import EngineFacts, PrefixFacts
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, count
-from vllm_headroom.commands.advise.limits import BLOCKED_RATIO, PAYING_RATIO, PREFIX_SECONDS, PREFIX_TOKENS_PER_SECOND
+from vllm_headroom.commands.advise.limits import (
+    BLOCKED_RATIO,
+    PAYING_RATIO,
+    PREFIX_SECONDS,
+    PREFIX_TOKENS_PER_SECOND,
+)
 from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES_ONCE, Flag
 from vllm_headroom.units import duration
 

@@ -7,9 +7,10 @@ from math import floor
 
 from vllm_headroom.commands.advise.facts import Facts, GpuFacts, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, count, lowered, several
-from vllm_headroom.commands.advise.limits import AIM_BYTES, LOW_BYTES
+from vllm_headroom.commands.advise.limits import AIM_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
 from vllm_headroom.commands.advise.settings import Flag
+from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.units import duration, instant, size
 
 Found = tuple[GpuFacts, Spell]

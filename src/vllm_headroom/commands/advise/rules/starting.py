@@ -10,10 +10,11 @@ from typing import Final
 
 from vllm_headroom.commands.advise.facts import Facts, Start
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, lowered, several
-from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION, LOW_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.limits import AIM_BYTES, FAILED_STARTS, HIGHEST_UTILIZATION
 from vllm_headroom.commands.advise.rules.cache import split
 from vllm_headroom.commands.advise.rules.room import ran_short, take_less
 from vllm_headroom.commands.advise.settings import Flag
+from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.units import size
 
 LOADED_RATIO: Final = 0.5
@@ -30,7 +31,7 @@ def failing_starts(facts: Facts) -> Advice | None:
     starts = facts.failed_starts
     if len(starts) < FAILED_STARTS:
         return None
-    taken = median(start.most_others_bytes for start in starts) > TENANT_BYTES
+    taken = median(start.most_others_bytes for start in starts) > NEIGHBOUR_BYTES
     if not taken and not any(_ran_out(start) for start in starts):
         return _no_cache(facts, starts)
     return Advice(

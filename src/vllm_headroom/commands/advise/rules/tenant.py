@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, several
-from vllm_headroom.commands.advise.limits import AIM_BYTES, TENANT_BYTES
+from vllm_headroom.commands.advise.limits import AIM_BYTES
 from vllm_headroom.commands.advise.rules.room import take_less
 from vllm_headroom.derive.leftovers import described
+from vllm_headroom.derive.verdicts import NEIGHBOUR_BYTES
 from vllm_headroom.units import size
 
 
 def another_tenant(facts: Facts) -> Advice | None:
-    """Fit where others hold more than TENANT_BYTES and took it meanwhile, or leave less than AIM_BYTES.
+    """Fit where others hold more than NEIGHBOUR_BYTES and took it meanwhile, or leave less than AIM_BYTES.
 
     On a page nothing is known of before, so that what they hold now is said. What others have held all the time beside
     an engine that has room belongs there (runbook HeadroomNeighbourGrowing, "Do nothing when").
@@ -55,9 +56,9 @@ def _both_stay(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
 
 
 def _matters(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
-    takes = origin is Origin.PAGE or others.most - others.least > TENANT_BYTES
+    takes = origin is Origin.PAGE or others.most - others.least > NEIGHBOUR_BYTES
     short = gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES
-    return others.most > TENANT_BYTES and (takes or short)
+    return others.most > NEIGHBOUR_BYTES and (takes or short)
 
 
 def _evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:

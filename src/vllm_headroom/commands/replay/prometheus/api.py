@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 import httpx
 
 from vllm_headroom.commands.replay.prometheus.text import Span
+from vllm_headroom.parse.openai import json_object
 from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
 from vllm_headroom.trace.errors import BadInput
 
@@ -77,14 +78,14 @@ class Api:
         self._client.close()
 
     def _series(self, response: httpx.Response) -> list[Series]:
-        answer = _object(response)
+        answer = json_object(response.content)
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._refusal(response, answer))
         if warnings := answer.get("warnings"):
             raise BadInput(f"{self.shown} has only a part of this history: {_line(json.dumps(warnings))}")
         try:
             return [_one_series(row) for row in answer["data"]["result"]]
-        except (KeyError, TypeError, ValueError, AttributeError):  # JSON of another shape
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):  # JSON of another shape
             raise BadInput(f"{self.shown} answers a range query with no range: check that it is Prometheus") from None
 
     def _no_answer(self, error: Exception) -> str:
@@ -112,14 +113,6 @@ class Api:
         if response.has_redirect_location:
             return f"{said}, a redirect to a login or another address: give the address of Prometheus itself"
         return f"{said} and not as Prometheus does: --from-prometheus takes the URL in front of /api/v1/query_range"
-
-
-def _object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = response.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return {}
-    return answer if isinstance(answer, dict) else {}
 
 
 def _one_series(row: dict[str, Any]) -> Series:

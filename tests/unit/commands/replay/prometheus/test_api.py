@@ -61,6 +61,10 @@ def test_a_query_is_posted_below_the_path_of_the_url() -> None:
         ((503, {}, b""), " answers 503 Service Unavailable: it is overloaded or starting, try again later"),
         ((200, {}, b"[1]"), " answers 200 OK and not as Prometheus does: --from-prometheus takes"),
         (
+            (200, {}, b'{"status": "success", "data": {"result": [{"metric": {}, "values": [[1e400, "1"]]}]}}'),
+            " answers a range query with no range: check that it is Prometheus",
+        ),
+        (
             (200, {}, b'{"status": "success", "data": {"resultType": "scalar", "result": [1, "2"]}}'),
             " answers a range query with no range: check that it is Prometheus",
         ),
@@ -124,6 +128,12 @@ def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
     assert refusal("http://p", bearer_token_file=file) == (
         f"the token file {file} is empty or holds more than a token: write one token to it"
     )
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"status": ' + b"9" * 5000 + b"}"], ids=["nested", "digits"])
+def test_json_that_python_refuses_is_no_history(body: bytes) -> None:
+    with PrometheusServer(answer=(200, {}, body)) as server:
+        assert "answers 200 OK and not as Prometheus does" in refusal(server.url)
 
 
 @pytest.mark.parametrize("url", ["prometheus:9090", "ftp://prometheus", "http://", "http://a:x"])

@@ -1,8 +1,25 @@
-"""How often a value was counted, in bounded memory."""
+"""Counting over a trace: how far a counter rose, how often a value was there."""
 
 from __future__ import annotations
 
 from collections import Counter
+
+
+class Rise:
+    """Follows a counter; `total` is None until it was read. One that fell began again from 0, as with another life."""
+
+    def __init__(self) -> None:
+        self.total: float | None = None
+        self._last = 0.0
+
+    def step(self, value: float | None, *, anew: bool = False) -> float:
+        """Take the counter as it is now, None where that is not known, `anew` in another life; return its rise."""
+        if value is None:
+            return 0.0
+        since = 0.0 if anew or value < self._last else self._last
+        rise = 0.0 if self.total is None else value - since
+        self.total, self._last = (self.total or 0.0) + rise, value
+        return rise
 
 
 class Tally:
@@ -24,22 +41,3 @@ class Tally:
             if counted >= wanted:
                 return value
         return None
-
-
-class Rise:
-    """How far a counter rose. One that fell began again from 0: the engine restarted."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.known = False
-        self._last: float | None = None
-
-    def step(self, value: float | None) -> float:
-        """Take the counter as it is now; return how far it rose since it was last known."""
-        if value is None:
-            return 0.0
-        self.known = True
-        last, self._last = self._last, value
-        rise = 0.0 if last is None else value - (last if value >= last else 0.0)
-        self.total += rise
-        return rise

@@ -1,0 +1,55 @@
+"""Who knocks in ways that no client does, and a file of the door that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.door import PASSWORD, client, guarded, port, secured, write
+from tests.fakes.engine_server import LOOPBACK
+from tests.process import eventually
+
+
+def test_half_a_handshake_holds_up_nobody(folder: Path) -> None:
+    with guarded(folder) as running:
+        silent = [socket.create_connection((LOOPBACK, port(running)), timeout=30) for _ in range(300)]
+        with client(folder, running) as known:
+            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+        for each in silent:
+            each.close()
+        assert running.stop()[0] == 0
+
+
+@pytest.mark.parametrize("login", [b"Basic \xff", b"Basic ="])
+def test_a_login_that_is_none_is_refused(folder: Path, login: bytes) -> None:
+    with guarded(folder) as running, secured(folder, running) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: " + login + b"\r\n\r\n")
+
+        assert connection.recv(4096).startswith(b"HTTP/1.1 401 ")
+        assert "Traceback" not in running.log()
+
+
+def test_a_check_that_gives_way_to_a_crowd_costs_its_connection_and_no_other(folder: Path) -> None:
+    write(folder, cost=14)  # a second, in which the crowd comes
+    guess = base64.b64encode(b"prometheus:guess")
+    with guarded(folder) as running, contextlib.ExitStack() as crowd, secured(folder, running) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Basic " + guess + b"\r\n\r\n")
+        for _ in range(300):
+            crowd.enter_context(socket.create_connection((LOOPBACK, port(running)), timeout=30))
+
+        assert connection.recv(4096)[:12] in (b"", b"HTTP/1.1 401")
+        with client(folder, running) as known:
+            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200
+
+
+def test_a_file_that_cannot_be_used_later_leaves_the_door_as_it_was(folder: Path) -> None:
+    with guarded(folder) as running:
+        (folder / "web.config.yml").write_text('tls_server_config: {cert_file: "a\\0", key_file: server.key}')
+        eventually(lambda: "not read again" in running.log(), "the mistake is found")
+
+        with client(folder, running) as known:
+            assert known.get("/healthz", auth=("prometheus", PASSWORD)).status_code == 200

@@ -1,0 +1,83 @@
+"""File systems that are not there, or cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.contract.recorded import FOLDER
+from tests.fakes.engine_server import EngineServer, page
+from tests.process import Daemon, Page, daemon, eventually
+
+RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
+MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode == 0
+pytestmark = pytest.mark.skipif(not MOUNTS, reason="unshare cannot make a mount namespace here")
+
+
+@contextmanager
+def mounted(mount: str, folder: Path, engine: EngineServer, **settings: str) -> Iterator[Daemon]:
+    """Run the daemon where `mount` has changed what is mounted, for it alone."""
+    log = folder / "log"
+    given = {"ENGINE_URL": engine.url, "LISTEN_PORT": "0", "SAMPLE_INTERVAL_SECONDS": "1", **settings}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-m", "vllm_headroom"],
+            env={**os.environ, **{f"HEADROOM_{name}": value for name, value in given.items()}},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield Daemon(process, log)
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def answers(page: Page) -> bool:
+    return page.value("source_up", source="engine") == 1
+
+
+def is_told(running: Daemon, what: str) -> bool:
+    return what in running.log()
+
+
+def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen(tmp_path: Path) -> None:
+    with (
+        EngineServer(page(RECORDED)) as engine,
+        mounted("mount -t tmpfs none /proc", tmp_path, engine) as running,
+    ):
+        seen = running.sees(answers, "the engine answers")
+
+        assert seen.value("source_up", source="process") == 0
+        assert seen.value("source_failures_total", source="process", reason="unavailable") >= 1
+        assert running.stop()[0] == 0
+        assert "Traceback" not in running.log()
+
+
+def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    files = {"STATE_DIR": str(state), "TRACE_FILE": str(state / "trace")}
+    with EngineServer(page(RECORDED)) as engine:
+        with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **files) as running:
+            running.sees(answers, "the engine answers")
+            assert running.stop()[0] == 0
+        before = {file.name: file.read_bytes() for file in state.iterdir()}
+        mount = f"mount --bind '{state}' '{state}' && mount -o remount,ro,bind '{state}'"
+        with mounted(mount, tmp_path, engine, **files) as running:
+            running.sees(answers, "the engine answers")
+            for what in ("trace not written", "flight record not written", "state is not kept"):
+                eventually(partial(is_told, running, what), what)
+            asked = len(engine.requests)
+            eventually(lambda: len(engine.requests) >= asked + 2, "samples go on")
+
+            assert running.stop()[0] == 0
+            assert "Traceback" not in running.log()
+
+    assert {file.name: file.read_bytes() for file in state.iterdir()} == before

@@ -1,0 +1,103 @@
+"""Calls that are made in one go on NVML's thread, one of which may hang."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vllm_headroom.scrape.nvml.lane import LEAST_SECONDS, Lane, loop_seconds
+
+FOR_EVER = 600.0
+SHORT_SECONDS = 0.2
+PROMPTLY_SECONDS = 20.0
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Let every call that hangs on this return at the end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def asked(lane: Lane, limit_seconds: float, **calls: Callable[[], object]) -> dict[str, object]:
+    async def ask() -> dict[str, object]:
+        return dict(await lane.calls(calls, limit_seconds, loop_seconds() + FOR_EVER))
+
+    return asyncio.run(ask())
+
+
+def test_all_calls_are_made_on_one_thread_and_their_errors_are_outcomes() -> None:
+    lane, error = Lane(), LookupError()
+
+    def broken() -> object:
+        raise error
+
+    found = asked(lane, FOR_EVER, first=threading.get_ident, second=broken, third=threading.get_ident)
+    lane.stop()
+
+    assert found["second"] is error
+    assert found["first"] == found["third"] != threading.get_ident()
+
+
+def test_after_one_that_hangs_the_others_are_made_once_and_elsewhere(released: threading.Event) -> None:
+    lane, made = Lane(), []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: made.append((name, threading.get_ident()))
+
+    found = asked(lane, SHORT_SECONDS, first=note("first"), hung=released.wait, last=note("last"))
+
+    assert found.keys() == {"first", "last"}
+    assert lane.stuck == {"hung"}
+
+    released.set()
+    until(lambda: not lane.stuck)
+    lane.stop()
+
+    (_, before), (_, after) = made  # the thread that was given up makes no call when it goes on
+    assert [name for name, _ in made] == ["first", "last"]
+    assert before != after
+
+
+def test_calls_that_each_return_in_time_may_take_longer_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane, wait = Lane(), asyncio.wait
+    begun, leave = [threading.Event() for _ in range(3)], [threading.Event() for _ in range(3)]
+
+    async def over(futures: tuple[asyncio.Future[None]], timeout: float) -> object:  # noqa: ASYNC109 - as asyncio has it
+        """Let the time of one call be over just when it has returned."""
+        place = sum(event.is_set() for event in leave)
+        leave[place].set()
+        if place == len(leave) - 1:
+            return await wait(futures, timeout=timeout)
+        return await asyncio.to_thread(begun[place + 1].wait, PROMPTLY_SECONDS)
+
+    def slow(place: int) -> bool:
+        begun[place].set()
+        return leave[place].wait(PROMPTLY_SECONDS)
+
+    monkeypatch.setattr(asyncio, "wait", over)
+    found = asked(lane, FOR_EVER, first=lambda: slow(0), second=lambda: slow(1), third=lambda: slow(2))
+    lane.stop()
+
+    assert found == {"first": True, "second": True, "third": True}
+
+
+def test_without_time_nothing_is_asked() -> None:
+    lane, made = Lane(), []
+
+    async def ask() -> dict[str, Exception | None]:
+        return await lane.calls({"late": lambda: made.append("late")}, FOR_EVER, loop_seconds() + LEAST_SECONDS / 2)
+
+    assert asyncio.run(ask()) == {}
+    assert made == []
+    assert not lane.stuck
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PROMPTLY_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

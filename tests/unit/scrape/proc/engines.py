@@ -1,0 +1,42 @@
+"""Processes that are engines and their neighbours, and which of them is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from vllm_headroom.scrape.proc.files import ProcEntry
+from vllm_headroom.scrape.proc.roots import Asked, Choice, engine_roots
+from vllm_headroom.scrape.proc.servers import served_port
+
+PORT = 8000
+Tree = dict[int, ProcEntry]
+
+
+def tree(*processes: tuple[int, int, str]) -> Tree:
+    return {
+        pid: ProcEntry(pid=pid, parent_pid=parent_pid, started_seconds=1.0, command=tuple(command.split()))
+        for pid, parent_pid, command in processes
+    }
+
+
+REFUSED = Asked(port=PORT, listens=False)
+"""Nobody listens where the page is asked for."""
+
+ANYTHING = Asked(port=PORT)
+ON_HOST = Asked(port=PORT, on_host=True)
+
+
+def named(began_seconds: float | None = None) -> Asked:
+    """Return what a page tells, and when its server began."""
+    return Asked(port=PORT, answers=True, began_seconds=began_seconds)
+
+
+def choice(seen: Tree, *, asked: Asked = REFUSED, before: Choice | None = None, away: Collection[int] = ()) -> Choice:
+    """Return the choice after `before`; those `away` are on another network than the daemon."""
+    told = {pid: (served_port(process.command), pid not in away) for pid, process in seen.items()}
+    return engine_roots(seen, told.__getitem__, asked, before or Choice())
+
+
+OURS = (10, 1, "python /bin/vllm serve m --port 8000")
+NEIGHBOUR = (20, 1, "python /bin/vllm serve n --port 9000")
+ANOTHER = (30, 1, "python /bin/vllm serve o --port 9001")
