@@ -18,11 +18,11 @@ LEAST_BYTES: Final = 512 * MIB
 LEAST_STEPS: Final = 2.5
 """Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
-ODDS: Final = log(12)
-"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
+ODDS: Final = log(8)
+"""Eight to one that the window goes on by time, and not by folds of work as the life before it did."""
 
-YOUNG_SECONDS: Final = 5 * 3600.0
-"""No alarm so early in a life: slots and caches fill as evenly as a leak, and most are full by then."""
+YOUNG_SECONDS: Final = 4 * 3600.0
+"""No alarm so early in a life: slots and caches fill as evenly as a leak, and many are full by then."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
