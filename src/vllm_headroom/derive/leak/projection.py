@@ -79,7 +79,7 @@ def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | No
         verdict = _said(window, odds, points[-1], life)
         if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
             verdict = min(verdict, Verdict.GROWING)
-        if verdict and (verdict, odds) > best[:2] and not _has_ended(window, points, floors):
+        if verdict and (verdict, odds) > best[:2] and not _has_ended(window, points, floors, life):
             best = (verdict, odds, window)
     verdict, _, found = best
     return verdict, None if found is None else _growth(found, points, floors)
@@ -118,7 +118,10 @@ def _folds(first: Point, before: Point, after: Point) -> float:
     )
 
 
-def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> bool:
+def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
+    """Return whether growth has paused for long; an alarm does not end where one more step may find no room."""
+    if life.before is Verdict.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
+        return False
     risen = points[bisect_left(floors, floors[-1] - LAST_SHARE * window.grown_bytes, lo=1) - 1].seconds
     gaps = max(1.0, window.grown_bytes / window.typical_bytes - 1)
     return points[-2].seconds - risen > max(PAUSE_SECONDS, PAUSE_GAPS * (risen - window.opened.seconds) / gaps)
