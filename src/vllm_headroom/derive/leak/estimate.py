@@ -95,7 +95,7 @@ def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tu
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    slope = late_slope(axis, values)
+    slope = _late_slope(axis, values)
     batches = _batches(axis, values)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
@@ -105,7 +105,7 @@ def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tu
     return slope, half_width, spread / max(abs(mean), 1e-9)
 
 
-def late_slope(axis: list[float], values: tuple[float, ...]) -> float:
+def _late_slope(axis: list[float], values: tuple[float, ...]) -> float:
     """Return the slope of the later half, Theil and Sen's: single steps do not move it."""
     half = len(axis) // 2
     every = -(-(len(axis) - half) // SLOPE_POINTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from math import log
@@ -22,7 +23,7 @@ ODDS: Final = log(12)
 """Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
 
 YOUNG_SECONDS: Final = 5 * 3600.0
-"""No alarm so early in a life: slots and caches fill as evenly as a leak, and most are full by then."""
+"""No alarm so early in a life: slots and caches fill as evenly as a leak, and many are full by then."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
@@ -70,16 +71,15 @@ def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | No
     not explain it. Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm,
     only its end counts.
     """
-    floors = retained(points)
+    floors, whole = retained(points), _folds(life.first, life.first, points[-1])
     best: tuple[Verdict, float, Window | None] = (Verdict.NONE, 0.0, None)
     for window in _windows(points, floors, life.first):
-        if not _has_ended(window, points, floors):
-            odds = _odds(window, life.first, points[-1])
-            verdict = _said(window, odds, points[-1], life)
-            if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
-                verdict = min(verdict, Verdict.GROWING)
-            if verdict and (verdict, odds) > best[:2]:
-                best = (verdict, odds, window)
+        odds = _odds(window, life.first, points[-1], whole)
+        verdict = _said(window, odds, points[-1], life)
+        if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
+            verdict = min(verdict, Verdict.GROWING)
+        if verdict and (verdict, odds) > best[:2] and not _has_ended(window, points, floors, life):
+            best = (verdict, odds, window)
     verdict, _, found = best
     return verdict, None if found is None else _growth(found, points, floors)
 
@@ -111,25 +111,30 @@ def _windows(points: tuple[Point, ...], floors: tuple[float, ...], first: Point)
 
 def _folds(first: Point, before: Point, after: Point) -> float:
     """Return how many times the work done since the first block grew e-fold."""
-    return folds(*((point.seconds - first.seconds, point.requests - first.requests) for point in (before, after)))
+    seconds, requests = first.seconds, first.requests
+    return folds(
+        (before.seconds - seconds, before.requests - requests), (after.seconds - seconds, after.requests - requests)
+    )
 
 
-def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> bool:
-    most = floors[-1] - LAST_SHARE * window.grown_bytes
-    risen = next(point.seconds for point, floor in zip(points, floors[1:], strict=False) if floor >= most)
+def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
+    """Return whether growth has paused for long; an alarm does not end where one more step may find no room."""
+    if life.before is Verdict.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
+        return False
+    risen = points[bisect_left(floors, floors[-1] - LAST_SHARE * window.grown_bytes, lo=1) - 1].seconds
     gaps = max(1.0, window.grown_bytes / window.typical_bytes - 1)
     return points[-2].seconds - risen > max(PAUSE_SECONDS, PAUSE_GAPS * (risen - window.opened.seconds) / gaps)
 
 
-def _odds(window: Window, first: Point, now: Point) -> float:
-    """Return the log likelihood ratio of growth by time in the window against growth by folds of work all along.
+def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
+    """Return the log likelihood ratio of growth by time in the window against growth by all the folds of work.
 
     Records and first uses come at a constant rate per e-fold of work, or a falling one, a leak by time: Poisson's law,
     the steps taken as equal. One more of them, the largest, is granted to the life before: a window that begins with a
     step was chosen so.
     """
     before = max(0.0, window.highest_bytes - first.floor_bytes) + window.largest_bytes
-    pace = (before + window.grown_bytes) / _folds(first, first, now)
+    pace = (before + window.grown_bytes) / whole
     by_time = log(window.grown_bytes / (now.seconds - window.opened.seconds) / pace) + window.slowness
     by_folds = log(before / _folds(first, first, window.opened) / pace)
     return (before * by_folds + window.grown_bytes * by_time) / window.typical_bytes if by_folds < 0 else 0.0

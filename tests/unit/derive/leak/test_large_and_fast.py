@@ -108,7 +108,7 @@ def test_memory_that_was_given_back_and_is_taken_again_in_large_steps_is_no_grow
 
 def test_large_steps_that_end_within_the_first_hours_of_a_life_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
-        return min(3072 * MIB, steps(512 * MIB, 40)(seconds))
+        return min(2560 * MIB, steps(512 * MIB, 30)(seconds))
 
     assert follow(readings(slots, 8)).worst is Verdict.GROWING
 

@@ -53,6 +53,17 @@ def test_once_there_is_an_alarm_it_goes_on_without_proof_until_growth_ends() -> 
     assert project(floors(*STEPS, *(1500.0,) * 6), alarmed)[0] is Verdict.NONE
 
 
+def test_an_alarm_does_not_end_where_the_next_step_may_find_no_room() -> None:
+    ended = floors(*STEPS, *(1500.0,) * 6)
+
+    def last(room_mib: float, before: Verdict) -> Verdict:
+        return project(ended, replace(LIFE, room_bytes=room_mib * MIB, before=before))[0]
+
+    assert last(480.0, Verdict.LEAKING) is Verdict.LEAKING
+    assert last(520.0, Verdict.LEAKING) is Verdict.NONE
+    assert last(480.0, Verdict.GROWING) is Verdict.NONE
+
+
 def test_work_is_counted_from_the_first_block_and_what_was_before_it_says_nothing() -> None:
     late = replace(FIRST, seconds=23 * BLOCK_SECONDS, requests=230 * BLOCK_SECONDS)
 
