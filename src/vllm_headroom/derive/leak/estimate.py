@@ -106,10 +106,13 @@ def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tu
 
 
 def _late_slope(axis: list[float], values: tuple[float, ...]) -> float:
-    """Return the slope of the later half, Theil and Sen's: single steps do not move it."""
+    """Return the slope of the later half, Theil and Sen's: single steps do not move it, nor do a few that are large.
+
+    Where it is none the growth was in such, and the slope is that of the whole.
+    """
     half = len(axis) // 2
     every = -(-(len(axis) - half) // SLOPE_POINTS)
-    return _theil_sen(axis[half::every], values[half::every])
+    return _theil_sen(axis[half::every], values[half::every]) or (values[-1] - values[0]) / (axis[-1] - axis[0])
 
 
 def _theil_sen(axis: list[float], values: tuple[float, ...]) -> float:

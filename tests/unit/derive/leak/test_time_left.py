@@ -125,3 +125,16 @@ def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_afte
 
     assert len(told) > 100
     assert [(left, least) for left, least in told if least > left] == []
+
+
+@pytest.mark.parametrize(("size", "hours"), [(700, 2.0), (1200, 3.0)])
+def test_an_alarm_of_steps_hours_apart_says_what_time_is_left(size: int, hours: float) -> None:
+    """Most pairs of readings between such steps see no slope at all."""
+
+    def apart(seconds: float) -> float:
+        return size * MIB * int(seconds / (hours * HOUR))
+
+    alarmed = [track for _, track in followed(apart, full(apart) / HOUR) if track.verdict is Verdict.LEAKING]
+
+    assert len(alarmed) > 200
+    assert [track for track in alarmed if track.estimate is None or track.estimate.oom_seconds is None] == []
