@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Final
-
-from msgspec.structs import replace
 
 from tests.unit.commands.postmortem.scenes import Record, Scene
 
