@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeVar
@@ -140,10 +140,12 @@ def hangups_heard() -> Iterator[None]:
 
 
 @contextmanager
-def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -> Iterator[Daemon]:
+def daemon(
+    *arguments: str, module: str = "vllm_headroom", under: Sequence[str] = (), **environment: str
+) -> Iterator[Daemon]:
     """Run the daemon on a free port; `environment` holds settings without their prefix, and other variables in full.
 
-    `module` is what is run, the program itself or a test's way of starting it.
+    `module` is what is run, the program itself or a test's way of starting it; `under` a command that runs it.
     """
     settings = {
         name if name in IN_FULL else f"HEADROOM_{name}": value
@@ -153,7 +155,7 @@ def daemon(*arguments: str, module: str = "vllm_headroom", **environment: str) -
         log = Path(folder) / "log"
         with log.open("wb") as stream, hangups_heard():
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*under, sys.executable, "-m", module, *arguments],
                 env={**os.environ, **settings},
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -14,7 +14,8 @@ from tests.assets.console import ROOT
 from tests.conftest import Golden
 from tests.settings import settings_table
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.parse.profile import INPUTS, Profile
+from vllm_headroom.model import INPUTS
+from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 DOCS: Final = ROOT / "docs"
@@ -52,7 +53,7 @@ def engines_table() -> str:
     without = {profile.product: dict(profile.absent) for profile in PROFILES}
     rows = (
         f"| `{name}` | {' | '.join('-' if name in without[product] else 'known' for product in names)} |"
-        for name, _ in INPUTS
+        for name in (given.name for given in INPUTS.values())
     )
     head = (f"| input | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}")
     pages = (f"| {profile.product} | `{profile.path}` | {profile.switch} | {_why(profile)} |" for profile in PROFILES)

@@ -6,14 +6,10 @@ import re
 from collections.abc import Iterable
 from enum import Enum, auto
 from functools import cached_property
-from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom import model
-
-INPUTS: Final = tuple((given.name, field) for field, given in model.INPUTS.items())
-"""Each input an engine may offer, as `headroom_input_available` names it, and the field of EngineReading it fills."""
+from vllm_headroom.model import INPUTS
 
 
 class Combine(Enum):
@@ -109,7 +105,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
         For bytes of memory, where a page has none, the budget and the probe stand in.
         """
         has_bytes = any(fact.field == "memory_bytes" for fact in self.facts)
-        return tuple((name, field) for name, field in INPUTS if has_bytes or field != "memory_bytes")
+        return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")
 
 
 def _any_of(names: Iterable[str]) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -21,23 +18,10 @@ MOUNTS = subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=F
 pytestmark = pytest.mark.skipif(not MOUNTS, reason="unshare cannot make a mount namespace here")
 
 
-@contextmanager
-def mounted(mount: str, folder: Path, engine: EngineServer, **settings: str) -> Iterator[Daemon]:
+def mounted(mount: str, engine: EngineServer, **settings: str) -> AbstractContextManager[Daemon]:
     """Run the daemon where `mount` has changed what is mounted, for it alone."""
-    log = folder / "log"
-    given = {"ENGINE_URL": engine.url, "LISTEN_PORT": "0", "SAMPLE_INTERVAL_SECONDS": "1", **settings}
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-m", "vllm_headroom"],
-            env={**os.environ, **{f"HEADROOM_{name}": value for name, value in given.items()}},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        yield Daemon(process, log)
-    finally:
-        process.kill()
-        process.wait(30)
+    under = ("unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    return daemon(under=under, ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="1", **settings)
 
 
 def answers(page: Page) -> bool:
@@ -48,10 +32,10 @@ def is_told(running: Daemon, what: str) -> bool:
     return what in running.log()
 
 
-def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen(tmp_path: Path) -> None:
+def test_where_proc_is_not_mounted_the_engine_counts_as_not_seen() -> None:
     with (
         EngineServer(page(RECORDED)) as engine,
-        mounted("mount -t tmpfs none /proc", tmp_path, engine) as running,
+        mounted("mount -t tmpfs none /proc", engine) as running,
     ):
         seen = running.sees(answers, "the engine answers")
 
@@ -70,7 +54,7 @@ def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path:
             assert running.stop()[0] == 0
         before = {file.name: file.read_bytes() for file in state.iterdir()}
         mount = f"mount --bind '{state}' '{state}' && mount -o remount,ro,bind '{state}'"
-        with mounted(mount, tmp_path, engine, **files) as running:
+        with mounted(mount, engine, **files) as running:
             running.sees(answers, "the engine answers")
             for what in ("trace not written", "flight record not written", "state is not kept"):
                 eventually(partial(is_told, running, what), what)

@@ -5,9 +5,9 @@ import re
 import pytest
 from msgspec.structs import fields
 
-from vllm_headroom.model import EnginePage, EngineReading
+from vllm_headroom.model import INPUTS, EnginePage, EngineReading
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.parse.profile import INPUTS, Combine, Fact, Profile
+from vllm_headroom.parse.profile import Combine, Fact, Profile
 from vllm_headroom.parse.profiles import PROFILES
 
 STEPS = {"kv_blocks", "kv_block_tokens", "kv_used_tokens"}
@@ -26,16 +26,19 @@ def test_a_profile_says_of_every_input_that_it_offers_it_or_why_not(profile: Pro
     filled = {fact.field for fact in profile.facts} | {text.field for text in profile.texts}
     filled |= {"kv_capacity_tokens"} if {"kv_blocks", "kv_block_tokens"} <= filled else set()
     filled |= {"kv_used_ratio"} if "kv_used_tokens" in filled else set()
-    offered, absent = [name for name, field in INPUTS if field in filled], [name for name, _ in profile.absent]
+    offered, absent = (
+        [given.name for field, given in INPUTS.items() if field in filled],
+        [name for name, _ in profile.absent],
+    )
 
-    assert sorted((*offered, *absent)) == sorted(name for name, _ in INPUTS)
+    assert sorted((*offered, *absent)) == sorted(given.name for given in INPUTS.values())
 
 
 def test_a_page_says_0_of_what_its_engine_never_tells_and_no_bytes_where_there_are_none() -> None:
     page = parse_engines('sglang:num_running_reqs{model_name="m"} 1\n')
     assert isinstance(page, EnginePage)
 
-    assert dict(page.inputs).keys() == {name for name, _ in INPUTS}
+    assert dict(page.inputs).keys() == {given.name for given in INPUTS.values()}
     assert dict(page.inputs)["scheduler_steps"] is False
     assert "memory_bytes" not in dict(PROFILES[0].inputs)
 
@@ -48,7 +51,7 @@ def test_a_ratio_is_never_added_up(profile: Profile) -> None:
 
 
 def test_every_field_of_a_reading_is_an_input() -> None:
-    assert {field for _, field in INPUTS} == {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
+    assert INPUTS.keys() == {field.name for field in fields(EngineReading)} - {"model_name", "engine"}
 
 
 def test_vllm_offers_these_inputs_in_this_order() -> None:

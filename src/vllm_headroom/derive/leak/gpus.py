@@ -46,8 +46,7 @@ def kept(tracks: Tracks) -> Tracks:
 def observations(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
     """Yield each GPU with what the detector is told of it."""
     page = snapshot.page
-    finished_total, running = (None, None) if page is None else (finished(page), running_requests(page))
-    named, is_awake = (None, None) if page is None else (life(page), awake(page))
+    finished_total, running, named, is_awake = finished(page), running_requests(page), life(page), awake(page)
     for gpu in gpus:
         seen = Observation(
             seconds=snapshot.monotonic_seconds,

@@ -119,7 +119,7 @@ class Processes:
             return self._unasked
         if isinstance(page, Failure):
             listens = not (self._engine_is_here and page.reason is Reason.UNREACHABLE)
-            return replace(self._unasked, listens=listens, on_host=proc_files.sees_host_pids(self._proc))
+            return replace(self._unasked, listens=listens, on_host=self._sees_host_pids)
         told = [each.started_at_seconds for each in page.engines if each.started_at_seconds is not None]
         since = min(told) - self._boot_time_seconds if told else None
         return replace(self._unasked, answers=bool(page.engines), began_seconds=since)

@@ -18,15 +18,14 @@ from vllm_headroom.commands.doctor.offers import SERIES, lost
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.life.follow import LifeState, lived
-from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
-from vllm_headroom.parse.profile import INPUTS
+from vllm_headroom.model import INPUTS, EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Role, Source
 
 GIB = 2**30
 STEP_SECONDS = 30
 STEPS = 150
-FIELDS = dict(INPUTS)
+FIELDS = {given.name: field for field, given in INPUTS.items()}
 AT_REST = {"headroom_engine_kv_cache_stranded_ratio", "headroom_sleep_residue_bytes"}
 """What is there only while no request runs or after a sleep, as none of these tests lets it."""
 
