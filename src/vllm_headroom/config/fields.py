@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from vllm_headroom.config import kinds
 from vllm_headroom.config.kinds import SHOWN, Value, gpu_names, metrics_url, shown
-from vllm_headroom.config.values import AUTO
+from vllm_headroom.config.plain import AUTO
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.sizing.model_config import read_model
 from vllm_headroom.sizing.shape import ModelShape

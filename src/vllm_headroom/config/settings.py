@@ -22,7 +22,7 @@ from vllm_headroom.config.fields import (
 )
 from vllm_headroom.config.gates import GateSettings
 from vllm_headroom.config.kinds import GPUS
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 
 MAY_BE_EMPTY: Final = ("listen_host", "gate_name")
 
@@ -149,11 +149,11 @@ class Settings(GateSettings, EngineConnection, BaseSettings):
         "info", "The least serious lines to log.", accepts="debug, info, warning or error", word="LEVEL"
     )
 
-    def values(self) -> Values:
+    def values(self) -> PlainSettings:
         """Return the daemon's settings as plain values, secrets included."""
         told = {name: getattr(self, name) for name in Settings.model_fields if name != "model_config_"}
         told["engine_headers"] = {name: value.get_secret_value() for name, value in self.engine_headers.items()}
-        return Values(**told, model_shape=None if self.model_config_ is None else self.model_config_.shape)
+        return PlainSettings(**told, model_shape=None if self.model_config_ is None else self.model_config_.shape)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from typing import Any, Final
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
@@ -42,12 +42,12 @@ NO_BYTES: Final = (
 )
 
 
-async def serve(settings: Values) -> int:
+async def serve(settings: PlainSettings) -> int:
     """Run the real daemon until it is told to stop; return the exit status."""
     return await run(real_parts(settings), settings)
 
 
-async def run(parts: Parts, settings: Values) -> int:
+async def run(parts: Parts, settings: PlainSettings) -> int:
     """Run the daemon over `parts`, which it closes at the end; return the exit status."""
     try:
         listener = listen(settings.listen_host, settings.listen_port)
@@ -78,7 +78,7 @@ async def run(parts: Parts, settings: Values) -> int:
 
 
 async def _run(
-    parts: Parts, settings: Values, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
+    parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)

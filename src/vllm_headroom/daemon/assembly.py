@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.flight import Flight
@@ -32,7 +32,7 @@ Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
 
 
-def sampler_of(parts: Parts, settings: Values, recall: Recall | None, canary: Canary | None) -> Sampler:
+def sampler_of(parts: Parts, settings: PlainSettings, recall: Recall | None, canary: Canary | None) -> Sampler:
     """Return the straight line from the sources to what is published."""
     return Sampler(
         sources=parts,
@@ -53,7 +53,7 @@ def sampler_of(parts: Parts, settings: Values, recall: Recall | None, canary: Ca
     )
 
 
-def _gate_rules(settings: Values) -> Rules:
+def _gate_rules(settings: PlainSettings) -> Rules:
     return Rules(
         ready_seconds=settings.gate_ready_seconds,
         ready_most_seconds=settings.gate_ready_most_seconds,

@@ -10,7 +10,7 @@ from typing import Final
 import httpx
 from msgspec import Struct
 
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
@@ -41,7 +41,7 @@ async def fetched(reader: PageReader) -> str | Failure:
         await closed(reader)
 
 
-async def machine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> Machine:
+async def machine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> Machine:
     """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)

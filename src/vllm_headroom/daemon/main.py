@@ -9,11 +9,11 @@ from typing import NoReturn
 
 import uvloop
 
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon import app, logs
 
 
-def run(settings: Values) -> NoReturn:
+def run(settings: PlainSettings) -> NoReturn:
     """Run the daemon until it is told to stop, and end the process with its status; an error of its own is raised.
 
     The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and

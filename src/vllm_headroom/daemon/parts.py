@@ -7,7 +7,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.canary import Asked
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
@@ -33,7 +33,7 @@ class Parts(Sources, frozen=True, kw_only=True):
     asked: Asked | None = None
 
 
-def real_parts(settings: Values) -> Parts:
+def real_parts(settings: PlainSettings) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
@@ -48,7 +48,7 @@ def real_parts(settings: Values) -> Parts:
     )
 
 
-def page_reader(settings: Values, url: str, *, timeout_seconds: float) -> PageReader:
+def page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) -> PageReader:
     """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
     return PageReader(
         url=url,
@@ -60,7 +60,7 @@ def page_reader(settings: Values, url: str, *, timeout_seconds: float) -> PageRe
     )
 
 
-def canary(settings: Values) -> Canary:
+def canary(settings: PlainSettings) -> Canary:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 

@@ -11,7 +11,7 @@ from vllm_headroom.clock import Clock, sleep_until
 from vllm_headroom.commands.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import Scenario
 from vllm_headroom.commands.demo.world import World
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon import app
 from vllm_headroom.daemon.parts import Parts
 
@@ -54,7 +54,7 @@ def present(world: World, clock: Clock) -> Callable[[], World]:
     return now
 
 
-async def run(settings: Values, *, scenario: Scenario, speed: float) -> int:
+async def run(settings: PlainSettings, *, scenario: Scenario, speed: float) -> int:
     """Run the daemon over the simulated `scenario`; return the exit status."""
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)

@@ -20,8 +20,8 @@ from vllm_headroom.commands.doctor.probe import probe, probe_files
 from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.config.options import Parser
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.values import Values
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.look import PROC, SYS
@@ -48,7 +48,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return document(await examine(given.settings.values()), version())
 
 
-async def examine(settings: Values, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
+async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),

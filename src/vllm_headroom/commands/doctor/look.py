@@ -8,7 +8,7 @@ from typing import Final
 
 import httpx
 
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine
 from vllm_headroom.daemon.parts import page_reader
 from vllm_headroom.model import EnginePage, Failure, ProcessReadings
@@ -40,7 +40,7 @@ class Sight(Machine, frozen=True, kw_only=True):
     host_limit_bytes: int | None = None
 
 
-async def look(settings: Values, proc: Path, sys: Path) -> Sight:
+async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
     """Read the engine's page, the GPUs and `proc` once, side by side, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)

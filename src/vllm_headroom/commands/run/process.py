@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from vllm_headroom.commands.early import unhindered
 
 if TYPE_CHECKING:
-    from vllm_headroom.config.values import Values
+    from vllm_headroom.config.plain import PlainSettings
 
 STDERR: Final = 2
 KILLED: Final = 1
@@ -20,7 +20,7 @@ RECEIVING, SENDING = os.pipe()
 """From the child to the daemon: the settings, or nothing where the child has said all there is to say."""
 
 
-def hand_over(settings: Values) -> None:
+def hand_over(settings: PlainSettings) -> None:
     """Send the settings to the daemon, if it is still there."""
     with contextlib.suppress(BrokenPipeError), os.fdopen(SENDING, "wb") as pipe:
         pickle.dump(settings, pipe)

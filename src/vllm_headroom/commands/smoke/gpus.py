@@ -7,7 +7,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.commands.smoke.step import State, Step
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.look import machine
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
@@ -25,7 +25,7 @@ NO_ENGINE: Final = (
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
 
 
-async def within(settings: Values, page: EnginePage | Failure, limit_ratio: float) -> Step:
+async def within(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> Step:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return Step(State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from vllm_headroom.config.values import Values
+from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.daemon.parts import page_reader
 from vllm_headroom.daemon.sources import closed
@@ -19,7 +19,7 @@ from vllm_headroom.vocabulary import Reason
 class Reach:
     """Asks the server that has the engine's page for other things beside it."""
 
-    def __init__(self, settings: Values) -> None:
+    def __init__(self, settings: PlainSettings) -> None:
         self._settings = settings
         self._page = httpx.URL(settings.engine_url)
 

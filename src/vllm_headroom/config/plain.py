@@ -14,7 +14,7 @@ AUTO: Final = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Values:
+class PlainSettings:
     """The values of `Settings`, under their names; `model_shape` is what `model_config_` says.
 
     A copy of the names, and worth it: pydantic takes 12 MiB, of which a daemon that runs for months needs nothing.
