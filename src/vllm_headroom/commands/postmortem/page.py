@@ -16,7 +16,6 @@ from vllm_headroom.units import instant, size
 from vllm_headroom.vocabulary import CONTROLS, Level
 
 COLUMNS: Final = 480
-MARGIN: Final = 1.05
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
@@ -55,19 +54,24 @@ def _body(report: Report) -> Iterator[str]:
 
 def _figures(report: Report) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
+    gpus = {} if report.facts is None else {gpu.uuid: gpu for gpu in report.facts.gpus}
+    used = header_used(report.known)
     for uuid in report.curves.uuids:
-        yield _figure(f"Free memory of {uuid}, down to zero", report.curves.free(uuid), at, sized=True)
-    for uuid, used in header_used(report.known).items():
-        yield _figure(f"Memory in use of {uuid} in the last minutes, second by second", [*used], at, sized=True)
+        gpu = gpus.get(uuid)
+        what = f"Free memory of {uuid if gpu is None else f'GPU {gpu.index}'}"
+        yield _figure(f"{what}, down to zero", report.curves.free(uuid), at, sized=True)
+        if gpu is not None and gpu.usable_bytes is not None:
+            free: list[Point] = [(seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())]
+            yield _figure(f"{what} in the last minutes, second by second", free, at, sized=True)
     yield _figure("Running requests", report.curves.running, at, sized=False)
 
 
 def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -> str:
-    known = [value for _, value in points if value is not None]
+    known = [value for seconds, value in points if value is not None and (at is None or not sized or seconds <= at)]
     if not known:
         return ""
     times = [seconds for seconds, _ in points]
-    frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
+    frame = Frame(begin=min(times), end=max(times), top=drawing.scale(known) if sized else max(known))
     stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = (
         drawing.curve(frame, stretches),

@@ -26,8 +26,9 @@ def numbers(facts: Facts, known: Known) -> Iterator[Number]:
     yield facts.what.value, instant(facts.seconds)
     if facts.reason is not None:
         yield "counted as", facts.reason.value
-    if facts.began_seconds is not None:
-        yield "this life seen for", duration(facts.seen_seconds)
+    if facts.seen_seconds:
+        began = "" if facts.began_seconds is None else f"began {instant(facts.began_seconds)}, "
+        yield "this life", f"{began}seen for {duration(facts.seen_seconds)}"
     for engine in facts.engines:
         yield f"{engine.model_name} / {engine.engine}", ", ".join(_engine(engine)) or "says nothing of itself"
     for gpu in facts.gpus:
@@ -58,9 +59,9 @@ def _gpu(gpu: GpuFacts) -> Iterator[str]:
     known = (
         ("in all", gpu.total_bytes),
         ("left at the least", gpu.last_room_bytes),
-        ("left when this life began", gpu.first_room_bytes),
+        ("left at first", gpu.first_room_bytes),
         ("held by the engine", gpu.last_engine_bytes),
-        ("more than it began with", gpu.grown_bytes),
+        ("more than at first", gpu.grown_bytes),
         ("held by others", gpu.last_other_bytes),
     )
     yield from (f"{size(max(0, n_bytes))} {word}" for word, n_bytes in known if n_bytes is not None)

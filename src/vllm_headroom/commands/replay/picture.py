@@ -6,9 +6,9 @@ from html import escape
 from typing import Final
 
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import STYLE, Forecast, Frame, Point
+from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point
 from vllm_headroom.trace.course import Course
-from vllm_headroom.trace.curves import MARGIN, Curves
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration, instant, size
 from vllm_headroom.vocabulary import LeakState
@@ -70,8 +70,9 @@ def _box(
     to_zero: bool = False,
 ) -> str:
     begin, end = span
-    ahead = 0.0 if forecast is None else min((1 + MARGIN) * forecast.seconds, AHEAD * (end - begin))
-    top = (1 + MARGIN) * max((value for _, value in points if value is not None), default=1.0)
+    ahead = 0.0 if forecast is None else min(MARGIN * forecast.seconds, AHEAD * (end - begin))
+    known = [value for _, value in points if value is not None]
+    top = drawing.scale(known) if to_zero else max(known, default=1.0)
     frame = Frame(begin=begin, end=end + ahead, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = [

@@ -76,7 +76,7 @@ def test_memory_that_was_full_only_between_two_samples_is_found(run: Run, tmp_pa
     scene.header["before"] = {"used": {"GPU-a": used}}
     assert cause() == "out_of_memory_burst"
     run(write(tmp_path, scene), "--html", tmp_path / "page.html")
-    assert "Memory in use of GPU-a in the last minutes, second by second" in (tmp_path / "page.html").read_text()
+    assert "Free memory of GPU 0 in the last minutes, second by second" in (tmp_path / "page.html").read_text()
 
 
 def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Path) -> None:
@@ -95,6 +95,9 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "GPU-a pid 10 an amount not known",
         "GPU-a pid 8 worker: allocated 3 B, reserved 4 B",
         "80 GiB in all",
+        "GiB left at first",
+        "the record begins: the engine serves",
+        "  this life            began 2025-10-09 ",
         "https://github.com/vllm-project/vllm/issues",
         "a <line> of the log",
     ):
@@ -121,6 +124,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
 
     text = page.read_text()
     assert text.count("<svg") == 2
+    assert re.findall(r"<i>(\d)\.?\d* GiB</i>", text), "the card, empty after the end, sets no scale"
     assert 'class="line"' in text
     assert "a &lt;line&gt; of the log" in text
     assert "\x1b" not in text
