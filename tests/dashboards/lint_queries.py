@@ -97,7 +97,7 @@ def _calls(expr: promql.Expr) -> list[Any]:
 
 
 def fresh(dashboard: Json) -> Faults:
-    """A number that stands alone is of now: the last one of a range may be minutes old, or of an engine that is gone."""
+    """A number that stands alone is of now: the last one of a range may be minutes old, its engine gone."""
     for panel in panels(dashboard):
         if panel["type"] in {"stat", "table"}:
             for query in queries(panel):
