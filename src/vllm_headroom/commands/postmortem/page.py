@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from vllm_headroom.commands.postmortem.finding import TODO, Sureness
-from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
-from vllm_headroom.commands.postmortem.report import Report, numbers
+from vllm_headroom.commands.postmortem.finding import Sureness
+from vllm_headroom.commands.postmortem.known import MOST_SHOWN, header_used
+from vllm_headroom.commands.postmortem.report import Report, sections
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point
 from vllm_headroom.expose.page.style import PAGE_STYLE
@@ -16,6 +17,7 @@ from vllm_headroom.units import instant, size
 from vllm_headroom.vocabulary import CONTROLS, Level
 
 COLUMNS: Final = 480
+_LINK: Final = re.compile(r"https://[\w./-]+")
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
@@ -42,14 +44,8 @@ def _body(report: Report) -> Iterator[str]:
         )
     yield "</ul>"
     yield from _figures(report)
-    yield _list("The sidecar said then", [_safe(each) for each in sentences(report.known)])
-    yield _list("Timeline", [f"{instant(seconds)} {_safe(what)}" for seconds, what in report.timeline])
-    if report.facts is not None:
-        yield _list(
-            "Numbers for a bug report", [f"{_safe(n)}: {_safe(v)}" for n, v in numbers(report.facts, report.known)]
-        )
-    yield _list("What to do", [_step(what, link) for what, link in TODO[report.answer.cause]])
-    yield _list("The sidecar's log", [_safe(each) for each in log_lines(report.known)])
+    for title, lines in sections(report, MOST_SHOWN):
+        yield _list(title, [f"<b>{_safe(head)}</b> {_linked(_safe(body))}" for head, body in lines])
 
 
 def _figures(report: Report) -> Iterator[str]:
@@ -91,8 +87,8 @@ def _list(title: str, items: list[str]) -> str:
     return f"<h2>{escape(title)}</h2><ul>{lines}</ul>" if items else ""
 
 
-def _step(what: str, link: str | None) -> str:
-    return _safe(what) if link is None else f'{_safe(what)}: <a href="{escape(link)}">{escape(link)}</a>'
+def _linked(text: str) -> str:
+    return _LINK.sub(r'<a href="\g<0>">\g<0></a>', text)
 
 
 def _safe(text: str) -> str:

@@ -86,7 +86,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
     for part in (
         "the leak detector said leaking",
-        "said  GPU 0 leaks. (the sidecar, before)",
+        "The sidecar said then\n  GPU 0 leaks.",
         "Timeline",
         "the driver reported XID 79 on GPU-a",
         "Numbers for a bug report",
@@ -97,7 +97,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "80 GiB in all",
         "GiB left at first",
         "the record begins: the engine serves",
-        "  this life            began 2025-10-09 ",
+        "  this life      began 2025-10-09 ",
         "https://github.com/vllm-project/vllm/issues",
         "a <line> of the log",
     ):
@@ -127,6 +127,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
     assert re.findall(r"<i>(\d)\.?\d* GiB</i>", text), "the card, empty after the end, sets no scale"
     assert 'class="line"' in text
     assert "a &lt;line&gt; of the log" in text
+    assert '<b>then</b> Tell the authors, with the figures above: <a href="https://github.com/vllm-project' in text
     assert "\x1b" not in text
     assert not re.search(r"<script|<link|src=|url\(", text)
 
