@@ -64,8 +64,8 @@ class Frame(Struct, frozen=True, kw_only=True):
         return self.width * (seconds - self.begin) / (self.end - self.begin or 1.0)
 
     def y(self, value: float) -> float:
-        """Return how far from the upper edge a value is; what is above the top is cut off by the picture's edge."""
-        return self.height * (1 - value / (self.top or 1.0))
+        """Return how far from the upper edge a value is; what is above the top lies on the edge."""
+        return self.height * max(0.0, 1 - value / (self.top or 1.0))
 
 
 class Forecast(Struct, frozen=True, kw_only=True):

@@ -35,6 +35,10 @@ def test_an_area_reaches_down_to_zero() -> None:
     )
 
 
+def test_what_is_above_the_top_stays_on_the_edge() -> None:
+    assert line(FRAME, [[(0.0, 0.0), (10.0, 1e12)]], kind="line").endswith('L10.0 0.0"/>')
+
+
 def test_gaps_are_gaps() -> None:
     stretches = thinned(through([(0.0, 1.0), (10.0, None), (20.0, None), (30.0, 1.0)]), 4)
 
