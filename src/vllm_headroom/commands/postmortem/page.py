@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from vllm_headroom.commands.postmortem.finding import Sureness
+from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import MOST_SHOWN, header_used
 from vllm_headroom.commands.postmortem.report import Report, sections
 from vllm_headroom.expose import drawing
@@ -17,7 +17,9 @@ from vllm_headroom.units import instant, size
 from vllm_headroom.vocabulary import CONTROLS, Level
 
 COLUMNS: Final = 480
-_LINK: Final = re.compile(r"https://[\w./-]+")
+_LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link}))
+"""Our own: what a file has from anywhere leads nowhere."""
+
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
@@ -45,7 +47,8 @@ def _body(report: Report) -> Iterator[str]:
     yield "</ul>"
     yield from _figures(report)
     for title, lines in sections(report, MOST_SHOWN):
-        yield _list(title, [f"<b>{_safe(head)}</b> {_linked(_safe(body))}" for head, body in lines])
+        items = (f"<b>{_safe(head)}</b> {_safe(body)}" for head, body in lines)
+        yield _list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
 
 
 def _figures(report: Report) -> Iterator[str]:
@@ -85,10 +88,6 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
 def _list(title: str, items: list[str]) -> str:
     lines = "".join(f"<li>{each}</li>" for each in items)
     return f"<h2>{escape(title)}</h2><ul>{lines}</ul>" if items else ""
-
-
-def _linked(text: str) -> str:
-    return _LINK.sub(r'<a href="\g<0>">\g<0></a>', text)
 
 
 def _safe(text: str) -> str:

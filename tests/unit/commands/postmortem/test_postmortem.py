@@ -53,7 +53,11 @@ def write(folder: Path, scene: Scene) -> Path:
 def leaked(tmp_path: Path) -> Path:
     scene = scenes.scene(scenes.leak, 1)
     assert scene.header is not None
-    scene.header |= {"version": "1.2.3", "log": ["a <line> of the log", "\x1b[31mred"], "events": [{"what": "ended"}]}
+    scene.header |= {
+        "version": "1.2.3",
+        "log": ["a <line> of the log https://example.org/", "\x1b[31mred"],
+        "events": [{"what": "ended"}],
+    }
     scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
     scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
     held = ((7, 5), (9, 73 * 2**30), (10, None))
@@ -126,7 +130,7 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
     assert text.count("<svg") == 2
     assert re.findall(r"<i>(\d)\.?\d* GiB</i>", text), "the card, empty after the end, sets no scale"
     assert 'class="line"' in text
-    assert "a &lt;line&gt; of the log" in text
+    assert "a &lt;line&gt; of the log https://example.org/</li>" in text
     assert '<b>then</b> Tell the authors, with the figures above: <a href="https://github.com/vllm-project' in text
     assert "\x1b" not in text
     assert not re.search(r"<script|<link|src=|url\(", text)
