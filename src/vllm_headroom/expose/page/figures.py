@@ -63,7 +63,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
     room = "memory not known now"
     if memory is not None:
-        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin: at the peaks"
+        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
     return (
         f"<figure><figcaption><b>GPU {reading.index}</b> {escape(reading.name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
