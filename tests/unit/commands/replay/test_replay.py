@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -314,6 +315,8 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
     ET.fromstring(drawn)  # noqa: S314 - of our own
     assert "GPU 0: free memory, down to zero; leaking at the end" in drawn
     assert 'class="ahead"' in drawn
+    begins, ends, *load = re.findall(r">([\d :-]+Z)</text>", drawn)
+    assert load == [begins, ends], "both boxes have the same time"
 
 
 def test_a_card_that_is_empty_after_an_end_sets_no_scale(tmp_path: Path) -> None:
