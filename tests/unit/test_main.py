@@ -128,7 +128,7 @@ def test_only_the_demo_knows_scenarios() -> None:
 
 @pytest.mark.parametrize("argv", [(), ("watch", "--json")])
 def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> None:
-    few = "ulimit -n 12 && exec \"$@\""
+    few = 'ulimit -n 12 && exec "$@"'
     process = subprocess.run(
         ["sh", "-c", few, "sh", sys.executable, "-m", "vllm_headroom", *argv],
         env=OWN,
