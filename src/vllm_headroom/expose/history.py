@@ -19,10 +19,15 @@ POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
 
 MOST_GPUS: Final = 64
+MOST_CURVES: Final = 2 * MOST_GPUS + 1
 MOST_EVENTS: Final = 50
 
 TYPE: Final = "f"
 """Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
+
+
+def _names(uuid: str) -> tuple[str, str]:
+    return f"free {uuid}", f"peak {uuid}"
 
 
 class Event(Struct, frozen=True, kw_only=True):
@@ -64,20 +69,23 @@ class History:
         else:
             self._forget(min(minute - self._minute, POINTS))
         self._minute = minute
-        for gpu in snapshot.owned:
-            if len(self._curves) < 2 * MOST_GPUS:
-                self._gpu(gpu)
+        gpus = snapshot.owned[:MOST_GPUS]
+        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
+            shown = {"running", *(name for gpu in gpus for name in _names(gpu.reading.uuid))}
+            self._curves = {name: curve for name, curve in self._curves.items() if name in shown}
+        for gpu in gpus:
+            self._gpu(gpu)
         if running is not None:
             self._add("running", running, max)
         self._note(snapshot, verdicts)
 
     def free(self, uuid: str) -> Curve:
         """Return the free memory of a GPU in bytes."""
-        return self._curve(f"free {uuid}")
+        return self._curve(_names(uuid)[0])
 
     def free_at_peak(self, uuid: str) -> Curve:
         """Return what was free when most of a GPU was in use, in bytes."""
-        return self._curve(f"peak {uuid}")
+        return self._curve(_names(uuid)[1])
 
     def running(self) -> Curve:
         """Return the running requests."""
@@ -98,10 +106,11 @@ class History:
         memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes
         if memory is None:
             return
-        self._add(f"free {gpu.reading.uuid}", memory.free_bytes, min)
+        free, peak = _names(gpu.reading.uuid)
+        self._add(free, memory.free_bytes, min)
         if peak_bytes is not None:
             at_peak = max(0, memory.free_bytes + memory.used_bytes - max(peak_bytes, memory.used_bytes))
-            self._add(f"peak {gpu.reading.uuid}", at_peak, min)
+            self._add(peak, at_peak, min)
 
     def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
         curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)

@@ -120,15 +120,15 @@ class Life(Struct, frozen=True, kw_only=True):
     """What is known of the engine's life at one tick.
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
-    nothing of leaks. `began_seconds` is seconds since the epoch. `recent_ends` is how many lives ended in the last 90
-    minutes. `progress_age_seconds` is None while there is nothing to do. `stranded` pairs the labels of an engine that
-    has been idle for a minute with what its KV cache still holds, `to_wake` the UUID of a GPU with what a sleeping
-    engine takes of it when it wakes, `first_rooms` with what was free on it when this life became ready;
-    `first_host_room_bytes` is what was left of the host's memory then.
+    nothing of leaks. It is None where the page tells nothing of work. `began_seconds` is seconds since the epoch.
+    `recent_ends` is how many lives ended in the last 90 minutes. `progress_age_seconds` is None while there is nothing
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
+    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes, `first_rooms` with what was free
+    on it when this life became ready; `first_host_room_bytes` is what was left of the host's memory then.
     """
 
     state: EngineState
-    in_service: bool = True
+    in_service: bool | None = True
     began_seconds: float | None = None
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()

@@ -43,7 +43,8 @@ def leaks_in_service(step: Step[State]) -> Step[State]:
         state, samples = served(state, snapshot)
         if snapshot.in_service:
             return state, samples
-        engine = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
+        life = snapshot.life
+        engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
         rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
         return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 

@@ -171,7 +171,7 @@ def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
         ),
         (state("growing"), "GPU 0: it grows, and whether that is a leak shows within hours: look again"),
         (state("asleep"), "GPU 0: the engine sleeps"),
-        (state("none"), "GPU 0: what the engine holds is not known"),
+        (state("none"), "GPU 0: what the engine holds is not known, or whether it works"),
         (
             {of_engine(catalog.ENGINE_RUNNING): 0, of_engine(catalog.ENGINE_FINISHED): 0},
             "work: no request ran, and what load would do is not known",
