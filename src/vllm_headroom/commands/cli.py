@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -148,6 +149,7 @@ def say(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Write to standard error a line that is no result."""
-    sys.stderr.write(f"{shown(line.translate(CONTROLS), sys.stderr)}\n")
-    sys.stderr.flush()
+    """Write to standard error a line that is no result; where it cannot be written, the exit status says enough."""
+    with suppress(OSError):
+        sys.stderr.write(f"{shown(line.translate(CONTROLS), sys.stderr)}\n")
+        sys.stderr.flush()

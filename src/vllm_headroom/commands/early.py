@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LEAST_FILES = 32
@@ -20,8 +20,8 @@ def count_files() -> None:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < LEAST_FILES:
         problem = f"only {most} files may be open at once, {LEAST_FILES} are needed: raise the limit (ulimit -n)"
-        sys.stderr.write(f"vllm-headroom: {problem}\n")
-        sys.stderr.flush()
+        with suppress(OSError):
+            os.write(2, f"vllm-headroom: {problem}\n".encode())
         os._exit(2)
 
 
