@@ -224,6 +224,8 @@ def test_ranks_are_named_where_there_are_several() -> None:
     [
         ("<html>", "the page is not in Prometheus's format"),
         ("vllm:num_requests_running 1\n", "the page is not vllm-headroom's"),
+        (text(healthy()).replace('gpu="0"', 'gpu="first"'), "the page is not vllm-headroom's"),
+        (text(healthy()).replace('"0"', '"' + "9" * 5000 + '"'), "the page is not vllm-headroom's"),
         (text(healthy()).replace('profile="vllm"', 'profile="sglang"'), "the engine behind this page is not vLLM"),
     ],
 )
