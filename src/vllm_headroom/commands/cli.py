@@ -125,11 +125,11 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
-def save(file: Path | None, content: bytes, option: str = "") -> None:
+def save(file: Path | None, content: str, option: str = "") -> None:
     """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
     try:
         if file is not None:
-            file.write_bytes(content)
+            file.write_bytes(content.encode(errors="replace"))  # JSON, too, may name what UTF-8 cannot
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
