@@ -26,10 +26,6 @@ TYPE: Final = "f"
 """Bytes of a GPU's memory in four, exact to 8 KiB at 80 GiB."""
 
 
-def _names(uuid: str) -> tuple[str, str]:
-    return f"free {uuid}", f"peak {uuid}"
-
-
 class Event(Struct, frozen=True, kw_only=True):
     """Something that changed, in seconds since the epoch."""
 
@@ -71,8 +67,8 @@ class History:
         self._minute = minute
         gpus = snapshot.owned[:MOST_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
-            shown = {"running", *(name for gpu in gpus for name in _names(gpu.reading.uuid))}
-            self._curves = {name: curve for name, curve in self._curves.items() if name in shown}
+            shown = {"", *(gpu.reading.uuid for gpu in gpus)}
+            self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
         for gpu in gpus:
             self._gpu(gpu)
         if running is not None:
@@ -81,11 +77,11 @@ class History:
 
     def free(self, uuid: str) -> Curve:
         """Return the free memory of a GPU in bytes."""
-        return self._curve(_names(uuid)[0])
+        return self._curve(f"free {uuid}")
 
     def free_at_peak(self, uuid: str) -> Curve:
         """Return what was free when most of a GPU was in use, in bytes."""
-        return self._curve(_names(uuid)[1])
+        return self._curve(f"peak {uuid}")
 
     def running(self) -> Curve:
         """Return the running requests."""
@@ -106,11 +102,10 @@ class History:
         memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes
         if memory is None:
             return
-        free, peak = _names(gpu.reading.uuid)
-        self._add(free, memory.free_bytes, min)
+        self._add(f"free {gpu.reading.uuid}", memory.free_bytes, min)
         if peak_bytes is not None:
             at_peak = max(0, memory.free_bytes + memory.used_bytes - max(peak_bytes, memory.used_bytes))
-            self._add(peak, at_peak, min)
+            self._add(f"peak {gpu.reading.uuid}", at_peak, min)
 
     def _add(self, name: str, value: float, chosen: Callable[[float, float], float]) -> None:
         curve = self._curves.setdefault(name, array(TYPE, [nan]) * POINTS)

@@ -146,8 +146,9 @@ def served_port(command: tuple[str, ...], wanted: int | None = None, above: tupl
     ports from that of the supervisor `above` them on (vllm/entrypoints/openai/dp_supervisor.py).
     """
     if supervises(above):
-        first, ranks, rank = served_port(above), _named(above, _LOCAL_RANKS), command[0].rpartition("_")[2]
-        return _ranks_port(first, _count(ranks), _count(rank))
+        first, ranks = served_port(above), _count(_named(above, _LOCAL_RANKS))
+        rank = _count(command[0].rpartition("_")[2])
+        return None if first is None or not ranks or rank is None else first + rank % ranks
     server = server_of(command) if command else None
     if server is None:
         return None
@@ -157,10 +158,6 @@ def served_port(command: tuple[str, ...], wanted: int | None = None, above: tupl
     elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
     may_be_set = server.variable and wanted not in {None, server.port}
     return None if elsewhere or may_be_set else server.port
-
-
-def _ranks_port(first: int | None, ranks: int | None, rank: int | None) -> int | None:
-    return None if first is None or not ranks or rank is None else first + rank % ranks
 
 
 def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
