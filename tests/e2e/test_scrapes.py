@@ -94,6 +94,14 @@ def test_the_page_of_one_sample_is_made_once_for_each_format_and_its_age_is_that
     assert len(set(ages)) == len(ages) > 1
 
 
+def test_a_whole_address_is_asked_for_as_its_path() -> None:
+    with daemon() as running:
+        for address in ("http://x/healthz?x", "HTTPS://x:9839/healthz", "http://x?x", "http://x"):
+            with closing(connected(running)) as client:
+                client.sendall(question(address))
+                assert client.recv(2**16).startswith(b"HTTP/1.1 200 OK\r\n"), address
+
+
 @pytest.mark.parametrize("path", ["/", "/metrics", "/snapshot.json", "/healthz", "/gate/ready", "/nowhere"])
 def test_what_is_said_is_not_kept_nor_taken_for_anything_else(path: str) -> None:
     with daemon() as running:
