@@ -11,6 +11,7 @@ from vllm_headroom.config.given import Found, Given, unknown
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import key
+from vllm_headroom.expose.web.document import yaml_text
 
 
 def from_file(path: str, name: str, settings: Collection[str]) -> Found:
@@ -38,7 +39,7 @@ def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
     if not path:
         return f"{name}: got nothing, accepts the path of a YAML file"
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(yaml_text(Path(path)), Loader=yaml.SafeLoader)
     except OSError as error:
         return f"{name}: got {path!r} ({error.strerror}), accepts the path of a YAML file"
     except yaml.MarkedYAMLError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from os import fstat
 from pathlib import Path
@@ -47,6 +48,7 @@ def usable(past: Iterable[Snapshot | CutOff | str], name: str = "the trace") -> 
         if isinstance(each, str):
             raise BadInput(each)
         if isinstance(each, CutOff):
-            sys.stderr.write(f"{name}: line {each.line}, the last, is cut off and left out\n")
+            with suppress(OSError):  # a note is no reason to end
+                sys.stderr.write(f"{name}: line {each.line}, the last, is cut off and left out\n")
         else:
             yield each

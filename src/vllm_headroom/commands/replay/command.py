@@ -76,7 +76,7 @@ class Replayed:
             if given.svg or not given.json:
                 self.curves.step(snapshot)
         if given.svg:
-            save(given.svg, picture(self.watch, self.curves).encode(), "--svg ")
+            save(given.svg, picture(self.watch, self.curves), "--svg ")
 
 
 def _run(given: Namespace) -> Replayed:

@@ -136,6 +136,17 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
     assert not re.search(r"<script|<link|src=|url\(", text)
 
 
+def test_a_letter_that_no_file_can_hold_costs_nothing_else(run: Run, tmp_path: Path) -> None:
+    """The name of a file may be no UTF-8, and stands in the log as it is."""
+    scene, page = scenes.scene(scenes.crash, 1), tmp_path / "why.html"
+    assert scene.header is not None
+    scene.header["log"] = ["cannot write: file=/state-\udcff"]
+    status, _, err = run(write(tmp_path, scene), "--html", page)
+
+    assert (status, err) == (0, "")
+    assert "file=/state-" in page.read_text()
+
+
 def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
