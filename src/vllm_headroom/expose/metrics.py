@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header, Request
+from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Request, Response
 from vllm_headroom.expose.collector import HeadroomCollector, registry
 from vllm_headroom.expose.rendering import Encode, Rendering
 from vllm_headroom.model import Published
@@ -62,18 +62,18 @@ class MetricsPage:
         self._formats: dict[str, tuple[_Part, ...]] = {}
         self._renderings: dict[str, Rendering] = {}
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Response:
         """Return the page, or the families of it that the query names, in the format and encoding asked for."""
         accept = request.headers.get("accept", "")
         if names := parse_qs(request.query).get("name[]"):
             encode, content_type = _encoder(accept)
             body = encode(registry(self._collector).restricted_registry(names))
-            return Answer(status=200, body=body, content_type=content_type, headers=_HEADERS)
+            return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
         content_type, parts = self._parts(accept)
         if _takes_gzip(request.headers.get("accept-encoding", "")):
-            return Answer(status=200, body=_gzip(parts), content_type=content_type, headers=_GZIP_HEADERS)
+            return Response(status=200, body=_gzip(parts), content_type=content_type, headers=_GZIP_HEADERS)
         body = b"".join(part.plain for part in parts)
-        return Answer(status=200, body=body, content_type=content_type, headers=_HEADERS)
+        return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
 
     def _parts(self, accept: str) -> tuple[str, tuple[_Part, ...]]:
         encode, content_type = _encoder(accept)

@@ -11,7 +11,7 @@ from vllm_headroom.model.engine import (
     ProcessReadings,
 )
 from vllm_headroom.model.gpu import Fate, Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
-from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
+from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, MachineMemory, Shm
 from vllm_headroom.model.inside import (
     AllocatorReading,
     EngineParts,
@@ -50,7 +50,7 @@ __all__ = [
     "Inside",
     "Leftover",
     "Life",
-    "Machine",
+    "MachineMemory",
     "Metric",
     "OomRecord",
     "PoolReading",

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import Answer, Request, application, text
+from vllm_headroom.expose.answers import Request, Response, application, text
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html
 from vllm_headroom.expose.server import Server, listen
@@ -156,10 +156,10 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
 
 
 def test_a_handler_that_fails_costs_its_answer_only() -> None:
-    def handler(request: Request) -> Answer:
+    def handler(request: Request) -> Response:
         if request.path == "/broken":
             raise ZeroDivisionError
-        return Answer(
+        return Response(
             status=200, body=b"ok", content_type="text/\N{SNOWMAN}" if request.path == "/odd" else "text/plain"
         )
 

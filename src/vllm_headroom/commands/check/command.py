@@ -24,11 +24,11 @@ from vllm_headroom.commands.check.judgement import (
 from vllm_headroom.commands.check.leaks import gpu_leaks, host_leaks
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.relative import growths
-from vllm_headroom.commands.check.series import Report
+from vllm_headroom.commands.check.series import Budget
 from vllm_headroom.commands.check.text import broken, commands, document, report, table
 from vllm_headroom.commands.cli import Command, save
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.progress import reading
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.errors import BadInput
@@ -73,7 +73,7 @@ def judge(limits: Mapping[str, float], record: Record, before: Record | None) ->
 
 def _nothing(limit: str) -> Judgement:
     what = "process of the engine's" if limit == HOST_LEAK else "GPU of the engine's"
-    return Judgement(limit=limit, verdict=Verdict.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
+    return Judgement(limit=limit, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
 
 
 NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
@@ -165,7 +165,7 @@ def _run(given: Namespace) -> Checked:
 
 def _read(option: str, name: str, given: Namespace) -> Record:
     """Return the trace that an option names; raises BadInput, which names the option."""
-    expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
+    expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = Record(
         expected,
         keeps_gpus=given.max_leak_per_thousand_requests is not None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.series import Coverage, Report, Series, excesses
+from vllm_headroom.commands.check.series import Budget, Coverage, Series, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observations
@@ -25,13 +25,13 @@ class Record:
     `host` is by role, `capacity_tokens` (the least seen) by engine.
     """
 
-    def __init__(self, report: Report, *, keeps_gpus: bool, keeps_host: bool) -> None:
+    def __init__(self, budget: Budget, *, keeps_gpus: bool, keeps_host: bool) -> None:
         self.watched, self.engine = Coverage(), Coverage()
         self.finished, self.preemptions = Rise(), Rise()
         self.host: dict[Role, Series] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
-        self._report = report
+        self._budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, Series] = {}
         self._detector = Watch()
@@ -61,7 +61,7 @@ class Record:
     @property
     def expects(self) -> bool:
         """Whether anybody, the operator or the engine, says what the engine should use."""
-        return self._report != Report() or any(gpu.excess for gpu in self._gpus.values())
+        return self._budget != Budget() or any(gpu.excess for gpu in self._gpus.values())
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
@@ -74,7 +74,7 @@ class Record:
         running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
         for gpu, seen in observations(snapshot, snapshot.devices):
             self._gpu(gpu, seen, running)
-        for uuid, excess in excesses(snapshot, self._report):
+        for uuid, excess in excesses(snapshot, self._budget):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):
             new = Series(role, role, self._detector.course(role), keeps=self._keeps_host)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.fixes import Finding
+from vllm_headroom.commands.doctor.fixes import Check
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -48,7 +48,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return document(await examine(given.settings.values()), version())
 
 
-async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
+async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import POD, Finding, Fix, State, setting
+from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, State, setting
 from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
@@ -22,34 +22,34 @@ FILE_SECONDS: Final = 2.0
 FOLDER: Final = "/var/lib/vllm-headroom"
 
 
-async def state_dir(folder: Path | None) -> Finding:
+async def state_dir(folder: Path | None) -> Check:
     """Tell whether the leak detector's state can be kept."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
             " is kept for vllm-headroom postmortem"
         )
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(State.NOT_APPLICABLE, text)
     problem = await _problem(partial(_write_into, folder))
     return _judged(folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))
 
 
-async def trace_file(file: Path | None) -> Finding:
+async def trace_file(file: Path | None) -> Check:
     """Tell whether samples can be recorded."""
     if file is None:
         text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(State.NOT_APPLICABLE, text)
     problem = await _problem(partial(_record_in, file))
     if problem == FOREIGN:
         return _judged(file, problem, (setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
     return _judged(file, problem, _volume("HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"))
 
 
-def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Finding:
+def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Check:
     user = f"user {os.getuid()}"
     if problem is None:
-        return Finding(State.OK, f"{path} can be written by {user}")
-    return Finding(State.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
+        return Check(State.OK, f"{path} can be written by {user}")
+    return Check(State.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
 
 
 def _volume(variable: str, value: str) -> tuple[Fix, ...]:

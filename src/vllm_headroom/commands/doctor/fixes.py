@@ -26,7 +26,7 @@ class Fix(Struct, frozen=True, kw_only=True):
     lines: tuple[str, ...]
 
 
-class Finding(Struct, frozen=True):
+class Check(Struct, frozen=True):
     """How it stands with one thing.
 
     `text` says what was found, what is missing, or why it cannot be told or does not apply. `absent` are the series

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import ASK_KFD, Finding, Fix, State, gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import ASK_KFD, Check, Fix, State, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, GpuReading, Vendor
@@ -17,10 +17,10 @@ WITHOUT_NVML: Final = ("headroom_gpu_*", *OF_OWNED_GPUS, "headroom_sample_skew_s
 NO_NVML: Final = "needs NVML, see nvml"
 
 
-def nvml(sight: Sight) -> Finding:
+def nvml(sight: Sight) -> Check:
     """Tell whether NVML answers, and of which driver it is."""
     if isinstance(sight.readings, Failure):
-        return Finding(
+        return Check(
             State.MISSING,
             sight.readings.message,
             absent=WITHOUT_NVML,
@@ -28,16 +28,16 @@ def nvml(sight: Sight) -> Finding:
         )
     if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(State.NOT_APPLICABLE, text)
     version = sight.readings.driver_version
     text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
-    return Finding(State.OK, text)
+    return Check(State.OK, text)
 
 
-def gpus(sight: Sight) -> Finding:
+def gpus(sight: Sight) -> Check:
     """Tell which GPUs are visible, and whether each can be read."""
     if isinstance(sight.readings, Failure):
-        return Finding(State.UNKNOWN, NO_NVML)
+        return Check(State.UNKNOWN, NO_NVML)
     devices = sight.readings.devices
     details = tuple(
         f"{called(device)} {device.name}".rstrip() + _unified(device) + _trouble(device) for device in devices
@@ -47,9 +47,9 @@ def gpus(sight: Sight) -> Finding:
     )
     unread = [device for device in devices if _trouble(device)]
     if not unread:
-        return Finding(State.OK, f"{len(devices)} visible", details=details)
+        return Check(State.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    return Finding(
+    return Check(
         State.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,

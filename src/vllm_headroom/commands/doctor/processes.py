@@ -13,7 +13,7 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_HOST_PIDS,
     SEE_THE_PROCESSES,
     TRACE_THEM,
-    Finding,
+    Check,
     Fix,
     State,
 )
@@ -44,7 +44,7 @@ ASK_THE_NODE: Final = Fix(
 )
 
 
-def processes(sight: Sight) -> Finding:
+def processes(sight: Sight) -> Check:
     """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
     found = sight.processes
     if isinstance(found, Failure):
@@ -53,7 +53,7 @@ def processes(sight: Sight) -> Finding:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
         text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
-        return Finding(State.OK, text, details=tuple(_host(sight, found)))
+        return Check(State.OK, text, details=tuple(_host(sight, found)))
     if found.ambiguous_roots:
         return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
@@ -79,21 +79,21 @@ def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
         yield f"swap, zram included: {used} of {gib(machine.swap_bytes)} in use; no time to out-of-memory counts on it"
 
 
-def process_memory(sight: Sight) -> Finding:
+def process_memory(sight: Sight) -> Check:
     """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
     readings, found = sight.readings, sight.processes
     if isinstance(readings, Failure):
-        return Finding(State.UNKNOWN, NO_NVML)
+        return Check(State.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
-        return Finding(State.UNKNOWN, NO_PROC)
+        return Check(State.UNKNOWN, NO_PROC)
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
-        return Finding(State.UNKNOWN, "the driver does not tell its version")
+        return Check(State.UNKNOWN, "the driver does not tell its version")
     if not process_memory_is_true(readings, found):
         is_its_pid = pids_are_true(readings, found)
         what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
-        return Finding(
+        return Check(
             State.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
             " and takes all that is in use on the engine's GPUs for the engine's",
@@ -104,14 +104,14 @@ def process_memory(sight: Sight) -> Finding:
     if untold:
         text = f"the memory of each process is not told on {', '.join(untold)}"
         fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Finding(State.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
+        return Check(State.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
     told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
     text = f"{told} tells each process's own memory, seen from {_namespace(found)}"
-    return Finding(State.OK, text)
+    return Check(State.OK, text)
 
 
-def _without(state: State, text: str, *fixes: Fix) -> Finding:
-    return Finding(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
+def _without(state: State, text: str, *fixes: Fix) -> Check:
+    return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
 
 
 def _fixes(failure: Failure) -> tuple[Fix, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, State
 from vllm_headroom.commands.terminal import wrapped
 
 Found = Mapping[str, Any]
@@ -16,14 +16,14 @@ INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
 
-def document(findings: Mapping[str, Finding], version: str) -> dict[str, Any]:
+def document(findings: Mapping[str, Check], version: str) -> dict[str, Any]:
     """Return what --json prints of the findings by name; `ok` is null where it is not known or does not apply."""
     checks = [_check(name, finding) for name, finding in findings.items()]
     is_all = all(check["state"] in {State.OK, State.NOT_APPLICABLE} for check in checks)
     return {"ok": is_all, "version": version, "checks": checks}
 
 
-def _check(name: str, finding: Finding) -> dict[str, Any]:
+def _check(name: str, finding: Check) -> dict[str, Any]:
     state = finding.state
     return {
         "name": name,

@@ -6,9 +6,9 @@ from argparse import Namespace
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.load.options import DESCRIPTION, EXAMPLES, options, order
 from vllm_headroom.commands.load.text import text
-from vllm_headroom.commands.verdict import Verdict
 
 
 async def _run(given: Namespace) -> dict[str, Any]:
@@ -27,5 +27,5 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     run=_run,
     text=text,
     document=lambda found: found,
-    status=lambda found: Verdict(found["verdict"]).status,
+    status=lambda found: Conclusion(found["verdict"]).status,
 )

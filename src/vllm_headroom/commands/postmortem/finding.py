@@ -31,7 +31,7 @@ class Sureness(StrEnum):
     POSSIBLE = "possible"
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """One cause that fits, in a sentence, and what shows it."""
 
     cause: Cause
@@ -40,7 +40,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     evidence: tuple[str, ...] = ()
 
 
-Step = tuple[str, str | None]
+Remedy = tuple[str, str | None]
 """What to do, and a link that helps."""
 
 CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
@@ -50,7 +50,7 @@ XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
 LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
 
-TODO: Final[dict[Cause, tuple[Step, ...]]] = {
+TODO: Final[dict[Cause, tuple[Remedy, ...]]] = {
     Cause.LEAK: (
         ("No option mends a leak: restart before it is full, and upgrade vLLM", None),
         ("Tell the authors, with the figures above", REPORT),

@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
-from vllm_headroom.commands.postmortem.report import Report, numbers
+from vllm_headroom.commands.postmortem.report import Postmortem, numbers
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point
 from vllm_headroom.expose.page.style import PAGE_STYLE
@@ -20,7 +20,7 @@ MARGIN: Final = 1.05
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
-def page(report: Report) -> str:
+def page(report: Postmortem) -> str:
     """Return the page."""
     title = f"Post-mortem: {report.answer.sentence}"
     when = "" if report.facts is None else instant(report.facts.seconds)
@@ -34,7 +34,7 @@ def page(report: Report) -> str:
     )
 
 
-def _body(report: Report) -> Iterator[str]:
+def _body(report: Postmortem) -> Iterator[str]:
     yield "<ul class=verdicts>"
     for finding in report.findings:
         yield (
@@ -53,7 +53,7 @@ def _body(report: Report) -> Iterator[str]:
     yield _list("The sidecar's log", [_safe(each) for each in log_lines(report.known)])
 
 
-def _figures(report: Report) -> Iterator[str]:
+def _figures(report: Postmortem) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
     for uuid in report.curves.uuids:
         yield _figure(f"Free memory of {uuid}, down to zero", report.curves.free(uuid), at, sized=True)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts
-from vllm_headroom.commands.postmortem.finding import TODO, Finding
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
+from vllm_headroom.commands.postmortem.finding import TODO, Diagnosis
 from vllm_headroom.commands.postmortem.known import Known, holders, log_lines, probed, sentences
 from vllm_headroom.commands.postmortem.timeline import Moment
 from vllm_headroom.commands.terminal import HEAD, headed, paragraphs, wrapped
@@ -21,7 +21,7 @@ MOST_HOLDERS: Final = 16
 Number = tuple[str, str]
 
 
-def numbers(facts: Facts, known: Known) -> Iterator[Number]:
+def numbers(facts: Circumstances, known: Known) -> Iterator[Number]:
     """Yield names and values, without what is not known."""
     yield facts.what.value, instant(facts.seconds)
     if facts.reason is not None:
@@ -54,7 +54,7 @@ def _engine(engine: EngineReading) -> Iterator[str]:
         yield f"gpu_memory_utilization {engine.gpu_memory_utilization_ratio:.3g}"
 
 
-def _gpu(gpu: GpuFacts) -> Iterator[str]:
+def _gpu(gpu: GpuAtEnd) -> Iterator[str]:
     known = (
         ("in all", gpu.total_bytes),
         ("left at the least", gpu.last_room_bytes),
@@ -70,23 +70,23 @@ def _gpu(gpu: GpuFacts) -> Iterator[str]:
 LAST_LINES: Final = 10
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Postmortem(Struct, frozen=True, kw_only=True):
     """What was found in a file, the surest first, and what shows it."""
 
     file: str
-    findings: tuple[Finding, ...]
-    facts: Facts | None
+    findings: tuple[Diagnosis, ...]
+    facts: Circumstances | None
     known: Known
     timeline: tuple[Moment, ...]
     curves: Curves
 
     @property
-    def answer(self) -> Finding:
+    def answer(self) -> Diagnosis:
         """What it was, as far as can be told."""
         return self.findings[0]
 
 
-def text(report: Report) -> Iterator[str]:
+def text(report: Postmortem) -> Iterator[str]:
     """Yield one page."""
     yield from paragraphs(
         (
@@ -101,30 +101,30 @@ def text(report: Report) -> Iterator[str]:
     )
 
 
-def _answer(report: Report) -> Iterator[str]:
+def _answer(report: Postmortem) -> Iterator[str]:
     when = "" if report.facts is None else f"{instant(report.facts.seconds)}: "
     yield from wrapped(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
     for evidence in report.answer.evidence:
         yield from headed("seen", evidence)
 
 
-def _also(report: Report) -> Iterator[str]:
+def _also(report: Postmortem) -> Iterator[str]:
     for finding in report.findings[1:]:
         yield from headed("or", f"{finding.sentence} ({finding.sureness})")
 
 
-def _said(report: Report) -> Iterator[str]:
+def _said(report: Postmortem) -> Iterator[str]:
     for sentence in sentences(report.known):
         yield from headed("said", f"{sentence} (the sidecar, before)")
 
 
-def _timeline(report: Report) -> Iterator[str]:
+def _timeline(report: Postmortem) -> Iterator[str]:
     if report.timeline:
         yield "Timeline"
     yield from (f"  {instant(seconds)}  {what}" for seconds, what in report.timeline)
 
 
-def _numbers(report: Report) -> Iterator[str]:
+def _numbers(report: Postmortem) -> Iterator[str]:
     if report.facts is None:
         return
     yield "Numbers for a bug report"
@@ -132,20 +132,20 @@ def _numbers(report: Report) -> Iterator[str]:
         yield from wrapped(f"  {name:<20} ", value)
 
 
-def _todo(report: Report) -> Iterator[str]:
+def _todo(report: Postmortem) -> Iterator[str]:
     for place, (what, link) in enumerate(TODO[report.answer.cause]):
         yield from headed("then" if place else "first", what)
         if link is not None:
             yield f"{'':<{HEAD}}{link}"
 
 
-def _log(report: Report) -> Iterator[str]:
+def _log(report: Postmortem) -> Iterator[str]:
     if lines := log_lines(report.known)[-LAST_LINES:]:
         yield "The sidecar's log then"
         yield from (f"  {each}" for each in lines)
 
 
-def document(report: Report) -> dict[str, Any]:
+def document(report: Postmortem) -> dict[str, Any]:
     """Return the one object of --json."""
     facts = report.facts
     return {
@@ -162,7 +162,7 @@ def document(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Diagnosis) -> dict[str, Any]:
     return {
         "cause": finding.cause,
         "sure": finding.sureness,

@@ -8,12 +8,12 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom.commands.conclusion import Conclusion, worst
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Holder, Sight
-from vllm_headroom.commands.verdict import Verdict, worst
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, gib
 
@@ -34,7 +34,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Clearance(Struct, frozen=True, kw_only=True):
     """What was seen and found; the findings with GOOD are remarks."""
 
     sight: Sight
@@ -43,14 +43,14 @@ class Report(Struct, frozen=True, kw_only=True):
     waited_seconds: float = 0.0
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Conclusion:
         """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
         return worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:
         """What is in the way of a go."""
-        return tuple(finding for finding in self.findings if finding.verdict is not Verdict.GOOD)
+        return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
     def may_pass(self) -> bool:
@@ -64,10 +64,10 @@ class Report(Struct, frozen=True, kw_only=True):
         return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
-def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Report:
+def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
     """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
     if isinstance(sight.readings, Failure):
-        return Report(sight=sight, findings=(checks.failure_of(sight.readings),))
+        return Clearance(sight=sight, findings=(checks.failure_of(sight.readings),))
     devices, found = choose(sight.readings.devices, wanted)
     gpus = tuple(gpu_report(device, sight, ask) for device in devices)
     findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
@@ -75,7 +75,7 @@ def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> 
     if ask.tensor_parallel_size > 1:
         findings += (*identical(devices), *checks.shared_memory(sight.shm))
     told = tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings))
-    return Report(sight=sight, findings=told, gpus=gpus)
+    return Clearance(sight=sight, findings=told, gpus=gpus)
 
 
 def held_by(gpu: GpuReport) -> str:
@@ -122,4 +122,4 @@ def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> Iterator[Finding]:
 
 
 def _remark(finding: Finding) -> Finding:
-    return replace(finding, verdict=Verdict.GOOD, text=f"{finding.text} (ignored)")
+    return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")

@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 from msgspec import Struct
 
-from vllm_headroom.expose.answers import Answer, Request, text
+from vllm_headroom.expose.answers import Request, Response, text
 from vllm_headroom.expose.web.config import Tls, WebConfig, read_web_config
 from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.users import Call, Users
@@ -52,21 +52,21 @@ class Door:
         names = (certificate or {}).get("subjectAltName", ())
         return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
 
-    async def refusal(self, request: Request) -> Answer | None:
+    async def refusal(self, request: Request) -> Response | None:
         """Return what is answered to a request without the right login, None to one with it."""
         users = self._lock.config.users
         if not users or await self._users.knows(users, request.headers.get("authorization", "")):
             return None
         refused = text(401, "Unauthorized")
-        return Answer(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
+        return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
 
-    def dressed(self, answer: Answer) -> Answer:
+    def dressed(self, answer: Response) -> Response:
         """Return the answer with the headers that the file asks for."""
         headers = self._lock.config.headers
         if not headers:
             return answer
         others = (each for each in answer.headers if each[0] not in headers)
-        return Answer(
+        return Response(
             status=answer.status,
             body=answer.body,
             content_type=answer.content_type,

@@ -9,14 +9,14 @@ from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshots
 
 Record = dict[str, Any]
 Records = Iterable[Record]
 
-UNTOLD: Final = Settings()
+UNTOLD: Final = EngineArgs()
 BEGAN: Final = 1_760_000_000.0
 STEP: Final = 30.0
 MIB: Final = 2**20
@@ -33,7 +33,7 @@ def text(records: Records) -> str:
     return "\n".join(('{"headroom_trace": 1}', *map(json.dumps, records))) + "\n"
 
 
-def facts(records: Records, settings: Settings = UNTOLD) -> Facts:
+def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
     return history(records).facts(settings)
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, State
 from vllm_headroom.trace.write import HEADER, line
 
 USER = f"user {os.getuid()}"
 
 
-def state_dir(path: Path) -> Finding:
+def state_dir(path: Path) -> Check:
     return examined(STATE_DIR=str(path))["state_dir"]
 
 
-def trace_file(path: Path) -> Finding:
+def trace_file(path: Path) -> Check:
     return examined(TRACE_FILE=str(path))["trace_file"]
 
 

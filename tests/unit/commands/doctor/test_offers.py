@@ -4,12 +4,12 @@ import pytest
 
 from tests.contract.recorded import FOLDER, OTHERS
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, State
 
 SGLANG = ('sglang:num_running_reqs{model_name="m"} 1', 'sglang:prompt_tokens_total{model_name="m"} 5')
 
 
-def offers(metrics: str, name: str, **settings: str) -> Finding:
+def offers(metrics: str, name: str, **settings: str) -> Check:
     with Vllm(metrics) as server:
         return examined(ENGINE_URL=server.url, **settings)[name]
 

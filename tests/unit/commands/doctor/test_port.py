@@ -11,12 +11,12 @@ from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, State
 
 SERVED = 'headroom_build_info{version="0.1.0",revision="",python_version="3.13.0"} 1.0\n'
 
 
-def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Finding:
+def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Check:
     return examined(LISTEN_PORT=str(port), LISTEN_HOST=host, **settings)["listen_port"]
 
 

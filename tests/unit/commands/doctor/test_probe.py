@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, State
 from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
 
@@ -31,7 +31,7 @@ def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
     (folder / f"{pid}-{int(report['started_at'])}.json").write_text(json.dumps(report))
 
 
-def found(folder: Path, proc: Path | None = None) -> Finding:
+def found(folder: Path, proc: Path | None = None) -> Check:
     return examined(proc, PROBE_DIR=str(folder))["probe"]
 
 

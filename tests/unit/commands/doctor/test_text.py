@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.fixes import Finding, Fix, State
+from vllm_headroom.commands.doctor.fixes import Check, Fix, State
 from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.commands.terminal import WIDTH
 
-FINE = Finding(State.OK, "NVML answers, driver 580.95.05")
-UNSET = Finding(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
-UNKNOWN = Finding(State.UNKNOWN, "needs NVML, see nvml")
-MISSING = Finding(
+FINE = Check(State.OK, "NVML answers, driver 580.95.05")
+UNSET = Check(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
+UNKNOWN = Check(State.UNKNOWN, "needs NVML, see nvml")
+MISSING = Check(
     State.MISSING,
     "vLLM answers, but none of its processes shows here " * 3,
     details=("a detail",),
@@ -47,7 +47,7 @@ def test_that_nothing_is_missing_is_said() -> None:
 
 
 def test_the_text_fits() -> None:
-    told = text(document({"engine": Finding(State.MISSING, "model" + " word" * 99)}, "0.1.0"))
+    told = text(document({"engine": Check(State.MISSING, "model" + " word" * 99)}, "0.1.0"))
 
     assert max(map(len, told)) <= WIDTH
 
@@ -58,7 +58,7 @@ def test_the_text_fits() -> None:
     ids=["not-set", "unknown", "missing"],
 )
 def test_everything_is_available_when_nothing_is_missing_or_unknown(
-    findings: tuple[Finding, ...],
+    findings: tuple[Check, ...],
     available: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     told = document({str(place): finding for place, finding in enumerate(findings)}, "0.1.0")

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
 from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.postmortem.command import COMMAND
 from vllm_headroom.model import Snapshot
@@ -234,7 +234,7 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     courses = [watch.gpus[0][2].leaking for watch in watches]
     assert courses[0] == courses[1]
     assert courses[0]
-    assert histories[0].facts(Settings()) == histories[1].facts(Settings())
+    assert histories[0].facts(EngineArgs()) == histories[1].facts(EngineArgs())
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.commands.postmortem.command import judge
-from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshot_of
@@ -20,7 +20,7 @@ EACH = 20
 LEAST_RIGHT = 0.95
 
 
-def named(scene: Scene) -> Finding:
+def named(scene: Scene) -> Diagnosis:
     follower = Follower(scene.header)
     for record in scene.samples:
         snapshot = snapshot_of(record)
@@ -50,7 +50,7 @@ def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
     assert Sureness.SURE not in {finding.sureness for finding in said}
 
 
-def told(spoil: Spoil) -> list[tuple[Cause, Finding]]:
+def told(spoil: Spoil) -> list[tuple[Cause, Diagnosis]]:
     """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret
