@@ -12,9 +12,11 @@ import structlog
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
+from vllm_headroom.daemon.assembly import canary_of, gate_of, sampler_of
 from vllm_headroom.daemon.build import build, version
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
+from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
@@ -28,6 +30,7 @@ from vllm_headroom.expose.snapshot import snapshot_json
 from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -60,7 +63,7 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
         )
         return CANNOT_LISTEN
     try:
-        door = None if settings.web_config_file is None else door_of(settings.web_config_file)
+        door = None if settings.web_config_file is None else Door(settings.web_config_file)
     except WebConfigError as error:
         for line in error.lines:
             log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
@@ -81,7 +84,7 @@ async def _run(
     parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
-    keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
+    keeper = None if settings.state_dir is None else Keeper(folder=settings.state_dir, clock=clock, version=version())
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     views = Views(
@@ -90,12 +93,15 @@ async def _run(
         unhealthy=heartbeat.unhealthy,
         notice=parts.notice,
         runbooks=settings.runbooks_url,
-        flight=None if settings.state_dir is None else flight_of(settings.state_dir),
+        flight=None
+        if settings.state_dir is None
+        else Flight(folder=settings.state_dir, lines=remembered().lines, version=version()),
     )
     recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
-    recorder = None if settings.trace_file is None else recorder_of(settings.trace_file, settings.trace_max_bytes)
+    trace = settings.trace_file
+    recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
     home = f"http://localhost:{listener.getsockname()[1]}/"
 
     async def tick() -> None:

@@ -19,7 +19,7 @@ from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
-from vllm_headroom.trace.writing import Call, Writing, real
+from vllm_headroom.trace.writing import Writing, real
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 log = structlog.get_logger()
@@ -54,10 +54,10 @@ class Flight:
     logged when it begins and when it ends, and costs the record only.
     """
 
-    def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
+    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str) -> None:
         self.last: Incident | None = None
         self._folder = folder
-        self._writing = Writing("flight record", folder / FLIGHT, call)
+        self._writing = Writing("flight record", folder / FLIGHT)
         self._lines = lines
         self._version = version
         self._exits: dict[ExitReason, int] | None = None

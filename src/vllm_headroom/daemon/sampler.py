@@ -34,8 +34,8 @@ from vllm_headroom.model import (
     Snapshot,
     Values,
 )
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
 
 PARSE_SECONDS: Final = 2.0
 """A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""

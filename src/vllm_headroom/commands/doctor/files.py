@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, State, setting
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import attempted
+from vllm_headroom.worker import Worker
 
 FILE_SECONDS: Final = 2.0
 """As the daemon waits for its state: beyond this the volume counts as hung."""
@@ -69,7 +69,7 @@ def _volume(variable: str, value: str) -> tuple[Fix, ...]:
 
 async def _problem(attempt: Callable[[], None]) -> str | None:
     """Return what went wrong; on a thread of its own, since a volume can hang."""
-    return await attempted(Worker[None]("files").call, attempt, FILE_SECONDS)
+    return await attempted(Worker[None]("files"), attempt, FILE_SECONDS)
 
 
 def _write_into(folder: Path) -> None:

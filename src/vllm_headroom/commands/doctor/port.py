@@ -19,8 +19,8 @@ from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import wanted_samples
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 
 ANSWER_SECONDS: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::"})

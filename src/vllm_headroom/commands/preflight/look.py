@@ -18,7 +18,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
 ENDED: Final = "a process that has ended"

@@ -13,7 +13,8 @@ from msgspec import Struct
 from vllm_headroom.expose.answers import Request, Response, text
 from vllm_headroom.expose.web.config import Tls, WebConfig, read_web_config
 from vllm_headroom.expose.web.document import WebConfigError
-from vllm_headroom.expose.web.users import Call, Users
+from vllm_headroom.expose.web.users import Users
+from vllm_headroom.worker import Worker
 
 log = structlog.get_logger()
 
@@ -30,12 +31,15 @@ class _Lock(Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before."""
+    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before.
 
-    def __init__(self, file: Path, call: Call, check: Call) -> None:
+    Files may hang, and a password takes its time on purpose: each of the two has a thread of its own.
+    """
+
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._call = call
-        self._users = Users(check)
+        self._worker = Worker[_Lock]("web")
+        self._users = Users()
         self._lock = _read(file)
         self._problem: str | None = None
 
@@ -78,7 +82,7 @@ class Door:
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
-                found = await self._call(lambda: _again(self._file, self._lock), FILE_SECONDS)
+                found = await self._worker.call(lambda: _again(self._file, self._lock), FILE_SECONDS)
             except TimeoutError:
                 self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
             except WebConfigError as error:

@@ -15,8 +15,8 @@ from vllm_headroom.scrape.amd.device import Look, memory_of, readings
 from vllm_headroom.scrape.amd.processes import Processes
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import Transitions
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
     errno.ENODEV: Reason.DEVICE_LOST,

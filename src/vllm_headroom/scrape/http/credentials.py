@@ -12,8 +12,8 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import failure
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 

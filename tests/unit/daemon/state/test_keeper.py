@@ -28,8 +28,8 @@ from vllm_headroom.daemon.state.file import NAME, File, encode, read, write
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.facts import Verdict
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Source
+from vllm_headroom.worker import Worker
 
 LAST = seen(ALARM_STEPS)
 NEXT = ALARM_STEPS + 10
@@ -255,19 +255,23 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
     assert [line["problem"] for line in lines] == ["the volume does not answer within 0.05 s"]
 
 
-def test_the_last_save_is_made_though_the_end_came_during_another(alarmed: Memory, tmp_path: Path) -> None:
-    worker, begun, go_on = Worker[Any]("state"), threading.Event(), threading.Event()
+def test_the_last_save_is_made_though_the_end_came_during_another(
+    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, begun, go_on = Worker.call, threading.Event(), threading.Event()
 
-    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:
+    async def call(worker: Worker[Any], function: Callable[[], Any], timeout_seconds: float) -> Any:
         def slowly() -> Any:
             begun.set()
             go_on.wait(30)
             return function()
 
-        return await worker.call(slowly, timeout_seconds + 30)
+        return await calls(worker, slowly, timeout_seconds + 30)
+
+    monkeypatch.setattr(Worker, "call", call)
 
     async def live() -> None:
-        subject = Keeper(folder=tmp_path, call=call, clock=FixedClock(LAST), version="0")
+        subject = Keeper(folder=tmp_path, clock=FixedClock(LAST), version="0")
         go_on.set()
         await subject.recall(LAST)
         begun.clear()
