@@ -47,7 +47,7 @@ class Day:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
-    day = stepped([each for each in snapshots(lines(name)) if isinstance(each, Snapshot)])
+    day = stepped(list(snapshots(lines(name))))
     written = len(encode(kept(day.memory, day.last))) - len(encode(kept(without_gpus(day.memory), day.last)))
     held = size(day.memory.gpus) - size({})
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, State, setting
+from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line
@@ -91,5 +92,8 @@ def _record_in(file: Path) -> None:
     with file.open("a+b") as stream:
         stream.seek(0)
         head = stream.readline(LONGEST_LINE)
-    if not line(HEADER).startswith(head) and next(snapshots((head,)), None) is not None:
-        raise ValueError(FOREIGN)
+    try:
+        if not line(HEADER).startswith(head):
+            tuple(snapshots((head,)))
+    except BadInput:
+        raise ValueError(FOREIGN) from None

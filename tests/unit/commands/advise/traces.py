@@ -10,7 +10,6 @@ from typing import Any, Final
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.history import History
 from vllm_headroom.commands.advise.settings import EngineArgs
-from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshots
 
 Record = dict[str, Any]
@@ -40,7 +39,6 @@ def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
 def history(records: Records) -> History:
     seen = History()
     for snapshot in snapshots(text(records).encode().splitlines()):
-        assert isinstance(snapshot, Snapshot), snapshot
         seen.step(snapshot)
     return seen
 

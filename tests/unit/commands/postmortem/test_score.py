@@ -13,7 +13,6 @@ from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.commands.postmortem.command import judge
 from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
-from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshot_of
 
 EACH = 20
@@ -23,9 +22,7 @@ LEAST_RIGHT = 0.95
 def named(scene: Scene) -> Diagnosis:
     follower = Follower(scene.header)
     for record in scene.samples:
-        snapshot = snapshot_of(record)
-        assert isinstance(snapshot, Snapshot), snapshot
-        follower.step(snapshot)
+        follower.step(snapshot_of(record))
     return judge(follower.facts, told=scene.header is not None or follower.silent)[0]
 
 
