@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import structlog
+import uvloop
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
+from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.assembly import canary_of, gate_of, sampler_of
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
-from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
+from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
@@ -45,9 +49,16 @@ NO_BYTES: Final = (
 )
 
 
-async def serve(settings: PlainSettings) -> int:
-    """Run the real daemon until it is told to stop; return the exit status."""
-    return await run(real_parts(settings), settings)
+def serve(settings: PlainSettings) -> NoReturn:
+    """Run the real daemon until it is told to stop, and end the process with its status; an error of its own is raised.
+
+    The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
+    SIGTERM may not.
+    """
+    logs.configure(settings.log_format, settings.log_level)
+    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(real_parts(settings), settings))
+    logging.shutdown()
+    os._exit(status)
 
 
 async def run(parts: Parts, settings: PlainSettings) -> int:
@@ -95,7 +106,7 @@ async def _run(
         runbooks=settings.runbooks_url,
         flight=None
         if settings.state_dir is None
-        else Flight(folder=settings.state_dir, lines=remembered().lines, version=version()),
+        else Flight(folder=settings.state_dir, lines=logs.remembered().lines, version=version()),
     )
     recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)
@@ -130,10 +141,12 @@ async def _run(
 def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, clock: Clock) -> Handler:
     return application(
         metrics=MetricsPage(
-            lambda: sampler.published,
-            clock.monotonic,
-            build(),
-            lambda: None if views.last_incident is None else views.last_incident.seconds,
+            HeadroomCollector(
+                lambda: sampler.published,
+                clock.monotonic,
+                build(),
+                lambda: None if views.last_incident is None else views.last_incident.seconds,
+            )
         ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),

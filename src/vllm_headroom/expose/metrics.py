@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
@@ -44,18 +43,10 @@ class _Part(Struct, frozen=True):
 
 
 class MetricsPage:
-    """Answers /metrics with what `published` returns (None before the first sample), and when an incident was."""
+    """Answers /metrics with what the collector has to show now."""
 
-    def __init__(
-        self,
-        published: Callable[[], Published | None],
-        monotonic: Callable[[], float],
-        build: tuple[str, str, str],
-        incident: Callable[[], float | None] = lambda: None,
-    ) -> None:
-        self._published = published
-        self._monotonic = monotonic
-        self._collector = HeadroomCollector(published, monotonic, build, incident)
+    def __init__(self, collector: HeadroomCollector) -> None:
+        self._collector = collector
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         self._shown: Published | None = None
@@ -77,7 +68,7 @@ class MetricsPage:
 
     def _parts(self, accept: str) -> tuple[str, tuple[_Part, ...]]:
         encode, content_type = _encoder(accept)
-        published = self._published()
+        published = self._collector.published()
         if published is not self._shown or len(self._formats) > _MOST_FORMATS:
             self._shown, self._formats = published, {}
         if content_type not in self._formats:
@@ -86,8 +77,8 @@ class MetricsPage:
         before, *after = self._formats[content_type]
         if published is None or not after:
             return content_type, (before, *after)
-        age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
-        return content_type, (before, _stored(f"{age_seconds!r}\n".encode()), *after)
+        age = f"{self._collector.age_seconds(published)!r}\n"
+        return content_type, (before, _stored(age.encode()), *after)
 
     def _rendering(self, encode: Encode, content_type: str) -> Rendering:
         if content_type not in self._renderings:

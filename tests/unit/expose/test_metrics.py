@@ -27,7 +27,7 @@ class World:
     def __init__(self) -> None:
         self.now = 101.0
         self.published: Published | None = None
-        self.page = MetricsPage(lambda: self.published, lambda: self.now, ("1.2.3", "abc", "3.11.7"))
+        self.page = MetricsPage(HeadroomCollector(lambda: self.published, lambda: self.now, ("1.2.3", "abc", "3.11.7")))
 
     def publish(self, running: float) -> None:
         samples = (Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), running),)

@@ -15,6 +15,7 @@ import uvloop
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Request, Response, application, text
+from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html
 from vllm_headroom.expose.server import Server, listen
@@ -35,7 +36,7 @@ async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIter
     sample = Sample(catalog.ENGINE_RUNNING, ("m", "0"), 7.0)
     published = Published(samples=(sample,), monotonic_seconds=100.0)
     handler = application(
-        metrics=MetricsPage(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7")),
+        metrics=MetricsPage(HeadroomCollector(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7"))),
         page=lambda _: html("<p>hello</p>"),
         snapshot=lambda _: text(200, "{}"),
         unhealthy=lambda: problem,
