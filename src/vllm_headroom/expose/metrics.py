@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Final
 from urllib.parse import parse_qs
@@ -12,12 +13,53 @@ from urllib.parse import parse_qs
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Request, Response
-from vllm_headroom.expose.collector import HeadroomCollector, registry
-from vllm_headroom.expose.rendering import Encode, Rendering
-from vllm_headroom.model import Published
+from vllm_headroom.expose.collector import HeadroomCollector, OneFamily, grouped, registry
+from vllm_headroom.model import Published, Sample
+
+_NO_VALUE: Final = 0.0
+_number: Final = lru_cache(maxsize=1024)(floatToGoString)
+"""Most values are those of the last page, or 0 and 1; writing one takes a microsecond."""
+
+Encode = Callable[[Collector], bytes]
+
+
+class Rendering:
+    """Writes the samples of one moment after another in the format of `encode`.
+
+    Rendering 244 samples takes 0.3 ms, and 1.5 with `encode` itself. It remembers the series of the last moment only.
+    """
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode = encode
+        self._written: dict[tuple[str, tuple[str, ...]], tuple[str, str]] = {}
+
+    def text(self, samples: Iterable[Sample]) -> str:
+        """Return the families of these samples, in the catalogue's order, without an end mark."""
+        before, self._written = self._written, {}
+        lines: list[str] = []
+        for family in grouped(samples):
+            title = ""
+            for sample in family:
+                key = (sample.metric.name, sample.labels)
+                written = self._written[key] = before.get(key) or self._first(sample)
+                if not title:
+                    title = written[0]
+                    lines.append(title)
+                lines.append(f"{written[1]} {_number(sample.value)}\n")
+        return "".join(lines)
+
+    def _first(self, sample: Sample) -> tuple[str, str]:
+        """Return the family's title and the series as prometheus-client writes them."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(OneFamily(Sample(sample.metric, sample.labels, _NO_VALUE)))
+        title, _, series = self._encode(registry).decode().removesuffix("# EOF\n").rstrip("\n").rpartition("\n")
+        return f"{title}\n", series.rpartition(" ")[0]
+
 
 _AGE: Final = f"\n{catalog.SAMPLE_AGE.name} ".encode()
 _GZIP_HEAD: Final = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"

@@ -12,9 +12,9 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
 from vllm_headroom.commands.load.clients import Clients, Pace
+from vllm_headroom.commands.load.command import Order
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.limits import limits, raise_descriptors
-from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from vllm_headroom import catalog
+from vllm_headroom.commands.load.command import Order
 from vllm_headroom.commands.load.judge import faults, growth, verdict
 from vllm_headroom.commands.load.observed import Labels, Observed, Span
-from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.run import Stage
 from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.load.tally import Quantiles

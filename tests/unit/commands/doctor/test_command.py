@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
+from vllm_headroom.commands.doctor.command import document
 from vllm_headroom.commands.doctor.fixes import State
-from vllm_headroom.commands.doctor.text import document
 
 
 def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_headroom.commands.doctor.command import document, text
 from vllm_headroom.commands.doctor.fixes import Check, Fix, State
-from vllm_headroom.commands.doctor.text import document, text
 from vllm_headroom.commands.terminal import WIDTH
 
 FINE = Check(State.OK, "NVML answers, driver 580.95.05")

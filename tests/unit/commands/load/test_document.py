@@ -15,10 +15,9 @@ from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.conclusion import Conclusion
-from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.run import SHARES, Stage
 from vllm_headroom.commands.load.stream import Completion, Outcome
 from vllm_headroom.commands.load.tally import Tally

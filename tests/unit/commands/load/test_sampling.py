@@ -19,10 +19,9 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.clients import Clients, Pace
-from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.run import Run, Stage, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace

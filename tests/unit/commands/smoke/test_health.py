@@ -10,10 +10,9 @@ from tests.fakes.engine_server import LOOPBACK, hang, page, reset
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
-from vllm_headroom.commands.smoke.command import healthy
+from vllm_headroom.commands.smoke.command import SmokeSettings, healthy
 from vllm_headroom.commands.smoke.completion import completed
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
