@@ -13,7 +13,8 @@ from vllm_headroom.daemon.life import Heartbeat
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.derive import derivations
-from vllm_headroom.derive.gates.gates import GATES, Rules, gates
+from vllm_headroom.derive.gates.gates import GATES, gates
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.sizing.footprint import token_bytes
