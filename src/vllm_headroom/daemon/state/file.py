@@ -115,6 +115,3 @@ LIVES: Final = File("lives.json", Lives, 2)
 
 HISTORY: Final = File("history.json", KeptHistory, 2)
 """Apart from the rest: it is of whatever engine was there, and only shown."""
-
-NAME: Final = STATE.name
-encode, decode, read, write, set_aside = STATE.encode, STATE.decode, STATE.read, STATE.write, STATE.set_aside
