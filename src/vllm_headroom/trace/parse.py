@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.parse.fields import WrongFieldError, each, within
+from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
 from vllm_headroom.trace.entries import engine_of, gpu_of, host_of, process_of
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.write import HEADER
@@ -58,11 +58,7 @@ def _is_header(record: object) -> bool:
     return isinstance(record, dict) and record.get(FORMAT) == HEADER[FORMAT]
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-_JSON: Final = json.JSONDecoder(parse_constant=_no_number)
+_JSON: Final = json.JSONDecoder(parse_constant=no_number)
 
 
 def _record(line: bytes) -> dict[str, Any] | str | None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.read import LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line, record_of
 from vllm_headroom.trace.writing import WRITE_SECONDS, Writing
 
-LONGEST_LINE: Final = 2**20
 FOREIGN: Final = "the file is there and is no trace: move it away, or name another"
 
 

@@ -12,7 +12,8 @@ from typing import Final
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, State, setting
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
+from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.recorder import FOREIGN
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import attempted
 from vllm_headroom.worker import Worker
