@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.record import Record, doubt, paired
-from vllm_headroom.commands.check.series import Reading, Series
+from vllm_headroom.commands.check.series import MemorySeries, Reading
 from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.derive.leak.facts import MIB, Observation, Track
 from vllm_headroom.derive.leak.facts import Verdict as Detected
@@ -37,7 +37,7 @@ def host_leaks(record: Record, before: Record | None, most: float) -> Iterator[J
         yield _leak(HOST_LEAK, record, series, None if before is None else before.host.get(role), most)
 
 
-def _leak(limit: str, record: Record, series: Series, past: Series | None, most: float) -> Judgement:
+def _leak(limit: str, record: Record, series: MemorySeries, past: MemorySeries | None, most: float) -> Judgement:
     told = Judgement(
         limit=limit,
         of=series.name,
@@ -74,7 +74,7 @@ def _interval(found: Moment) -> tuple[float, float] | None:
     return value * low / rate, value * high / rate
 
 
-def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judgement:
+def _quiet(told: Judgement, record: Record, series: MemorySeries, most: float) -> Judgement:
     """Judge a series without an alarm: it passes when a leak at the limit would not have gone unseen."""
     if series.course.undecided:
         why = f"an early warning, and steady growth takes an hour or more to be called a leak: {LONGER}"

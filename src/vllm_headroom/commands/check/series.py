@@ -118,7 +118,7 @@ class Costs:
         return next(reversed(self.at_load.values()), None)
 
 
-class Parts:
+class PartMeans:
     """The mean of each part of one GPU over a trace, while the engine served."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Parts:
         return {part: total / self._counts[part] for part, total in self._sums.items()}
 
 
-class Series:
+class MemorySeries:
     """What was read of the memory of one GPU or one role, which `key` names in the trace.
 
     `course` is what the detector says of it. `readings` are what the detector is fed, and only kept if `keeps` says so.
@@ -148,7 +148,7 @@ class Series:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.told = Coverage(), Coverage()
-        self.costs, self.parts = Costs(), Parts()
+        self.costs, self.parts = Costs(), PartMeans()
         self.readings: list[Reading] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None

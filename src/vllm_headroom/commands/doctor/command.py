@@ -11,7 +11,7 @@ from typing import Any, Final
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.fixes import Check, State
+from vllm_headroom.commands.doctor.fixes import Check, Status
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -30,7 +30,7 @@ from vllm_headroom.daemon.look import PROC, SYS
 Found = Mapping[str, Any]
 """A part of what --json prints."""
 
-MARKS: Final = {State.OK: "ok", State.MISSING: "MISSING", State.UNKNOWN: "unknown", State.NOT_APPLICABLE: "-"}
+MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
 INDENT: Final = " " * 9
 """The width of the marks: what follows stands below the name."""
 
@@ -38,7 +38,7 @@ INDENT: Final = " " * 9
 def document(checks: Mapping[str, Check], version: str) -> dict[str, Any]:
     """Return what --json prints of the checks by name; `ok` is null where it is not known or does not apply."""
     listed = [_check(name, check) for name, check in checks.items()]
-    is_all = all(check["state"] in {State.OK, State.NOT_APPLICABLE} for check in listed)
+    is_all = all(check["state"] in {Status.OK, Status.NOT_APPLICABLE} for check in listed)
     return {"ok": is_all, "version": version, "checks": listed}
 
 
@@ -47,10 +47,10 @@ def _check(name: str, check: Check) -> dict[str, Any]:
     return {
         "name": name,
         "state": state,
-        "ok": {State.OK: True, State.MISSING: False}.get(state),
-        "found": check.text if state is State.OK else None,
-        "missing": check.text if state is State.MISSING else None,
-        "reason": check.text if state in {State.UNKNOWN, State.NOT_APPLICABLE} else None,
+        "ok": {Status.OK: True, Status.MISSING: False}.get(state),
+        "found": check.text if state is Status.OK else None,
+        "missing": check.text if state is Status.MISSING else None,
+        "reason": check.text if state in {Status.UNKNOWN, Status.NOT_APPLICABLE} else None,
         "details": list(check.details),
         "absent": list(check.absent),
         "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
@@ -81,7 +81,7 @@ def _sum(found: Found) -> str:
     if found["ok"]:
         return "Everything is available."
     states = [check["state"] for check in found["checks"]]
-    return f"{states.count(State.MISSING)} missing and {states.count(State.UNKNOWN)} unknown, of {len(states)}."
+    return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
 
 
 DESCRIPTION: Final = """\

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, State, setting
+from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, Status, setting
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.read import LONGEST_LINE
@@ -31,7 +31,7 @@ async def state_dir(folder: Path | None) -> Check:
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
             " is kept for vllm-headroom postmortem"
         )
-        return Check(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     problem = await _problem(partial(_write_into, folder))
     return _judged(folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))
 
@@ -40,7 +40,7 @@ async def trace_file(file: Path | None) -> Check:
     """Tell whether samples can be recorded."""
     if file is None:
         text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
-        return Check(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     problem = await _problem(partial(_record_in, file))
     if problem == FOREIGN:
         return _judged(file, problem, (setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
@@ -50,8 +50,8 @@ async def trace_file(file: Path | None) -> Check:
 def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Check:
     user = f"user {os.getuid()}"
     if problem is None:
-        return Check(State.OK, f"{path} can be written by {user}")
-    return Check(State.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
+        return Check(Status.OK, f"{path} can be written by {user}")
+    return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
 
 
 def _volume(variable: str, value: str) -> tuple[Fix, ...]:

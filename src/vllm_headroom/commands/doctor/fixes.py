@@ -10,7 +10,7 @@ from msgspec import Struct
 from vllm_headroom.vocabulary import Reason
 
 
-class State(StrEnum):
+class Status(StrEnum):
     """How it stands with one thing; what could not be found out is never called available or missing."""
 
     OK = "ok"
@@ -33,7 +33,7 @@ class Check(Struct, frozen=True):
     that are not on the daemon's page meanwhile; one that ends in `*` stands for all that begin so.
     """
 
-    state: State
+    state: Status
     text: str
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from vllm_headroom.commands.doctor.fixes import (
     TRACE_THEM,
     Check,
     Fix,
-    State,
+    Status,
     setting,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
@@ -51,7 +51,7 @@ DOWN: Final = "needs the engine to run, see engine"
 def gpu_attribution(sight: Sight, selection: Selection) -> Check:
     """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
     if isinstance(sight.readings, Failure):
-        return Check(State.UNKNOWN, NO_NVML)
+        return Check(Status.UNKNOWN, NO_NVML)
     return replace(
         _judged(sight, selection),
         details=tuple(f"{called(gpu.reading)} {HOW[gpu.attribution]}" for gpu in sight.gpus),
@@ -65,12 +65,12 @@ def _judged(sight: Sight, selection: Selection) -> Check:
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Check(State.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
+        return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
     if not owned:
         return _none(sight)
     if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
-        return Check(State.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
-    return Check(State.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
+        return Check(Status.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
+    return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
 
 
 def _is_elsewhere(sight: Sight) -> bool:
@@ -91,24 +91,24 @@ def _none(sight: Sight) -> Check:
     processes, name_them = sight.processes, _named(sight)
     if isinstance(processes, Failure):
         share = SEE_THE_PROCESSES if processes == HIDDEN else ()
-        return Check(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
+        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
-        return Check(State.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
+        return Check(Status.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
     if isinstance(sight.page, Failure):
-        return Check(State.UNKNOWN, DOWN, fixes=(name_them,))
+        return Check(Status.UNKNOWN, DOWN, fixes=(name_them,))
     if not processes.engine:
         share = () if processes.sees_host_pids else SEE_THE_PROCESSES
-        return Check(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
+        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if _could_be_told(sight):
-        return Check(State.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
+        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
     return _unmatched(sight, name_them)
 
 
 def _unmatched(sight: Sight, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
-        return Check(State.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
-    return Check(State.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
+        return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
+    return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
 
 
 def _named(sight: Sight) -> Fix:

@@ -11,7 +11,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.fixes import Check, Fix, State, setting
+from vllm_headroom.commands.doctor.fixes import Check, Fix, Status, setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
 from vllm_headroom.expose.web.config import read_web_config
@@ -38,7 +38,7 @@ async def listen_port(host: str, port: int, web_config: Path | None = None) -> C
     """
     if port == 0:
         text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
-        return Check(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     serving = await _serving("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
@@ -55,11 +55,11 @@ async def listen_port(host: str, port: int, web_config: Path | None = None) -> C
         fix = _another_port(port) if error.errno == errno.EACCES else ANOTHER_HOST
         return _refused(f"no daemon can listen on {where}: {problem}", fix)
     text = f"port {port} is free: no daemon is running here"
-    return Check(State.OK, text)
+    return Check(Status.OK, text)
 
 
 def _refused(text: str, fix: Fix) -> Check:
-    return Check(State.MISSING, text, absent=("headroom_*",), fixes=(fix,))
+    return Check(Status.MISSING, text, absent=("headroom_*",), fixes=(fix,))
 
 
 def _another_port(port: int) -> Fix:
@@ -77,7 +77,7 @@ async def _serving(host: str, port: int, web_config: Path | None) -> Check | Non
         return None
     version = samples[0].labels.get("version", "")
     text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
-    return Check(State.OK, text)
+    return Check(Status.OK, text)
 
 
 async def _locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Check | None:
@@ -92,13 +92,13 @@ async def _locked(failure: Failure, host: str, port: int, web_config: Path | Non
         return None
     if web_config is not None and shown == _own_certificate(web_config):
         text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-        return Check(State.OK, text)
+        return Check(Status.OK, text)
     return _untold(f"port {port} speaks TLS")
 
 
 def _untold(found: str) -> Check:
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one cannot be told from here"
-    return Check(State.UNKNOWN, text)
+    return Check(Status.UNKNOWN, text)
 
 
 def _certificate(host: str, port: int) -> bytes | None:

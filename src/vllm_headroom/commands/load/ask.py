@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vllm_headroom.commands.load.connection import Connection
+from vllm_headroom.commands.load.connection import ClientConnection
 from vllm_headroom.commands.load.stream import Completion, Outcome, Stream, shown
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import Target
@@ -36,7 +36,7 @@ class Asker:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(AT_ONCE)
-        self._idle: list[tuple[float, Connection]] = []
+        self._idle: list[tuple[float, ClientConnection]] = []
 
     async def ask(self, tally: Tally) -> Outcome:
         """Make one request and count it; one that is cancelled counts as unfinished."""
@@ -77,7 +77,7 @@ class Asker:
             tally.succeed(answer, began=began, first=stream.first_seconds or now, ended=now)
         return answer
 
-    async def _connection(self) -> tuple[Connection, float]:
+    async def _connection(self) -> tuple[ClientConnection, float]:
         """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
         while self._idle:
             since, connection = self._idle.pop()
@@ -87,7 +87,7 @@ class Asker:
         async with self._connecting:
             began, target = self._now(), self._target
             _, connection = await asyncio.get_running_loop().create_connection(
-                partial(Connection, self._now),
+                partial(ClientConnection, self._now),
                 *target.address,
                 ssl=target.tls,
                 server_hostname=target.host if target.tls else None,

@@ -25,7 +25,7 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
+from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
@@ -45,7 +45,7 @@ async def load(order: Order) -> dict[str, Any]:
     try:
         tls = trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
-    except Unusable as error:
+    except UnusableCredentials as error:
         raise BadInput(str(error)) from None
     _check_limits(order, tls=tls is not None)
     target = await find(order.url, order.api, tls, bearer)

@@ -28,7 +28,7 @@ MOST_BODY_BYTES: Final = 2**16
 """Of an answer that is no stream; enough for what a server says of an error."""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """Carries one request at a time; `reusable` tells whether another may follow. Times are of `now`."""
 
     def __init__(self, now: Callable[[], float]) -> None:

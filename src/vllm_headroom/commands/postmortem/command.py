@@ -10,7 +10,7 @@ from typing import Final
 
 from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.postmortem.facts import Circumstances
-from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
 from vllm_headroom.commands.postmortem.report import Postmortem, document, text
@@ -55,13 +55,13 @@ RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
 """Of findings that are as sure as each other, the first counts."""
 
 UNKNOWN: Final = Diagnosis(
-    cause=Cause.UNKNOWN,
+    cause=EndCause.UNKNOWN,
     sureness=Sureness.POSSIBLE,
     sentence="What ended the engine cannot be told from this.",
     evidence=("vLLM's own log has the last word (kubectl logs --previous), and the kernel's (dmesg -T)",),
 )
 NOTHING: Final = Diagnosis(
-    cause=Cause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
+    cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
 )
 
 

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.commands.doctor.command import document, text
-from vllm_headroom.commands.doctor.fixes import Check, Fix, State
+from vllm_headroom.commands.doctor.fixes import Check, Fix, Status
 from vllm_headroom.commands.terminal import WIDTH
 
-FINE = Check(State.OK, "NVML answers, driver 580.95.05")
-UNSET = Check(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
-UNKNOWN = Check(State.UNKNOWN, "needs NVML, see nvml")
+FINE = Check(Status.OK, "NVML answers, driver 580.95.05")
+UNSET = Check(Status.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
+UNKNOWN = Check(Status.UNKNOWN, "needs NVML, see nvml")
 MISSING = Check(
-    State.MISSING,
+    Status.MISSING,
     "vLLM answers, but none of its processes shows here " * 3,
     details=("a detail",),
     absent=("headroom_host_*",),
@@ -47,7 +47,7 @@ def test_that_nothing_is_missing_is_said() -> None:
 
 
 def test_the_text_fits() -> None:
-    told = text(document({"engine": Check(State.MISSING, "model" + " word" * 99)}, "0.1.0"))
+    told = text(document({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0"))
 
     assert max(map(len, told)) <= WIDTH
 

@@ -11,7 +11,7 @@ from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.commands.postmortem.command import judge
-from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.trace.parse import snapshot_of
 
@@ -43,11 +43,11 @@ def test_the_named_cause_is_right_and_never_surely_wrong() -> None:
 def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
     said = [named(scenes.scene(scenes.hasty_neighbour, seed)) for seed in range(10)]
 
-    assert {str(finding.cause) for finding in said} == {Cause.BURST}
+    assert {str(finding.cause) for finding in said} == {EndCause.BURST}
     assert Sureness.SURE not in {finding.sureness for finding in said}
 
 
-def told(spoil: Spoil) -> list[tuple[Cause, Diagnosis]]:
+def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
     """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Circumstances, What
-from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES, left
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import ExitReason
@@ -23,7 +23,7 @@ def killed(facts: Circumstances) -> Diagnosis | None:
     if facts.reason is not ExitReason.OOM_KILLED:
         return None
     return Diagnosis(
-        cause=Cause.KILLED,
+        cause=EndCause.KILLED,
         sureness=Sureness.SURE,
         sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
         evidence=("the kernel counted a kill for want of memory in the engine's container then", ran(facts)),
@@ -36,7 +36,7 @@ def hang(facts: Circumstances) -> Diagnosis | None:
         return None
     page = "its page went on to answer" if facts.answered else "its page did not answer, and its processes lived"
     return Diagnosis(
-        cause=Cause.HANG,
+        cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
         sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
         evidence=(ran(facts), page),
@@ -55,7 +55,7 @@ def crash(facts: Circumstances) -> Diagnosis | None:
     likely = facts.served and at_ease and (facts.broken or bool(facts.running))
     whole = "A crash" if facts.served else "A start that failed"
     return Diagnosis(
-        cause=Cause.CRASH,
+        cause=EndCause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
         sentence=f"{whole} with GPU memory at ease: look elsewhere."
         if at_ease
@@ -72,7 +72,7 @@ def orderly(facts: Circumstances) -> Diagnosis | None:
         return None
     gpu = facts.worst
     return Diagnosis(
-        cause=Cause.ORDERLY,
+        cause=EndCause.ORDERLY,
         sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
         sentence="An orderly end: the engine had nothing left to do.",
         evidence=(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
-from vllm_headroom.commands.postmortem.finding import Cause, Diagnosis, Sureness
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
 from vllm_headroom.units import GIB, duration, size
 from vllm_headroom.vocabulary import LeakState
@@ -39,7 +39,7 @@ def never_fitted(facts: Circumstances) -> Diagnosis | None:
         return None
     told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
     return Diagnosis(
-        cause=Cause.NEVER_FITTED,
+        cause=EndCause.NEVER_FITTED,
         sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
         sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
         evidence=(left(gpu), *told),
@@ -57,7 +57,7 @@ def leak(facts: Circumstances) -> Diagnosis | None:
     told_apart = gpu.others_bytes is not None and gpu.jumped_bytes is not None
     sure = gpu.leak is LeakState.LEAKING and gpu.is_full and told_apart
     return Diagnosis(
-        cause=Cause.LEAK,
+        cause=EndCause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory by a leak: the engine grew until GPU {gpu.index} was full.",
         evidence=tuple(_leaked(facts, gpu)),
@@ -73,7 +73,7 @@ def neighbour(facts: Circumstances) -> Diagnosis | None:
         return None
     sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
     return Diagnosis(
-        cause=Cause.NEIGHBOUR,
+        cause=EndCause.NEIGHBOUR,
         sureness=Sureness.SURE if sure else Sureness.LIKELY,
         sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of GPU {gpu.index}.",
         evidence=(
@@ -85,7 +85,7 @@ def neighbour(facts: Circumstances) -> Diagnosis | None:
 
 def _joined(gpu: GpuAtEnd) -> Diagnosis:
     return Diagnosis(
-        cause=Cause.NEIGHBOUR,
+        cause=EndCause.NEIGHBOUR,
         sureness=Sureness.LIKELY,
         sentence=f"Out of GPU memory by a neighbour: another process had come to GPU {gpu.index}.",
         evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
@@ -104,7 +104,7 @@ def burst(facts: Circumstances) -> Diagnosis | None:
     alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and told_apart
     sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
     return Diagnosis(
-        cause=Cause.BURST,
+        cause=EndCause.BURST,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst: GPU {gpu.index} was filled within minutes.",
         evidence=tuple(_burst(facts, gpu)),
@@ -121,13 +121,13 @@ def _perhaps(facts: Circumstances) -> Diagnosis | None:
         return None
     if facts.ooms:
         text = "Out of GPU memory in a burst: torch was refused what it asked for."
-        return Diagnosis(cause=Cause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+        return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
     if not facts.running or gpu is None:
         return None
     if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
         return None
     return Diagnosis(
-        cause=Cause.BURST,
+        cause=EndCause.BURST,
         sureness=Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on GPU {gpu.index}.",
         evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
