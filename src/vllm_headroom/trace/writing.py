@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,19 @@ def make(folder: Path) -> None:
 def real(folder: Path) -> Path:
     """Return the folder that this path leads to now, itself where that cannot be told."""
     return Path(os.path.realpath(folder))
+
+
+def put(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
+    """Put a file in the place of an older one: it is there as a whole, and durably, or not at all; raises OSError."""
+    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+    try:
+        with unfinished.open("xb") as stream:
+            stream.writelines(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 class Writing:
