@@ -8,8 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
@@ -42,7 +40,6 @@ PARSE_SECONDS: Final = 2.0
 
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
-log = structlog.get_logger()
 
 
 class Sampler:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.probe.install import install
 from vllm_headroom.commands.probe.record import NO_ANSWER, record
-from vllm_headroom.config.kinds import DURATION, Value, choice
+from vllm_headroom.config.kinds import DURATION, FILE, Value, bounded, choice
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.units import duration, size
@@ -95,21 +95,10 @@ class ProbeSettings(Settings):
     no_options: ClassVar = frozenset(Settings.model_fields) - {"probe_dir"}
 
 
-def _folder(text: str) -> Path:
-    if not text:
-        raise ValueError
-    return Path(text)
-
-
-def _seconds(text: str) -> float:
-    seconds = DURATION(text)
-    if seconds > LONGEST_SECONDS:
-        raise ValueError
-    return seconds
-
-
-FOLDER: Final = Value(read=_folder, accepts="the path of a folder")
-TIME: Final = Value(read=_seconds, accepts="a duration above 0, at most an hour, such as 90s or 10m")
+FOLDER: Final = Value(read=FILE.read, accepts="the path of a folder")
+TIME: Final = Value(
+    read=bounded(DURATION.read, 0, LONGEST_SECONDS), accepts="a duration above 0, at most an hour, such as 90s or 10m"
+)
 
 
 def _options(parser: Parser) -> None:
