@@ -7,14 +7,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BeforeValidator
-
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.smoke.completion import completed, counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import State, Step
-from vllm_headroom.config.fields import setting
+from vllm_headroom.config.fields import from_text, setting
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
@@ -23,14 +21,6 @@ from vllm_headroom.units import duration, duration_seconds, share
 from vllm_headroom.vocabulary import Reason
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
-
-
-def _seconds(value: object) -> object:
-    return duration_seconds(value) if isinstance(value, str) else value
-
-
-def _share(value: object) -> object:
-    return share(value) if isinstance(value, str) else value
 
 
 def _duration(default: float, shown: str, description: str) -> float:
@@ -54,13 +44,13 @@ class SmokeSettings(Settings):
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
     )
 
-    deadline: Annotated[float, BeforeValidator(_seconds)] = _duration(
+    deadline: Annotated[float, from_text(duration_seconds)] = _duration(
         900, "15m", "How long vLLM may take until it is healthy; a large model loads for minutes."
     )
-    completion_deadline: Annotated[float, BeforeValidator(_seconds)] = _duration(
+    completion_deadline: Annotated[float, from_text(duration_seconds)] = _duration(
         120, "2m", "How long the one completion may take; the first compiles kernels."
     )
-    max_discrepancy: Annotated[float, BeforeValidator(_share)] = setting(
+    max_discrepancy: Annotated[float, from_text(share)] = setting(
         0.05,
         "How much more GPU memory vLLM may hold than it was told to use.",
         accepts="a share such as 5% or 0.05, at most 100%",
