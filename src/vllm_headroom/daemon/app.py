@@ -27,10 +27,12 @@ from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
 from vllm_headroom.expose.collector import HeadroomCollector
+from vllm_headroom.expose.history import History
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
+from vllm_headroom.expose.view import View
 from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
@@ -95,23 +97,22 @@ async def _run(
     parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
-    keeper = None if settings.state_dir is None else Keeper(folder=settings.state_dir, clock=clock, version=version())
+    folder, trace = settings.state_dir, settings.trace_file
+    keeper = None if folder is None else Keeper(folder=folder, clock=clock, version=version())
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
-    views = Views(
-        clock=clock,
+    empty = View(
+        version=version(),
         interval_seconds=interval,
-        unhealthy=heartbeat.unhealthy,
+        history=History(),
         notice=parts.notice,
         runbooks=settings.runbooks_url,
-        flight=None
-        if settings.state_dir is None
-        else Flight(folder=settings.state_dir, lines=logs.remembered().lines, version=version()),
     )
+    flight = None if folder is None else Flight(folder=folder, lines=logs.remembered().lines, version=version())
+    views = Views(empty=empty, clock=clock, unhealthy=heartbeat.unhealthy, flight=flight)
     recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
-    trace = settings.trace_file
     recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
     home = f"http://localhost:{listener.getsockname()[1]}/"
 

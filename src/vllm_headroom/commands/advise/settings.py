@@ -60,6 +60,13 @@ engine_sleep_state are in no older one.
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
 """Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
 
+SHOWN_BY: Final = {
+    "prefix_cache_queries": COUNTS_PREFIXES,
+    "kv_cache_memory_bytes": SIZES_CACHE_IN_BYTES,
+    "sleep_state": TELLS_SLEEP,
+}
+"""The first version that offers an input."""
+
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 

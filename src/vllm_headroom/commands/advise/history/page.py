@@ -14,13 +14,7 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.limits import FULL_RATIO, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import (
-    COUNTS_PREFIXES,
-    OLDEST,
-    SIZES_CACHE_IN_BYTES,
-    TELLS_SLEEP,
-    EngineArgs,
-)
+from vllm_headroom.commands.advise.settings import OLDEST, SHOWN_BY, EngineArgs
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.derive.verdicts import LOW_BYTES
@@ -80,11 +74,7 @@ def _samples(text: str) -> Iterator[Sample]:
 def _settings(page: Values, told: EngineArgs) -> EngineArgs:
     """Return the settings with what the page shows; what the operator told is believed."""
     shown = OLDEST
-    for name, version in (
-        ("prefix_cache_queries", COUNTS_PREFIXES),
-        ("kv_cache_memory_bytes", SIZES_CACHE_IN_BYTES),
-        ("sleep_state", TELLS_SLEEP),
-    ):
+    for name, version in SHOWN_BY.items():
         shown = max(shown, version) if page.value(catalog.INPUT_AVAILABLE, name) else shown
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
