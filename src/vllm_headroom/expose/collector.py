@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from vllm_headroom import catalog
 from vllm_headroom.model import Metric, Published, Sample
-from vllm_headroom.vocabulary import Kind
+from vllm_headroom.vocabulary import MetricType
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
@@ -76,7 +76,7 @@ def grouped(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _family(metric: Metric, samples: list[Sample]) -> Family:
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
     for sample in samples:
         family.add_metric(sample.labels, sample.value)

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.history.history import Past
 from vllm_headroom.commands.advise.report import document, text
 from vllm_headroom.commands.advise.settings import EngineArgs, Version, version_of
 from vllm_headroom.commands.advise.verdict import Assessment, judge
@@ -98,10 +98,10 @@ async def _asked(given: Namespace) -> Assessment:
 
 
 def _recorded(given: Namespace, settings: EngineArgs) -> Facts:
-    history = History()
+    past = Past()
     for snapshot in recorded(given.trace or given.trace_option, reading):
-        history.step(snapshot)
-    return history.facts(settings)
+        past.step(snapshot)
+    return past.facts(settings)
 
 
 COMMAND: Final[Command[Assessment]] = Command(

@@ -156,10 +156,10 @@ async def _run(given: Namespace) -> Clearance:
     processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Clearance:
-        sight = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         if url is None:
-            return judge(sight, ask, wanted, ignored)
-        return judge_wake(sight, await _page(url), ask)
+            return judge(conditions, ask, wanted, ignored)
+        return judge_wake(conditions, await _page(url), ask)
 
     try:
         return await settled(report, given.wait, tell)

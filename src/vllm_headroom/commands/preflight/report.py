@@ -13,7 +13,7 @@ from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Holder, Sight
+from vllm_headroom.commands.preflight.look import Conditions, Holder
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, gib
 
@@ -37,7 +37,7 @@ class GpuReport(Struct, frozen=True, kw_only=True):
 class Clearance(Struct, frozen=True, kw_only=True):
     """What was seen and found; the findings with GOOD are remarks."""
 
-    sight: Sight
+    conditions: Conditions
     findings: tuple[Finding, ...]
     gpus: tuple[GpuReport, ...] = ()
     waited_seconds: float = 0.0
@@ -64,18 +64,18 @@ class Clearance(Struct, frozen=True, kw_only=True):
         return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
-def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
+def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
     """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
-    if isinstance(sight.readings, Failure):
-        return Clearance(sight=sight, findings=(checks.failure_of(sight.readings),))
-    devices, found = choose(sight.readings.devices, wanted)
-    gpus = tuple(gpu_report(device, sight, ask) for device in devices)
-    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
-    findings += checks.host_memory(sight.host, ask)
+    if isinstance(conditions.readings, Failure):
+        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
+    devices, found = choose(conditions.readings.devices, wanted)
+    gpus = tuple(gpu_report(device, conditions, ask) for device in devices)
+    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, conditions, ask))]
+    findings += checks.host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
-        findings += (*identical(devices), *checks.shared_memory(sight.shm))
+        findings += (*identical(devices), *checks.shared_memory(conditions.shm))
     told = tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings))
-    return Clearance(sight=sight, findings=told, gpus=gpus)
+    return Clearance(conditions=conditions, findings=told, gpus=gpus)
 
 
 def held_by(gpu: GpuReport) -> str:
@@ -94,9 +94,9 @@ def called(holder: Holder) -> str:
     return f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
 
 
-def gpu_report(device: GpuReading, sight: Sight, ask: Ask) -> GpuReport:
+def gpu_report(device: GpuReading, conditions: Conditions, ask: Ask) -> GpuReport:
     """Return what is known of a GPU that is asked for so much."""
-    memory, holders = device.memory, sight.holders.get(device.uuid)
+    memory, holders = device.memory, conditions.holders.get(device.uuid)
     return GpuReport(
         reading=device,
         asked_bytes=None if memory is None else asked_bytes(ask, memory),
@@ -113,11 +113,11 @@ def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | No
     return max(0, memory.used_bytes - sum(known))
 
 
-def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> Iterator[Finding]:
+def _findings(gpu: GpuReport, conditions: Conditions, ask: Ask) -> Iterator[Finding]:
     yield from checks.memory(gpu.reading, ask, held_by(gpu))
-    yield from checks.swap(gpu.reading, sight.swap_bytes)
+    yield from checks.swap(gpu.reading, conditions.swap_bytes)
     if gpu.reading.failure is None:
-        told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
+        told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
         yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
 
 

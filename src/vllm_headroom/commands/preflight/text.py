@@ -56,15 +56,16 @@ def _finding(finding: Finding) -> str:
 
 def document(report: Clearance) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
-    sight = report.sight
+    conditions = report.conditions
     return {
         "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
-        "driver_version": None if isinstance(sight.readings, Failure) else sight.readings.driver_version,
+        "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
-        "shm": sight.shm and asdict(sight.shm),
-        "host": sight.host and {"used_bytes": sight.host.used_bytes, "limit_bytes": sight.host.limit_bytes},
+        "shm": conditions.shm and asdict(conditions.shm),
+        "host": conditions.host
+        and {"used_bytes": conditions.host.used_bytes, "limit_bytes": conditions.host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change
-from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.history.history import Past
 from vllm_headroom.commands.advise.settings import EngineArgs, Flag
 from vllm_headroom.commands.advise.verdict import Assessment, judge
 from vllm_headroom.commands.conclusion import Conclusion
@@ -20,7 +20,7 @@ Trace = Callable[[], Iterator[traces.Record]]
 
 
 @cache
-def seen(trace: Trace) -> History:
+def seen(trace: Trace) -> Past:
     return traces.history(trace())
 
 

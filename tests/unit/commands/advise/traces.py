@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.history.history import Past
 from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.trace.parse import snapshots
 
@@ -36,8 +36,8 @@ def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
     return history(records).facts(settings)
 
 
-def history(records: Records) -> History:
-    seen = History()
+def history(records: Records) -> Past:
+    seen = Past()
     for snapshot in snapshots(text(records).encode().splitlines()):
         seen.step(snapshot)
     return seen

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
-from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.history.history import Past
 from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.postmortem.command import COMMAND
@@ -224,7 +224,7 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     plain = list(map(snapshot_of, samples))
     assert snapshots == plain
 
-    watches, histories = [Watch(), Watch()], [History(), History()]
+    watches, histories = [Watch(), Watch()], [Past(), Past()]
     for found, watch, history in zip((snapshots, plain), watches, histories, strict=True):
         for snapshot in found:
             watch.step(snapshot)

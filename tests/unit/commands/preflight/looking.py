@@ -15,7 +15,7 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Sight, look
+from vllm_headroom.commands.preflight.look import Conditions, look
 from vllm_headroom.commands.preflight.report import Clearance, judge
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
@@ -52,10 +52,10 @@ class Preflight:
     ) -> Clearance:
         return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
 
-    def sight(self, *, port: int = 0, patience_seconds: float = 20) -> Sight:
+    def conditions(self, *, port: int = 0, patience_seconds: float = 20) -> Conditions:
         """Look once; with a port, for the engine that serves it."""
 
-        async def main() -> Sight:
+        async def main() -> Conditions:
             gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
             processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
             try:
@@ -86,8 +86,10 @@ class Preflight:
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 
             async def once() -> Clearance:
-                sight = await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
-                return judge(sight, ask, wanted or Wanted(), ignored)
+                conditions = await look(
+                    gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds
+                )
+                return judge(conditions, ask, wanted or Wanted(), ignored)
 
             try:
                 return await settled(once, seconds, say)

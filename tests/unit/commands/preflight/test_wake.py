@@ -42,7 +42,7 @@ def _held(preflight: Preflight, processes: dict[int, int | None]) -> None:
 
 
 def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: Ask = UNTOLD) -> Clearance:
-    return judge_wake(preflight.sight(port=8000), page(ASLEEP) if told is None else told, ask)
+    return judge_wake(preflight.conditions(port=8000), page(ASLEEP) if told is None else told, ask)
 
 
 def test_what_it_gave_back_is_free(sleeping: Preflight) -> None:

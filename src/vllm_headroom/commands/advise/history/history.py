@@ -16,7 +16,7 @@ from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS, Watch
 
 
-class History:
+class Past:
     """Gathers what the rules want to know of a past, sample by sample."""
 
     def __init__(self) -> None:
