@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE_URL ?=
-# What happens in the demo that `make run` plays: healthy, leak, burst, neighbour or restart.
+# What happens in the demo that `make run` plays; docs/commands/demo.md has the scenarios.
 SCENARIO ?= healthy
 ENGINE_FOLDER ?= .engine
 IMAGE_FOLDER ?= .image

@@ -86,9 +86,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--export", type=Path, metavar="FOLDER", help="write the files that grafana.com takes there instead"
     )
     export = parser.parse_args(arguments).export
+    folder = export or HERE
+    folder.mkdir(parents=True, exist_ok=True)
     for name in DASHBOARDS:
         text = exported(name) if export else rendered(name)
-        ((export or HERE) / f"{name}.json").write_text(text, encoding="utf-8")
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
     if not export:
         (HERE / CONFIG_MAPS).write_text(config_maps(), encoding="utf-8")
 

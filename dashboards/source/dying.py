@@ -23,7 +23,6 @@ from dashboards.source.series import (
     leak_state,
     lowest_free,
     rooms,
-    still,
     time_to_oom,
 )
 
@@ -118,11 +117,10 @@ def _free() -> list[Json]:
         stat(
             "Free now",
             "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
-            [query(still(f"{FREE}{{{GPU}}}", "bottomk"), "GPU {{gpu}}")],
+            [query(f"bottomk(1, {FREE}{{{GPU}}})", "GPU {{gpu}}")],
             unit="bytes",
             width=3,
             named=True,
-            drawn=True,
             noValue="unknown",
             thresholds=FREE_FLOOR,
         ),
@@ -143,11 +141,10 @@ def _others() -> Json:
     return stat(
         "Held by others",
         "What processes that are not the engine's hold, of the GPU where they hold most.",
-        [query(still(f'headroom_gpu_memory_held_bytes{{{GPU},holder="other"}}', "topk"), "GPU {{gpu}}")],
+        [query(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})', "GPU {{gpu}}")],
         unit="bytes",
         width=3,
         named=True,
-        drawn=True,
         noValue="unknown",
         thresholds=steps((None, GOOD), (2**30, WARNING)),
     )

@@ -61,6 +61,7 @@ def _counts() -> list[Json]:
             unit="locale",
             width=7,
             noValue="unknown",
+            named=True,
             overrides=STATE_NAMES,
         ),
         stat(

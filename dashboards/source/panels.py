@@ -59,18 +59,16 @@ def stat(
     height: int = 5,
     text: Json | None = None,
     named: bool = False,
-    drawn: bool = False,
     **more: Any,
 ) -> Json:
     """Return large numbers, of now: the last value of a range would be shown long after it was gone.
 
     `text` sets the sizes, and puts one below the other; `named` writes the name of the series beside the number.
-    What is unknown is grey. With `drawn` its curve lies behind the number, in a panel that is 5 high at least, and the
-    queries have to leave out what is gone at the end.
+    What is unknown is grey.
     """
     options = {
         "colorMode": "value",
-        "graphMode": "area" if drawn else "none",
+        "graphMode": "none",
         "justifyMode": "auto",
         "orientation": "horizontal" if text else "auto",
         "percentChangeColorMode": "standard",
@@ -82,7 +80,7 @@ def stat(
     }
     more.setdefault("color", {"mode": "thresholds"})
     more["mappings"] = [*more.get("mappings", ()), _nothing(more["noValue"])]
-    now = queries if drawn else [{**each, "instant": True, "range": False} for each in queries]
+    now = [{**each, "instant": True, "range": False} for each in queries]
     return panel("stat", title, description, now, unit=unit, width=width, height=height, options=options, **more)
 
 

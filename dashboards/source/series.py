@@ -124,11 +124,6 @@ def lines_of_held(matchers: str, only: str = "") -> list[Json]:
     ]
 
 
-def still(series: str, which: str) -> str:
-    """Return an expression for `series` over time, of the one that `which` says is foremost at the end of that time."""
-    return f"{series} and on ({BY_GPU}) {which}(1, {series} @ end())"
-
-
 def ahead(matchers: str, left: str) -> str:
     """Return an expression for free memory as it goes down to zero in `left` seconds from when it was seen last.
 

@@ -71,11 +71,11 @@ def silent() -> Json:
         f"Sidecars that Prometheus cannot scrape, of whose engines nothing is known, and sources that a sidecar cannot "
         f"read; {ROWS} at most.",
         [query(f"topk({ROWS}, {with_link(f'({down} or {unread})')})")],
-        [organized(IDENTITY, ("Value", "job"), {"source": "does not answer"})],
+        [organized(IDENTITY, ("Value", "job"), {})],
         width=10,
         height=7,
         noValue="everything answers",
-        overrides=[OPEN, *NARROW, override("does not answer", custom__width=140)],
+        overrides=[OPEN, *NARROW, override("source", custom__width=85)],
     )
 
 

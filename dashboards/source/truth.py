@@ -46,14 +46,12 @@ def _unreported() -> Json:
 
 
 def _more() -> Json:
-    more = f"headroom_engine_additional_requests{{{ENGINE}}}"
     return stat(
         "More requests",
         "How many more requests of today's average size the free KV cache takes.",
-        [query(f"sum({more}) and on () group({more} @ end())")],
+        [query(f"sum(headroom_engine_additional_requests{{{ENGINE}}})")],
         unit="locale",
         width=12,
-        drawn=True,
         decimals=0,
         noValue="unknown",
     )

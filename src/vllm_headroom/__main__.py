@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
-from vllm_headroom.commands.early import end_on_signals, stand_in
+from vllm_headroom.commands.early import count_files, end_on_signals, stand_in
 
 COMMANDS = {
     "run": ("run.command", "The daemon, beside a vLLM server; what runs without a command."),
@@ -35,6 +35,7 @@ def main() -> None:
     is_named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
     name = sys.argv[1] if is_named else "run"
     stand_in()
+    count_files()
     end_on_signals(0 if name in {"run", "demo"} else None)  # before imports: they take time too
     if name == "run" and not TELLS & set(sys.argv):
         from vllm_headroom.commands.run.process import run  # noqa: PLC0415 - see above

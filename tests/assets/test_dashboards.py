@@ -87,8 +87,8 @@ def test_an_alert_opens_a_dashboard_with_variables_it_has() -> None:
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_for_grafana_com_the_data_source_is_asked_for_and_all_else_is_the_same(name: str, tmp_path: Path) -> None:
-    main(["--export", str(tmp_path)])
-    made = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    main(["--export", str(tmp_path / "new")])
+    made = json.loads((tmp_path / "new" / f"{name}.json").read_text(encoding="utf-8"))
     (asked,) = made.pop("__inputs")
     needed = made.pop("__requires")
     chosen = made["templating"]["list"][0].pop("current")

@@ -30,7 +30,6 @@ EYES: Final = {
 }
 """What becomes of linear red, green and blue, by Vienot, Brettel and Mollon (1999)."""
 
-SPARKLINE_HEIGHT: Final = 5
 APART: Final = 10.0
 """Of CIE 1976: 2.3 is what can just be seen side by side; lines that cross want several times that."""
 
@@ -40,8 +39,6 @@ def readable(dashboard: Json) -> Faults:
     for panel in panels(dashboard):
         if panel.get("interval") != "15s":
             yield Fault(where=panel["title"], what="no least interval")
-        if panel["options"].get("graphMode") == "area" and panel["gridPos"]["h"] < SPARKLINE_HEIGHT:
-            yield Fault(where=panel["title"], what="too low for its sparkline, which Grafana leaves out then")
         if panel["type"] != "timeseries":
             continue
         legend, tooltip = panel["options"]["legend"], panel["options"]["tooltip"]

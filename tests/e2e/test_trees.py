@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.life import Start, becomes, settings, state
 from tests.e2e.recycling import LAST_PID
 from tests.e2e.test_whose import ends, held, looked_again, serves_its_first_life
-from tests.fakes.nvml.library import FakeNvml
-from tests.process import Page, daemon
+from tests.e2e.vllm import ROOT
+from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.process import Page, daemon, eventually
 
 WRAPPERS = {
     "bash": ("bash", "-c", '"$@"; true', "bash"),
@@ -68,6 +72,61 @@ def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
         down = becomes(running, "down")
         assert (held(down), down.value("engine_exits_total", reason="gone")) == ((60, 0), 1)
         assert down.has("gpu_memory_left_behind_bytes")
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["without-a-state", "with-a-state"])
+def test_the_core_that_a_server_left_is_no_engine_for_a_daemon_that_starts_later(
+    start: Start, nvml: FakeNvml, port: int, tmp_path: Path, *, keeps: bool
+) -> None:
+    vllm, kept = start(), {"STATE_DIR": str(tmp_path / "state")} if keeps else {}
+    with daemon(**settings(port, nvml), **kept) as running:
+        serves_its_first_life(running, 60, 0)
+    vllm.kill(vllm.server)
+
+    with daemon(**settings(port, nvml), **kept) as running:
+        down = looked_again(running)
+        assert (state(down), down.value("engine_restarts_total")) == ("down", 0)
+        assert not down.has("host_memory_bytes")
+        assert down.value("gpu_memory_left_behind_bytes") == 60 * GIB
+
+
+RANK = "import os, runpy, sys; sys.executable = os.environ['PYTHON']; runpy.run_path(sys.argv[1], run_name='__main__')"
+SUPERVISOR = """
+import os, subprocess, sys
+port, below = int(sys.argv[-1]), {**os.environ, "PYTHON": sys.executable}
+for rank, folder in enumerate(os.environ["FOLDERS"].split(":")):
+    command = [f"VLLM::ExternalLBRank_{rank}", "-c", os.environ["RANK"], os.environ["PROGRAM"], str(port + rank)]
+    subprocess.Popen(command, executable=sys.executable, env={**below, "FOLDER": folder}, process_group=0)
+sys.stdin.read()
+"""
+
+
+def test_of_the_ranks_below_a_supervisor_each_daemon_tells_its_own(nvml: FakeNvml, port: int, tmp_path: Path) -> None:
+    program, folders = tmp_path / "vllm", [tmp_path / "zero", tmp_path / "one"]
+    program.write_text(SUPERVISOR)
+    for folder in folders:
+        folder.mkdir()
+        (folder / "ready").touch()
+    working = str(ROOT / "tests" / "fakes" / "working_vllm.py")
+    environ = {**os.environ, "PROGRAM": working, "RANK": RANK, "PYTHONPATH": str(ROOT)}
+    options = ["--data-parallel-multi-port-external-lb", "--data-parallel-size-local", "2", "--port", str(port)]
+    with subprocess.Popen(
+        [sys.executable, str(program), "serve", "m", *options],
+        env={**environ, "FOLDERS": ":".join(map(str, folders))},
+        stdin=subprocess.PIPE,
+    ) as supervisor:
+        eventually(lambda: all((each / "pids").exists() for each in folders), "the ranks run")
+        ranks = [tuple(map(int, (each / "pids").read_text().split())) for each in folders]
+        nvml.gpus[0].processes = {ranks[0][-1]: 20 * GIB, ranks[1][-1]: 30 * GIB}
+        nvml.gpus[0].used_bytes = 50 * GIB
+        nvml.write()
+        try:
+            with daemon(**settings(port + 1, nvml)) as running:
+                serves_its_first_life(running, 30, 20)
+        finally:
+            for pid in (pid for rank in ranks for pid in rank):
+                os.kill(pid, signal.SIGKILL)
+            supervisor.kill()
 
 
 def test_a_stranger_that_gets_all_the_pids_of_a_dead_engine_is_not_it() -> None:

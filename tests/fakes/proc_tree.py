@@ -35,14 +35,14 @@ class ProcTree:
         started_ticks: int = 5000,
         rss_pages: int = 10,
         cpu_ticks: tuple[int, int] = (603, 287),
+        group: int = 1,
     ) -> None:
         """Write the files of a process, in place of those of an earlier one with this pid."""
         folder = self.path / str(pid)
         folder.mkdir(exist_ok=True)
         comm = (name if name is not None else Path(command[0]).name)[:15]
-        before = (
-            f"{parent_pid} {pid} {pid} 0 -1 4194560 183191 125266 260 20 {cpu_ticks[0]} {cpu_ticks[1]} 560 178 20 0 9 0"
-        )
+        user, kernel = cpu_ticks
+        before = f"{parent_pid} {group} {group} 0 -1 4194560 183191 125266 260 20 {user} {kernel} 560 178 20 0 9 0"
         (folder / "stat").write_text(f"{pid} ({comm}) {state} {before} {started_ticks} 1998102528 157408 1844\n")
         (folder / "statm").write_text(f"487818 {rss_pages} 49311 1 0 184404 0\n")
         (folder / "cmdline").write_bytes(b"".join(argument.encode() + b"\0" for argument in command))

@@ -126,6 +126,24 @@ def test_only_the_demo_knows_scenarios() -> None:
     assert yaml.safe_load(vllm_headroom("demo", "--scenario=leak", "--print-config").stdout)["scenario"] == "leak"
 
 
+@pytest.mark.parametrize("argv", [(), ("watch", "--json")])
+def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> None:
+    few = 'ulimit -n 12 && exec "$@"'
+    process = subprocess.run(
+        ["sh", "-c", few, "sh", sys.executable, "-m", "vllm_headroom", *argv],
+        env=OWN,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr == (
+        "vllm-headroom: only 12 files may be open at once, 32 are needed: raise the limit (ulimit -n)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("word", "meant"),
     [

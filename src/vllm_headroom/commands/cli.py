@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -124,11 +125,11 @@ def _awaited(answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - whateve
     return asyncio.Runner(loop_factory=uvloop.new_event_loop).run(answer)
 
 
-def save(file: Path | None, content: bytes, option: str = "") -> None:
+def save(file: Path | None, content: str, option: str = "") -> None:
     """Write a file, where one is wanted; raises BadInput, which names it behind its option."""
     try:
         if file is not None:
-            file.write_bytes(content)
+            file.write_bytes(content.encode(errors="replace"))  # JSON, too, may name what UTF-8 cannot
     except OSError as error:
         raise BadInput(f"{option}{file}: cannot be written: {error.strerror}") from error
 
@@ -148,6 +149,7 @@ def say(text: str) -> None:
 
 
 def tell(line: str) -> None:
-    """Write to standard error a line that is no result."""
-    sys.stderr.write(f"{shown(line.translate(CONTROLS), sys.stderr)}\n")
-    sys.stderr.flush()
+    """Write to standard error a line that is no result; where it cannot be written, the exit status says enough."""
+    with suppress(OSError):
+        sys.stderr.write(f"{shown(line.translate(CONTROLS), sys.stderr)}\n")
+        sys.stderr.flush()

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+LEAST_FILES = 32
+"""The daemon keeps 17 open, and scrapers, the engine's page and /proc take some more."""
+
+
+def count_files() -> None:
+    """End the process with status 2 where it may not open as many files as it needs."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < LEAST_FILES:
+        problem = f"only {most} files may be open at once, {LEAST_FILES} are needed: raise the limit (ulimit -n)"
+        with suppress(OSError):
+            os.write(2, f"vllm-headroom: {problem}\n".encode())
+        os._exit(2)
 
 
 def end_on_signals(status: int | None) -> None:

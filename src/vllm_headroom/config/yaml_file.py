@@ -10,6 +10,7 @@ import yaml
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import Found, Given, key, unknown
+from vllm_headroom.expose.web.document import yaml_text
 
 
 def from_file(path: str, name: str, settings: Collection[str]) -> Found:
@@ -37,7 +38,7 @@ def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
     if not path:
         return f"{name}: got nothing, accepts the path of a YAML file"
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(yaml_text(Path(path)), Loader=yaml.SafeLoader)
     except OSError as error:
         return f"{name}: got {path!r} ({error.strerror}), accepts the path of a YAML file"
     except yaml.MarkedYAMLError as error:

@@ -50,6 +50,6 @@ def _reported(page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: fl
     budgets = {
         engine.gpu_memory_utilization_ratio for engine in page.engines if engine.kv_cache_memory_bytes is None
     } - {None}
-    if len(budgets) == 1 and (ratio := budgets.pop()):
-        return "budget", ratio * total_bytes
+    if len(budgets) == 1 and (budget_bytes := (budgets.pop() or 0.0) * total_bytes):
+        return "budget", budget_bytes
     return ("configured", configured_bytes) if configured_bytes else None

@@ -68,5 +68,7 @@ def _rate(per_request: float | None, per_second: float | None) -> str:
 def _left(seconds: float | None, least_seconds: float | None) -> str:
     if seconds is None:
         return ""
+    if seconds < 1:
+        return ": out of memory at any moment"
     least = "" if least_seconds is None else f", {duration(least_seconds)} at the least"
     return f": out of memory in {duration(seconds)}{least}"

@@ -9,15 +9,12 @@ from msgspec import Struct, field
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import engines
-from vllm_headroom.derive.readings import engine_labels
+from vllm_headroom.derive.readings import engine_labels, remembered
 from vllm_headroom.model import EngineReading, Sample, Snapshot
 
 WINDOW_SECONDS: Final = 300.0
 STEPS: Final = 60
 """Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
-
-MOST_REMEMBERED: Final = 256
-"""Engines kept while some of them have left the page; as many as one page may have, for names may be new each time."""
 
 
 class Bucket(Struct, frozen=True, kw_only=True):
@@ -56,8 +53,7 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
     for key, engine in present.items():
         if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
             counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
-    may_wait = len(counts) <= MOST_REMEMBERED
-    following = {key: kept for key, kept in counts.items() if key in present or (kept.steps and may_wait)}
+    following = {key: kept for key, kept in remembered(counts, present).items() if key in present or kept.steps}
     samples = tuple(sample for key, engine in present.items() for sample in _ratio(engine, counts.get(key)))
     return PrefixCacheState(engines=following), samples
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import named
@@ -27,6 +27,19 @@ _INSIDE_FACTS: Final[tuple[tuple[Metric, str], ...]] = (
     (catalog.ALLOCATOR_RESERVED, "reserved_bytes"),
 )
 _ENGINE_FACTS: Final = tuple((catalog.BY_NAME[each.metric], field) for field, each in INPUTS.items() if each.metric)
+
+
+MOST_REMEMBERED: Final = 256
+"""Engines, or GPUs, kept while some of them do not show; as many engines as a page may have, and more than a machine
+has parts of GPUs. Names may be new each time."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def remembered(known: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
+    """Return what is known by name, less what does not show now where there is much of it."""
+    return {name: each for name, each in known.items() if name in present or len(known) <= MOST_REMEMBERED}
 
 
 def gpu_labels(gpu: Gpu) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import awake, begun_anew, life
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import gpu_labels, remembered
 from vllm_headroom.model import Sample, Snapshot
 
 SETTLED_SECONDS: Final = 30.0
@@ -57,5 +57,5 @@ def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
         return replace(state, since_seconds=since)
     held = {gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None}
     least = state.least_bytes if state.settled else {}
-    least = least | {uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()}
+    least = remembered(least, held) | {uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()}
     return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from email.utils import formatdate
 from enum import Enum, auto
 from http import HTTPStatus
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
 """Prometheus sends 300 bytes, a browser with the cookies of its host a few thousand."""
+
+
+AUTHORITY: Final = re.compile(r"^https?://[^/?]*", re.IGNORECASE)
+"""A client that takes the daemon for a proxy sends it before the path (RFC 9112, 3.2.2: to be accepted)."""
 
 
 class Phase(Enum):
@@ -162,9 +167,9 @@ class Connection(asyncio.Protocol):
 
 
 def _request(event: h11.Request) -> Request:
-    path, _, query = event.target.decode("latin-1").partition("?")
+    path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
     headers: dict[str, str] = {}
     for name, value in event.headers:
         key, said = name.decode("latin-1"), value.decode("latin-1")
         headers[key] = f"{headers[key]},{said}" if key in headers else said
-    return Request(method=event.method.decode("latin-1"), path=path, query=query, headers=headers)
+    return Request(method=event.method.decode("latin-1"), path=path or "/", query=query, headers=headers)

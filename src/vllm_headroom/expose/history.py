@@ -19,6 +19,7 @@ POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
 
 MOST_GPUS: Final = 64
+MOST_CURVES: Final = 2 * MOST_GPUS + 1
 MOST_EVENTS: Final = 50
 
 TYPE: Final = "f"
@@ -64,9 +65,12 @@ class History:
         else:
             self._forget(min(minute - self._minute, POINTS))
         self._minute = minute
-        for gpu in snapshot.owned:
-            if len(self._curves) < 2 * MOST_GPUS:
-                self._gpu(gpu)
+        gpus = snapshot.owned[:MOST_GPUS]
+        if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
+            shown = {"", *(gpu.reading.uuid for gpu in gpus)}
+            self._curves = {name: curve for name, curve in self._curves.items() if name.partition(" ")[2] in shown}
+        for gpu in gpus:
+            self._gpu(gpu)
         if running is not None:
             self._add("running", running, max)
         self._note(snapshot, verdicts)

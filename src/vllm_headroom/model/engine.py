@@ -99,9 +99,9 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `neighbours` are the servers, or first processes, of all engines in sight that were
-    not taken for it. `orphans` are the pids of processes that a life of the engine left behind when it
-    ended; `strays` are those of cores and workers that init has taken over from a server which nobody saw alive, and of
-    what hangs from them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
+    not taken for it. `orphans` are the pids of processes that a life of the engine left behind when it ended; `strays`
+    are those of cores and workers whose server nobody saw alive, whom another has taken over, and of what hangs from
+    them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
     may hold. `host` is the memory of the machine and of the engine's container.
     """
 
@@ -120,15 +120,15 @@ class Life(Struct, frozen=True, kw_only=True):
     """What is known of the engine's life at one tick.
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
-    nothing of leaks. `began_seconds` is seconds since the epoch. `recent_ends` is how many lives ended in the last 90
-    minutes. `progress_age_seconds` is None while there is nothing to do. `stranded` pairs the labels of an engine that
-    has been idle for a minute with what its KV cache still holds, `to_wake` the UUID of a GPU with what a sleeping
-    engine takes of it when it wakes, `first_rooms` with what was free on it when this life became ready;
-    `first_host_room_bytes` is what was left of the host's memory then.
+    nothing of leaks. It is None where the page tells nothing of work. `began_seconds` is seconds since the epoch.
+    `recent_ends` is how many lives ended in the last 90 minutes. `progress_age_seconds` is None while there is nothing
+    to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
+    `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes, `first_rooms` with what was free
+    on it when this life became ready; `first_host_room_bytes` is what was left of the host's memory then.
     """
 
     state: EngineState
-    in_service: bool = True
+    in_service: bool | None = True
     began_seconds: float | None = None
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()

@@ -43,7 +43,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     @property
     def in_service(self) -> bool:
         """Whether what is seen is known to belong to a life of the engine that has worked and goes on."""
-        return self.life is not None and self.life.in_service
+        return self.life is not None and bool(self.life.in_service)
 
     @property
     def devices(self) -> tuple[Gpu, ...]:

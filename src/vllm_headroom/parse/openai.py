@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, json
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -17,15 +16,15 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
-    """Return the object that a text is, an empty one for what is none."""
+    """Return the object that a text is, an empty one for what is none: JSON knows no NaN, which Python would read."""
     try:
-        said = json.loads(text)
+        said = json.decode(text)
     except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
 
-def first_model(text: str) -> Model | None:
+def first_model(text: str | bytes) -> Model | None:
     """Return the first model in the answer to GET /v1/models; None where there is none."""
     data = json_object(text).get("data")
     first = data[0] if isinstance(data, list) and data else None

@@ -138,7 +138,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         with file.open("rb") as stream:
             text = stream.read(LARGEST_BYTES).decode("utf-8-sig")
     except OSError as error:
-        return f"it cannot be read: {error.strerror}"
+        return f"it cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
     beside = {"preprocessor": _read(file.parent / PREPROCESSOR)}

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from array import array
 from math import isnan, nan
-from typing import Final
 
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Snapshot
-
-MARGIN: Final = 0.05
 
 
 class Curves:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
@@ -43,7 +44,8 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
         if isinstance(record, str):
             if line.endswith(b"\n") or next(rest, None) is not None:
                 raise BadInput(f"line {number}: {record}")
-            sys.stderr.write(f"{name}: line {number}, the last, is cut off and left out\n")
+            with suppress(OSError):  # a note is no reason to end
+                sys.stderr.write(f"{name}: line {number}, the last, is cut off and left out\n")
         elif record is not None and not _is_header(record):
             try:
                 snapshot = snapshot_of(record)

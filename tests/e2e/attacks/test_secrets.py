@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -122,9 +125,39 @@ def test_an_address_that_is_refused_is_shown_without_its_secrets(
     assert leaked(text) == []
 
 
+def in_memory(pid: int, pattern: bytes) -> set[bytes]:
+    """Return what is like the pattern anywhere in a process's own memory."""
+    found = set[bytes]()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            addresses, access = line.split()[:2]
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            if access.startswith("rw") and "/" not in line:
+                memory.seek(begin)
+                found |= set(re.findall(pattern, memory.read(end - begin)))
+    return found
+
+
+def test_cookies_of_the_engine_are_not_kept(engine: EngineServer) -> None:
+    """A new one at every reading: kept, they would be a leak of the daemon's own."""
+
+    def answer(connection: socket.socket, closing: threading.Event) -> None:
+        name = f"{COOKIE}{len(engine.requests):04d}"
+        page(RECORDED, headers=(f"Set-Cookie: {name}=x",))(connection, closing)
+
+    engine.answer = answer
+    with daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.1") as running:
+        eventually(lambda: len(engine.requests) > 50, "it was asked again and again")
+        kept = in_memory(running.process.pid, COOKIE.encode() + rb"\d{4}")
+
+    assert len(kept) < len(engine.requests) / 2
+
+
 def test_a_cookie_of_the_engine_is_not_sent_back(engine: EngineServer, tmp_path: Path) -> None:
     with daemon(**settings(engine, tmp_path), SAMPLE_INTERVAL_SECONDS="0.5"):
         eventually(lambda: len(engine.requests) > 3, "it was asked again and again")
 
     assert not any("cookie" in head.lower() for head in engine.requests)
     assert all(f"?token={QUERY} " in head for head in engine.requests), "the query is sent as it was set"
+    for header in (f"x-key: {HEADER}", f"authorization: bearer {TOKEN}", "accept-encoding: identity"):
+        assert all(header in head.lower().splitlines() for head in engine.requests), "and so are headers"

@@ -48,6 +48,7 @@ def test_the_daemon_does_not_take_the_place_of_closed_streams_for_its_own_files(
         (">&-", 0, ""),
         ("<&- >&- 2>&-", 0, ""),
         (">/dev/full", 2, "vllm-headroom: the answer cannot be written: No space left on device\n"),
+        (">/dev/full 2>&1", 2, ""),
     ],
 )
 def test_an_answer_that_nobody_can_take_is_no_verdict(
@@ -57,6 +58,20 @@ def test_an_answer_that_nobody_can_take_is_no_verdict(
     done = subprocess.run(without(streams, *words), capture_output=True, text=True, check=False, timeout=60)
 
     assert (done.returncode, done.stderr) == (status, said)
+
+
+@pytest.mark.parametrize("words", [("nope",), ("check", "--nope"), ("replay", "no-such-file"), ("run", "--nope")])
+def test_a_complaint_that_nobody_can_take_changes_no_status(words: tuple[str, ...]) -> None:
+    assert subprocess.run(without("2>/dev/full", *words), check=False, timeout=60).returncode == 2
+
+
+def test_a_note_that_nobody_can_take_ends_no_replay(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text('{"headroom_trace": 1}\n{"t": 1760000000.0}\n{"t": 17600')
+    done = subprocess.run(without("2>/dev/full", "replay", str(trace)), capture_output=True, check=False, timeout=60)
+
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"1 samples over 0 s")
 
 
 def test_without_standard_input_there_is_no_trace_in_it() -> None:

@@ -148,6 +148,16 @@ def test_a_mistake_in_the_file_is_one_line(name: str) -> None:
     assert mistakes(["--config", str(file)], {}) == [line.format(file=file) for line in FILES[name]]
 
 
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "weights.yaml"
+    with file.open("w") as stream:
+        stream.truncate(2**40)
+
+    assert mistakes(["--config", str(file)], {}) == [
+        f"--config: got {str(file)!r} (File too large), accepts the path of a YAML file"
+    ]
+
+
 def test_every_invalid_file_has_its_expected_lines() -> None:
     assert {file.name for file in TESTDATA.glob("*")} == {f"invalid-{name}.yaml" for name in FILES}
 

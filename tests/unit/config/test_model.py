@@ -44,7 +44,10 @@ def test_a_file_or_its_folder_says_the_model_by_any_way_to_set_it(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (None, "it cannot be read: No such file or directory"),
+        (
+            None,
+            "it cannot be read: No such file or directory; it takes a config.json or its folder, and downloads none",
+        ),
         ("", "it is not JSON: Expecting value: line 1 column 1 (char 0)"),
         ("\xff", "it is not JSON: it is no text in UTF-8"),
         ("{}", "it is not a model's configuration that is understood here: num_hidden_layers is missing"),

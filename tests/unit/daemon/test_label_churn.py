@@ -10,7 +10,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.prefix_cache import MOST_REMEMBERED
+from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.parse.page import parse_engines
 
 TICKS = 100

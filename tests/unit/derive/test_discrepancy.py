@@ -30,6 +30,12 @@ def test_the_budget_is_the_engines_share_of_the_devices_total() -> None:
     }
 
 
+def test_of_a_device_without_memory_there_is_no_budget() -> None:
+    seen = snapshot(engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=0, used=0, engine=0),))
+
+    assert answer(seen) == {}
+
+
 def test_an_engine_below_its_budget_has_a_negative_discrepancy() -> None:
     seen = snapshot(
         engines=page(engine(gpu_memory_utilization_ratio=0.9)), gpus=(gpu(total=1000, used=500, engine=500),)

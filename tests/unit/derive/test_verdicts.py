@@ -260,6 +260,8 @@ def test_a_host_leak_has_its_time_and_a_container_its_limit() -> None:
     verdict = of("host memory", leaking, soon, least)
     assert verdict.sentence == "Host memory of worker leaks: out of memory in 30 min 0 s, 20 min 0 s at the least."
     assert verdict.alert == "HeadroomHostOutOfMemorySoon"
+    now = Sample(catalog.HOST_TIME_TO_OOM, (), 0.0)
+    assert of("host memory", leaking, now).sentence == "Host memory of worker leaks: out of memory at any moment."
     assert of("host memory", stable, *room).sentence == "Host memory shows no leak; 12 GiB of 64 GiB are in use."
 
 

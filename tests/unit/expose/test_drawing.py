@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from vllm_headroom.expose.drawing import Forecast, Frame, ahead, curve, line, picture, thinned, through, upright, zero
+import pytest
+
+from vllm_headroom.expose.drawing import (
+    Forecast,
+    Frame,
+    ahead,
+    curve,
+    line,
+    picture,
+    scale,
+    thinned,
+    through,
+    upright,
+    zero,
+)
 
 FRAME = Frame(begin=0.0, end=100.0, top=10.0, width=100.0, height=10.0)
 
@@ -21,10 +35,24 @@ def test_an_area_reaches_down_to_zero() -> None:
     )
 
 
+def test_what_is_above_the_top_stays_on_the_edge() -> None:
+    assert line(FRAME, [[(0.0, 0.0), (10.0, 1e12)]], kind="line").endswith('L10.0 0.0"/>')
+
+
 def test_gaps_are_gaps() -> None:
     stretches = thinned(through([(0.0, 1.0), (10.0, None), (20.0, None), (30.0, 1.0)]), 4)
 
     assert line(FRAME, stretches, kind="line").count("M") == 2
+
+
+def test_a_card_that_is_empty_for_a_moment_does_not_flatten_the_rest() -> None:
+    assert scale([None, *(19 * [10.0]), 80.0]) == pytest.approx(11.5)
+
+
+def test_a_scale_ends_at_the_highest_value_or_at_what_there_can_be() -> None:
+    assert scale([5.0, 5.0]) == 5.0
+    assert scale([5.0, 5.0], most=80.0) == pytest.approx(5.75)
+    assert scale([None]) == 1.0
 
 
 def test_nothing_to_draw_is_nothing() -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
-from vllm_headroom.expose.history import MOST_EVENTS, POINTS, STEP_SECONDS, History
+from vllm_headroom.expose.history import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
 from vllm_headroom.model import Snapshot, Verdict
 from vllm_headroom.vocabulary import Level, Source
 
@@ -70,6 +70,25 @@ def test_a_day_without_samples_leaves_nothing_of_the_day_before() -> None:
 
 def test_a_clock_that_is_set_back_begins_anew() -> None:
     assert points(history(at(600), at(0)).free("GPU-a")) == [(BEGIN, 100.0)]
+
+
+def test_gpus_that_have_gone_make_room_for_those_that_are_there() -> None:
+    minutes = range(2 * MOST_GPUS)
+    here = [(gpu(used=minute), gpu(used=minute, uuid=f"MIG-{minute}")) for minute in minutes]
+    seen = history(*(replace(at(60 * minute), gpus=gpus) for minute, gpus in enumerate(here)))
+
+    assert points(seen.free("GPU-a")) == [(BEGIN + 60 * minute, 1000.0 - minute) for minute in minutes]
+    assert points(seen.free(f"MIG-{minutes[-1]}")) == [(BEGIN + 60 * minutes[-1], 1000.0 - minutes[-1])]
+    assert len(seen.kept().curves) <= MOST_CURVES + 2
+
+
+def test_every_gpu_of_a_full_machine_is_followed() -> None:
+    gpus = tuple(gpu(uuid=f"GPU-{index}", used_peak_bytes=900) for index in range(MOST_GPUS))
+    made = History()
+    for minute in range(3):
+        made.step(replace(at(60 * minute), gpus=gpus), (), 1.0)
+
+    assert {len(points(made.free(each.reading.uuid))) for each in gpus} == {3}
 
 
 def test_a_gpu_of_others_is_not_followed() -> None:

@@ -26,7 +26,7 @@ def test_the_first_model_is_found_where_one_is_listed(listed: object, model: Mod
     assert first_model(json.dumps(listed)) == model
 
 
-@pytest.mark.parametrize("text", ["", "<html>", DEEP, "[1]", "null"])
+@pytest.mark.parametrize("text", ["", "<html>", DEEP, "[1]", "null", '{"data": NaN}', '{"data": 1e999}'])
 def test_what_is_no_object_says_nothing(text: str) -> None:
     assert json_object(text) == {}
     assert first_model(text) is None

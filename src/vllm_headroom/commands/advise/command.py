@@ -23,8 +23,8 @@ Says which of the known causes of memory trouble fits an engine, the figures
 that show it, and the change to make: vLLM's own option, its value computed from
 this engine's figures, the least costly first.
 
-TRACE is a file that HEADROOM_TRACE_FILE let the daemon record, or - for
-standard input: a day of it says most. A sidecar's page is only the present.
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input: a day says most. A sidecar's page is only the present.
 """
 
 EXAMPLES: Final = """\

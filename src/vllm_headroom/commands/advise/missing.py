@@ -16,7 +16,7 @@ from vllm_headroom.units import duration, instant
 from vllm_headroom.vocabulary import LeakState
 
 WHY: Final = {
-    LeakState.UNKNOWN: "what the engine holds is not known",
+    LeakState.UNKNOWN: "what the engine holds is not known, or whether it works",
     LeakState.WARMING_UP: "the leak detector is warming up: look again after an hour of work at the most",
     LeakState.GROWING: "it grows, and whether that is a leak shows within hours: look again",
     LeakState.ASLEEP: "the engine sleeps",

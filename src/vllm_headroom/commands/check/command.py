@@ -88,7 +88,7 @@ def limits_of(given: Namespace) -> dict[str, float]:
     """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
     limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
-        NO_LIMIT: limits.keys() == {"max_restarts"},
+        NO_LIMIT: not limits,
         NO_BASELINE: "max_growth_over_baseline" in limits and given.baseline is None,
         TWICE_STDIN: given.trace == given.baseline == "-",
         ONE_OUTPUT: given.json and given.format is not None,
@@ -96,7 +96,7 @@ def limits_of(given: Namespace) -> dict[str, float]:
     }
     if any(problems.values()):
         raise BadOptions(*(problem for problem, is_there in problems.items() if is_there))
-    return limits
+    return {"max_restarts": 0, **limits}
 
 
 def options(parser: Parser) -> None:
@@ -120,9 +120,9 @@ def _add_limits(parser: Parser) -> None:
     add("--max-bytes-per-request", metavar="SIZE", type=SIZE, help="GPU memory over running requests, at full load")
     count = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
     add("--max-preemptions-per-thousand-requests", metavar="N", type=count, help="as vLLM counts them")
-    growth = "GPU and host memory at the same load, and as little KV cache less"
+    growth = "GPU and host memory at the same load; the KV cache may be as much smaller"
     add("--max-growth-over-baseline", metavar="SHARE", type=SHARE, help=growth)
-    add("--max-restarts", metavar="N", type=whole(0), default=0, help="of the engine during the trace; 0 if not given")
+    add("--max-restarts", metavar="N", type=whole(0), help="of the engine during the trace; 0 if not given")
 
 
 def _add_report(parser: Parser) -> None:

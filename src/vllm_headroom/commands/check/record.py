@@ -11,6 +11,7 @@ from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observations
 from vllm_headroom.derive.leak.host import host_observations
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
+from vllm_headroom.derive.life.service import of_service
 from vllm_headroom.derive.page_facts import finished, named, running_requests, together
 from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
 from vllm_headroom.trace.counter import Rise
@@ -66,26 +67,28 @@ class Record:
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
         now = snapshot.time_seconds
-        self._detector.step(snapshot)
+        served = of_service(self._detector.step(snapshot))
+        told: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observations(served, served.devices)}
+        told.update(host_observations(served))
         self.watched.step(now)
         page = snapshot.page
         if page is not None and named(page):
             self._engines(page, now)
         running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
         for gpu, seen in observations(snapshot, snapshot.devices):
-            self._gpu(gpu, seen, running)
+            self._gpu(gpu, seen, told.get(gpu.reading.uuid), running)
         for uuid, excess in excesses(snapshot, self._budget):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):
             new = MemorySeries(role, role, self._detector.course(role), keeps=self._keeps_host)
-            self.host.setdefault(role, new).step(seen, self._detector.requests(role), running)
+            self.host.setdefault(role, new).step(seen, told.get(role), self._detector.requests(role), running)
 
-    def _gpu(self, gpu: Gpu, seen: Observation, running: float | None) -> None:
+    def _gpu(self, gpu: Gpu, seen: Observation, told: Observation | None, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
         new = MemorySeries(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
-        series.step(seen, self._detector.requests(uuid), running)
+        series.step(seen, told, self._detector.requests(uuid), running)
         if running is not None and gpu.inside is not None:
             series.parts.step(gpu.inside)
 

@@ -154,10 +154,13 @@ class MemorySeries:
         self.excess: Excess | None = None
         self._keeps = keeps
 
-    def step(self, seen: Observation, requests: float, running: float | None) -> None:
-        """Add a reading after so many requests; `running` is the load it counts for, None where it counts for none."""
-        if self._keeps:
-            self.readings.append((seen, requests))
+    def step(self, seen: Observation, told: Observation | None, requests: float, running: float | None) -> None:
+        """Add a reading after so many requests, and what the detector was told of it.
+
+        `running` is the load it counts for, None where it counts for none.
+        """
+        if self._keeps and told is not None:
+            self.readings.append((told, requests))
         if seen.held_bytes is None:
             return
         self.coverage.step(seen.seconds)

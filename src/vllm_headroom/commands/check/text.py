@@ -105,12 +105,12 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 """What cannot be told is an error: a skipped test would count as good."""
 
 
-def report(judgements: Sequence[Judgement]) -> bytes:
+def report(judgements: Sequence[Judgement]) -> str:
     """Return a suite with a test for each judgement."""
     return _suite([_case(each.name, ELEMENTS.get(each.verdict), message(each), each.why) for each in judgements])
 
 
-def broken(why: str) -> bytes:
+def broken(why: str) -> str:
     """Return a suite with one error: a report of an earlier build must not be left in its place."""
     return _suite([_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
@@ -123,7 +123,7 @@ def message(judgement: Judgement) -> str:
     return f"{judgement.name}: {found}{at_most}{baseline}"
 
 
-def _suite(cases: Sequence[ET.Element]) -> bytes:
+def _suite(cases: Sequence[ET.Element]) -> str:
     counts = {
         "tests": str(len(cases)),
         "failures": str(sum(case.find("failure") is not None for case in cases)),
@@ -133,7 +133,7 @@ def _suite(cases: Sequence[ET.Element]) -> bytes:
     suite = ET.SubElement(root, "testsuite", {"name": SUITE, **counts, "skipped": "0"})
     suite.extend(cases)
     ET.indent(root)
-    return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n".encode()
+    return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n"
 
 
 def _case(name: str, element: str | None, text: str, why: str) -> ET.Element:

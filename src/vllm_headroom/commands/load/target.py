@@ -13,12 +13,17 @@ from msgspec import Struct
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.config.kinds import http_url
 from vllm_headroom.parse.openai import Model, first_model
+from vllm_headroom.scrape.http.body import read_body
 from vllm_headroom.scrape.http.failures import no_answer, without_advice
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.vocabulary import Reason
 
 PATIENCE_SECONDS: Final = 15.0
 """For the first connection and for the list of models: a busy server's web side answers late."""
+
+MOST_LIST_BYTES: Final = 2**20
+"""Of the list of models, some 500 bytes each."""
 
 PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
 Address = tuple[str, int]
@@ -82,15 +87,18 @@ async def offered_model(url: httpx.URL, target: Target) -> Model:
     """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
     where = within(url, "/v1/models")
     try:
-        async with httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client:
-            answer = await client.get(where, headers=target.headers)
+        async with (
+            httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
+            client.stream("GET", where, headers=[*target.headers, ("Accept-Encoding", "identity")]) as answer,
+        ):
+            body = await read_body(answer, MOST_LIST_BYTES)
     except httpx.HTTPError as error:
         raise BadInput(f"{_no_answer(error, where)}, or name a --model") from error
     if answer.status_code != httpx.codes.OK:
         raise BadInput(
             f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
         )
-    model = first_model(answer.text)
+    model = None if isinstance(body, Reason) else first_model(body)
     if model is None:
         raise BadInput(f"{where}: lists no model: name a --model")
     return model

@@ -66,7 +66,7 @@ def _shape(given: argparse.Namespace) -> ModelShape | str:
         return replace(shape, unknown_type=None) if told else shape
     missing = [_flag(name) for name in ALONE if getattr(given, name) is None]
     if missing:
-        return f"without --model-config it needs {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
+        return f"needs --model-config, or without it {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
     return parse_model_config("{}", overrides)
 
 

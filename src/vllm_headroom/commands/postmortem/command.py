@@ -114,7 +114,7 @@ def _run(given: Namespace) -> Postmortem:
     if given.html is not None:
         from vllm_headroom.commands.postmortem.page import page  # noqa: PLC0415 - only here is a page's style needed
 
-        save(given.html, page(report).encode(), "--html ")
+        save(given.html, page(report), "--html ")
     return report
 
 

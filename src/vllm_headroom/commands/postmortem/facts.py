@@ -33,6 +33,7 @@ class GpuAtEnd(Struct, frozen=True, kw_only=True):
     index: int
     uuid: str
     total_bytes: int | None
+    usable_bytes: int | None
     first_room_bytes: int | None
     last_room_bytes: int | None
     last_engine_bytes: int | None
@@ -74,10 +75,11 @@ def more(before: int | None, after: int | None) -> int | None:
 class Circumstances(Struct, frozen=True, kw_only=True):
     """An end, or a stall, and what went before it in that life.
 
-    `unseen_seconds` is how long before its end it was last seen. `served` is whether it ever did, `hung` for how long
-    nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it serves
-    nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last seen;
-    None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before.
+    `began_seconds` is when that life began, which may be before anything was seen of it, `seen_seconds` for how long it
+    was seen, and `unseen_seconds` how long before its end it was last seen. `served` is whether it ever did, `hung` for
+    how long nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it
+    serves nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last
+    seen; None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before.
     """
 
     what: What

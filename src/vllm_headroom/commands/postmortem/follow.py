@@ -95,6 +95,7 @@ class Follower:
     def _forget(self) -> None:
         """Begin anew with another life."""
         self._began: float | None = None
+        self._born: float | None = None
         self._seen = 0.0
         self._served = self._answered = False
         self._gpus: dict[str, Looks] = {}
@@ -108,7 +109,7 @@ class Follower:
         now, life = snapshot.monotonic_seconds, snapshot.life
         if self._began is None:
             self._began = now
-        self._seen = now
+        self._seen, self._born = now, None if life is None else life.began_seconds
         self._answered = snapshot.page is not None
         if engines := named(snapshot.page):
             self._page(engines, now)
@@ -142,7 +143,7 @@ class Follower:
             what=what,
             seconds=snapshot.time_seconds,
             reason=reason if what is What.ENDED else None,
-            began_seconds=None if self._began is None else self._began - self._shift,
+            began_seconds=self._born,
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
             served=self._served or (not self._paged and self._was_loaded()),

@@ -31,7 +31,7 @@ def trace_of(given: Path) -> Path:
         return found[-1]
     record = given / FLIGHT
     hint = f"; {record} is what was recorded last" if record.exists() else ""
-    raise BadInput(f"{given}: has no incident{hint}")
+    raise BadInput(f"{given}: has no incident, which is set aside when a life of the engine ends or stalls{hint}")
 
 
 def header_of(file: Path) -> Known:

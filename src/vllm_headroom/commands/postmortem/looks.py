@@ -69,6 +69,7 @@ class Looks:
             index=first.gpu.reading.index,
             uuid=first.gpu.reading.uuid,
             total_bytes=None if memory is None else memory.total_bytes,
+            usable_bytes=None if memory is None else memory.usable_bytes,
             first_room_bytes=first.room_bytes,
             last_room_bytes=_least(look.room_bytes for look in last),
             last_engine_bytes=engine_bytes,

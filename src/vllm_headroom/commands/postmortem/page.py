@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Final
 
 from vllm_headroom.commands.postmortem.finding import TODO, Sureness
-from vllm_headroom.commands.postmortem.known import header_used, log_lines, sentences
-from vllm_headroom.commands.postmortem.report import Postmortem, numbers
+from vllm_headroom.commands.postmortem.known import MOST_SHOWN, header_used
+from vllm_headroom.commands.postmortem.report import Postmortem, sections
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point
 from vllm_headroom.expose.page.style import PAGE_STYLE
@@ -16,7 +17,9 @@ from vllm_headroom.units import instant, size
 from vllm_headroom.vocabulary import CONTROLS, Level
 
 COLUMNS: Final = 480
-MARGIN: Final = 1.05
+_LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link}))
+"""Our own: what a file has from anywhere leads nowhere."""
+
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
@@ -43,31 +46,31 @@ def _body(report: Postmortem) -> Iterator[str]:
         )
     yield "</ul>"
     yield from _figures(report)
-    yield _list("The sidecar said then", [_safe(each) for each in sentences(report.known)])
-    yield _list("Timeline", [f"{instant(seconds)} {_safe(what)}" for seconds, what in report.timeline])
-    if report.facts is not None:
-        yield _list(
-            "Numbers for a bug report", [f"{_safe(n)}: {_safe(v)}" for n, v in numbers(report.facts, report.known)]
-        )
-    yield _list("What to do", [_step(what, link) for what, link in TODO[report.answer.cause]])
-    yield _list("The sidecar's log", [_safe(each) for each in log_lines(report.known)])
+    for title, lines in sections(report, MOST_SHOWN):
+        items = (f"<b>{_safe(head)}</b> {_safe(body)}" for head, body in lines)
+        yield _list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
 
 
 def _figures(report: Postmortem) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
+    gpus = {} if report.facts is None else {gpu.uuid: gpu for gpu in report.facts.gpus}
+    used = header_used(report.known)
     for uuid in report.curves.uuids:
-        yield _figure(f"Free memory of {uuid}, down to zero", report.curves.free(uuid), at, sized=True)
-    for uuid, used in header_used(report.known).items():
-        yield _figure(f"Memory in use of {uuid} in the last minutes, second by second", [*used], at, sized=True)
+        gpu = gpus.get(uuid)
+        what = f"Free memory of {uuid if gpu is None else f'GPU {gpu.index}'}"
+        yield _figure(f"{what}, down to zero", report.curves.free(uuid), at, sized=True)
+        if gpu is not None and gpu.usable_bytes is not None:
+            free: list[Point] = [(seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())]
+            yield _figure(f"{what} in the last minutes, second by second", free, at, sized=True)
     yield _figure("Running requests", report.curves.running, at, sized=False)
 
 
 def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -> str:
-    known = [value for _, value in points if value is not None]
+    known = [value for seconds, value in points if value is not None and (at is None or not sized or seconds <= at)]
     if not known:
         return ""
     times = [seconds for seconds, _ in points]
-    frame = Frame(begin=min(times), end=max(times), top=MARGIN * max(known) or 1.0)
+    frame = Frame(begin=min(times), end=max(times), top=drawing.scale(known) if sized else max(known))
     stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = (
         drawing.curve(frame, stretches),
@@ -85,10 +88,6 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
 def _list(title: str, items: list[str]) -> str:
     lines = "".join(f"<li>{each}</li>" for each in items)
     return f"<h2>{escape(title)}</h2><ul>{lines}</ul>" if items else ""
-
-
-def _step(what: str, link: str | None) -> str:
-    return _safe(what) if link is None else f'{_safe(what)}: <a href="{escape(link)}">{escape(link)}</a>'
 
 
 def _safe(text: str) -> str:

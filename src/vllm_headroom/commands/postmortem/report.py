@@ -12,22 +12,25 @@ from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
 from vllm_headroom.commands.postmortem.finding import TODO, Diagnosis
 from vllm_headroom.commands.postmortem.known import Known, holders, log_lines, probed, sentences
 from vllm_headroom.commands.postmortem.timeline import Moment
-from vllm_headroom.commands.terminal import HEAD, headed, paragraphs, wrapped
+from vllm_headroom.commands.terminal import headed, paragraphs, wrapped
 from vllm_headroom.model import EngineReading
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.units import duration, instant, size
 
 MOST_HOLDERS: Final = 16
-Number = tuple[str, str]
+LAST_LINES: Final = 10
+Line = tuple[str, str]
+"""What stands on the left, and what is said of it."""
 
 
-def numbers(facts: Circumstances, known: Known) -> Iterator[Number]:
+def numbers(facts: Circumstances, known: Known) -> Iterator[Line]:
     """Yield names and values, without what is not known."""
     yield facts.what.value, instant(facts.seconds)
     if facts.reason is not None:
         yield "counted as", facts.reason.value
-    if facts.began_seconds is not None:
-        yield "this life seen for", duration(facts.seen_seconds)
+    if facts.seen_seconds:
+        began = "" if facts.began_seconds is None else f"began {instant(facts.began_seconds)}, "
+        yield "this life", f"{began}seen for {duration(facts.seen_seconds)}"
     for engine in facts.engines:
         yield f"{engine.model_name} / {engine.engine}", ", ".join(_engine(engine)) or "says nothing of itself"
     for gpu in facts.gpus:
@@ -45,7 +48,7 @@ def _engine(engine: EngineReading) -> Iterator[str]:
         ("finished", engine.finished_total),
         ("preemptions", engine.preemptions_total),
     )
-    yield from (f"{value:.0f} {word}" for word, value in counted if value is not None)
+    yield from (f"{value:,.0f} {word}" for word, value in counted if value is not None)
     if engine.kv_used_ratio is not None:
         yield f"KV cache {100 * engine.kv_used_ratio:.0f} % used"
     if engine.kv_capacity_tokens is not None:
@@ -58,16 +61,13 @@ def _gpu(gpu: GpuAtEnd) -> Iterator[str]:
     known = (
         ("in all", gpu.total_bytes),
         ("left at the least", gpu.last_room_bytes),
-        ("left when this life began", gpu.first_room_bytes),
+        ("left at first", gpu.first_room_bytes),
         ("held by the engine", gpu.last_engine_bytes),
-        ("more than it began with", gpu.grown_bytes),
+        ("more than at first", gpu.grown_bytes),
         ("held by others", gpu.last_other_bytes),
     )
     yield from (f"{size(max(0, n_bytes))} {word}" for word, n_bytes in known if n_bytes is not None)
     yield f"leak detector: {gpu.leak}"
-
-
-LAST_LINES: Final = 10
 
 
 class Postmortem(Struct, frozen=True, kw_only=True):
@@ -88,17 +88,25 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
 def text(report: Postmortem) -> Iterator[str]:
     """Yield one page."""
-    yield from paragraphs(
-        (
-            _answer(report),
-            _also(report),
-            _said(report),
-            _timeline(report),
-            _numbers(report),
-            _todo(report),
-            _log(report),
-        )
-    )
+    yield from paragraphs((_answer(report), _also(report), *(_section(*each) for each in sections(report, LAST_LINES))))
+
+
+def sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
+    """Yield headings and what is known under each, which may be nothing."""
+    yield "The sidecar said then", [("", each) for each in sentences(report.known)]
+    yield "Timeline", [(instant(seconds), what) for seconds, what in report.timeline]
+    yield "Numbers for a bug report", [] if report.facts is None else [*numbers(report.facts, report.known)]
+    steps = enumerate(TODO[report.answer.cause])
+    yield "What to do", [("then" if place else "first", ": ".join(filter(None, step))) for place, step in steps]
+    yield "The sidecar's log then", [("", each) for each in log_lines(report.known)[-most_log_lines:]]
+
+
+def _section(title: str, lines: list[Line]) -> Iterator[str]:
+    if lines:
+        yield title
+    columns = max((len(head) for head, _ in lines), default=0)
+    for head, body in lines:
+        yield from wrapped(f"  {head:<{columns}}  ", body) if head else (f"  {body}",)
 
 
 def _answer(report: Postmortem) -> Iterator[str]:
@@ -111,38 +119,6 @@ def _answer(report: Postmortem) -> Iterator[str]:
 def _also(report: Postmortem) -> Iterator[str]:
     for finding in report.findings[1:]:
         yield from headed("or", f"{finding.sentence} ({finding.sureness})")
-
-
-def _said(report: Postmortem) -> Iterator[str]:
-    for sentence in sentences(report.known):
-        yield from headed("said", f"{sentence} (the sidecar, before)")
-
-
-def _timeline(report: Postmortem) -> Iterator[str]:
-    if report.timeline:
-        yield "Timeline"
-    yield from (f"  {instant(seconds)}  {what}" for seconds, what in report.timeline)
-
-
-def _numbers(report: Postmortem) -> Iterator[str]:
-    if report.facts is None:
-        return
-    yield "Numbers for a bug report"
-    for name, value in numbers(report.facts, report.known):
-        yield from wrapped(f"  {name:<20} ", value)
-
-
-def _todo(report: Postmortem) -> Iterator[str]:
-    for place, (what, link) in enumerate(TODO[report.answer.cause]):
-        yield from headed("then" if place else "first", what)
-        if link is not None:
-            yield f"{'':<{HEAD}}{link}"
-
-
-def _log(report: Postmortem) -> Iterator[str]:
-    if lines := log_lines(report.known)[-LAST_LINES:]:
-        yield "The sidecar's log then"
-        yield from (f"  {each}" for each in lines)
 
 
 def document(report: Postmortem) -> dict[str, Any]:

@@ -45,12 +45,13 @@ class Timeline:
             if ends > self._exits:
                 self._moments.append((now, "a life of the engine ended"))
             if life.state is not self._state:
-                self._moments.append((now, STATES[life.state]))
+                first = "the record begins: " if self._state is None else ""
+                self._moments.append((now, f"{first}{STATES[life.state]}"))
             self._exits, self._state = ends, life.state
         for index, uuid, course in watch.gpus:
             if course.state in (LeakState.GROWING, LeakState.LEAKING) and self._leaks.get(uuid) is not course.state:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
-                self._moments.append((now, f"the leak detector says that GPU {index} {verb}"))
+                self._moments.append((now, f"by this record GPU {index} {verb}"))
             self._leaks[uuid] = course.state
         for gpu in snapshot.owned:
             if gpu.other_bytes is not None:

@@ -24,8 +24,8 @@ DESCRIPTION: Final = """\
 Feeds a recorded past through the daemon's leak detector: would it have caught
 our outage?
 
-TRACE is a file that HEADROOM_TRACE_FILE let the daemon record, or - for
-standard input.
+TRACE is HEADROOM_TRACE_FILE of the daemon, flight.jsonl of its state directory
+or - for standard input.
 """
 
 EXAMPLES: Final = """\
@@ -76,7 +76,7 @@ class Replayed:
             if given.svg or not given.json:
                 self.curves.step(snapshot)
         if given.svg:
-            save(given.svg, picture(self.watch, self.curves).encode(), "--svg ")
+            save(given.svg, picture(self.watch, self.curves), "--svg ")
 
 
 def _run(given: Namespace) -> Replayed:

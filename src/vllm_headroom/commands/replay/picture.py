@@ -6,11 +6,11 @@ from html import escape
 from typing import Final
 
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import STYLE, Forecast, Frame, Point
+from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point
 from vllm_headroom.trace.course import Course
-from vllm_headroom.trace.curves import MARGIN, Curves
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.replay import Watch
-from vllm_headroom.units import duration, instant, size
+from vllm_headroom.units import instant, size
 from vllm_headroom.vocabulary import LeakState
 
 WIDTH: Final = 1000.0
@@ -25,8 +25,11 @@ AHEAD: Final = 0.5
 def picture(watch: Watch, curves: Curves) -> str:
     """Return one box above the other: each GPU's free memory, or what the engine holds of it where that is not told."""
     begin, end = watch.span
-    rooms = [_room(f"GPU {index}", course, curves, uuid, (begin, end)) for index, uuid, course in watch.gpus]
-    boxes = [*rooms, _box("running requests", curves.running, (begin, end))]
+    forecasts = [_forecast(course, curves.free(uuid)) for _, uuid, course in watch.gpus]
+    ahead = max((MARGIN * each.seconds for each in forecasts if each is not None), default=0.0)
+    span = begin, end + min(ahead, AHEAD * (end - begin))
+    rooms = [_room(gpu, curves, span, forecast) for gpu, forecast in zip(watch.gpus, forecasts, strict=True)]
+    boxes = [*rooms, _box("running requests", curves.running, span)]
     height = len(boxes) * (ABOVE + HEIGHT + BELOW)
     placed = "".join(
         f'<g transform="translate(0 {place * (ABOVE + HEIGHT + BELOW) + ABOVE:.0f})">{box}</g>'
@@ -40,15 +43,15 @@ def picture(watch: Watch, curves: Curves) -> str:
     )
 
 
-def _room(name: str, course: Course, curves: Curves, uuid: str, span: tuple[float, float]) -> str:
+def _room(gpu: tuple[int, str, Course], curves: Curves, span: tuple[float, float], forecast: Forecast | None) -> str:
+    index, uuid, course = gpu
     free = curves.free(uuid)
     known = any(value is not None for _, value in free)
-    points = free if known else curves.held(uuid)
-    title = (
-        f"{name}: {'free memory, down to zero' if known else 'memory held by the engine'}; {course.state} at the end"
-    )
+    what = "free memory, down to zero" if known else "memory held by the engine"
+    full = "" if forecast is None else f", out of memory {instant(forecast.begin + forecast.seconds)}"
     marks = tuple(interval[0] for interval in course.leaking)
-    return _box(title, points, span, marks, _forecast(course, points) if known else None, sized=True, to_zero=known)
+    points, title = free if known else curves.held(uuid), f"GPU {index}: {what}; {course.state} at the end{full}"
+    return _box(title, points, span, marks, forecast, sized=True, to_zero=known)
 
 
 def _forecast(course: Course, points: list[Point]) -> Forecast | None:
@@ -70,9 +73,9 @@ def _box(
     to_zero: bool = False,
 ) -> str:
     begin, end = span
-    ahead = 0.0 if forecast is None else min((1 + MARGIN) * forecast.seconds, AHEAD * (end - begin))
-    top = (1 + MARGIN) * max((value for _, value in points if value is not None), default=1.0)
-    frame = Frame(begin=begin, end=end + ahead, top=top, width=WIDTH, height=HEIGHT)
+    known = [value for _, value in points if value is not None]
+    top = drawing.scale(known) if to_zero else max(known, default=1.0)
+    frame = Frame(begin=begin, end=end, top=top, width=WIDTH, height=HEIGHT)
     stretches = drawing.thinned(drawing.through(points), COLUMNS)
     shapes = [
         drawing.curve(frame, stretches),
@@ -80,13 +83,12 @@ def _box(
         "" if forecast is None else drawing.ahead(frame, forecast),
         drawing.zero(frame) if to_zero else "",
     ]
-    until = "" if forecast is None else f", out of memory {duration(forecast.seconds)} later"
     return "".join(
         (
             f'<text x="4" y="-8">{escape(title)}</text>',
             f'<text x="{WIDTH - 4:.0f}" y="-8" text-anchor="end">{size(top) if sized else f"{top:.0f}"}</text>',
             *shapes,
             f'<text x="4" y="{HEIGHT + 18:.0f}">{instant(begin)}</text>',
-            f'<text x="{WIDTH - 4:.0f}" y="{HEIGHT + 18:.0f}" text-anchor="end">{instant(end)}{until}</text>',
+            f'<text x="{WIDTH - 4:.0f}" y="{HEIGHT + 18:.0f}" text-anchor="end">{instant(end)}</text>',
         )
     )

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Final
 
 from vllm_headroom.commands.bars import Pick, bars
-from vllm_headroom.expose.drawing import Point
+from vllm_headroom.expose.drawing import Point, scale
 from vllm_headroom.trace.course import Course
-from vllm_headroom.trace.curves import MARGIN, Curves
+from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB
 
@@ -46,7 +46,7 @@ def _in_gib(points: list[Point]) -> list[Point]:
 def _floor(points: list[Point]) -> float:
     """Return where the axis of what is held begins: of a whole card, growth would be a line on the top."""
     values = [value for _, value in points if value is not None] or [0.0]
-    return max(0.0, min(values) - (MARGIN * (max(values) - min(values)) or 0.01 * max(values)))
+    return max(0.0, min(values) - (0.05 * (max(values) - min(values)) or 0.01 * max(values)))
 
 
 def _chart(
@@ -63,7 +63,7 @@ def _chart(
     values = [value for _, value in points if value is not None]
     if not values:
         return
-    top = max(values)
+    top = scale(values) if pick is min else max(values)
     levels = [f"{level:9.{_decimals(top - floor)}f}" for level in (top, floor)]
     times = [seconds for seconds, _ in points]
     yield from ("", title)

@@ -64,7 +64,7 @@ async def _run(given: Namespace) -> Document | None:
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         follow = _live if draws(sys.stdout) else _lines
         try:
-            await follow(lambda: ask(reader), where.host, stopped)
+            await follow(lambda: ask(reader), where.netloc.decode(), stopped)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
             raise BadInput(NO_DOCUMENT) from None
     finally:

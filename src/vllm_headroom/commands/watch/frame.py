@@ -11,6 +11,7 @@ from rich.text import Text
 from vllm_headroom.commands.bars import Point, bars
 from vllm_headroom.commands.terminal import hanging
 from vllm_headroom.commands.watch.sidecar import Document, said
+from vllm_headroom.expose.drawing import scale
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import CONTROLS
 
@@ -52,4 +53,5 @@ def _room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[
     index = str(gpu["gpu"]).translate(CONTROLS)
     yield Text(f"GPU {index}: {now}{until}; the last {span}, down to zero", "bold")
     style = "red" if gpu["leak_state"] == "leaking" else "cyan"
-    yield from (Text(line, style) for line in bars(curve, width, ROWS))
+    ends = 0.0, scale(value for _, value in curve)
+    yield from (Text(line, style) for line in bars(curve, width, ROWS, ends=ends))

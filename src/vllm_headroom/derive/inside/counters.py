@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import gpu_labels, remembered
 from vllm_headroom.model import AllocatorReading, Gpu, Metric, ProbedProcess, ProbeReadings, Sample, Snapshot
 
 MOST_REMEMBERED: Final = 512
@@ -36,7 +36,8 @@ def counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, .
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
-    last, sums = dict(state.last), dict(state.sums)
+    last, present = dict(state.last), {(uuid, metric.name) for uuid in uuids for metric in _METRICS}
+    sums = remembered(state.sums, present)
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:

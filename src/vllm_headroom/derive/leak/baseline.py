@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import begun_anew, finished, life, running_requests
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import gpu_labels, remembered
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1
@@ -58,7 +58,7 @@ def baseline(
     state = replace(state, busiest=_busiest(state.busiest, running, snapshot.time_seconds))
     band, warm = load_band(running), (finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
-    bands = dict(state.bands)
+    bands = remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
     for gpu in snapshot.gpus:
         if not gpu.held_bytes:  # unknown, or the engine died between the two readings
             continue

@@ -48,7 +48,8 @@ def founded(track: Track, block: Block) -> Track:
     if track.first is not None and track.most_load <= LEAP * track.first_load:
         return track
     first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
-    return replace(track, first=first, first_load=track.most_load)
+    begun_bytes = block.floor_bytes if track.first is None else track.begun_bytes
+    return replace(track, first=first, first_load=track.most_load, begun_bytes=begun_bytes)
 
 
 def close(track: Track, block: Block) -> Track | None:

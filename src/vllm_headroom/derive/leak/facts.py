@@ -142,16 +142,25 @@ class Flush(Struct, frozen=True):
     valley_bytes: float
 
 
+class Step(Struct, frozen=True):
+    """A large rise from one reading to the next: when it was seen, what was held before and what after."""
+
+    seconds: float
+    bottom_bytes: float
+    top_bytes: float
+
+
 class Track(Struct, frozen=True, kw_only=True):
     """Everything remembered of one series: bounded, and explicit enough to be saved.
 
     `seconds` is the track's own time, which only moves forward; `clock` the snapshot time it was last moved by, and
-    `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable readings
-    began. `history` holds (requests, busy seconds, grown bytes) at 8 % steps since the anchor, `rises` the newest rises
-    of the shortest level, `grown_bytes` their clipped sum. `first` is the block that work is counted from: the first
-    one, or the last in which `most_load`, the most requests that ever ran at once, came to twice the `first_load` of
-    the one before. `most_bytes` is what the engine could hold at most, had others stood still. `crowded_since` is when
-    a neighbour came, `sure_seconds` when an alarm was last sure with little time left.
+    `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable
+    readings began, `begun_bytes` what was held in its first block. `history` holds (requests, busy seconds, grown
+    bytes) at 8 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their
+    clipped sum. `first` is the block that work is counted from: the first one, or the last in which `most_load`,
+    the most requests that ever ran at once, came to twice the `first_load` of the one before. `most_bytes` is what
+    the engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds`
+    when an alarm was last sure with little time left.
     """
 
     clock: float
@@ -160,6 +169,7 @@ class Track(Struct, frozen=True, kw_only=True):
     work: Work = field(default_factory=Work)
     anchor_seconds: float | None = None
     anchor_requests: float = 0.0
+    begun_bytes: float = 0.0
     first: Point | None = None
     first_load: float = 0.0
     most_load: float = 0.0
@@ -174,6 +184,8 @@ class Track(Struct, frozen=True, kw_only=True):
     history: tuple[tuple[float, float, float], ...] = ()
     rises: tuple[float, ...] = ()
     grown_bytes: float = 0.0
+    held_bytes: float | None = None
+    steps: tuple[Step, ...] = ()
     run: Run = field(default_factory=Run)
     projected: Verdict = Verdict.NONE
     sure_seconds: float | None = None

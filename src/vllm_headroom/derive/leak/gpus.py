@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from vllm_headroom import catalog
@@ -10,7 +10,7 @@ from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
 from vllm_headroom.derive.leak.track import observe, warming_up
 from vllm_headroom.derive.page_facts import awake, finished, life, running_requests
-from vllm_headroom.derive.readings import gpu_labels, states
+from vllm_headroom.derive.readings import gpu_labels, remembered, states
 from vllm_headroom.model import Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState
 
@@ -28,7 +28,7 @@ def gpu_leaks(
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
     now = snapshot.monotonic_seconds
-    tracks = kept(state)
+    tracks = kept(state, {gpu.reading.uuid for gpu in snapshot.owned})
     samples: list[Sample] = []
     for gpu, seen in observations(snapshot, snapshot.owned):
         uuid = gpu.reading.uuid
@@ -37,9 +37,10 @@ def gpu_leaks(
     return tracks, tuple(samples)
 
 
-def kept(tracks: Tracks) -> Tracks:
+def kept(tracks: Tracks, present: Collection[str]) -> Tracks:
     """Return the tracks that were moved within a day of the newest; a wild date makes none forgotten."""
     newest = max((track.clock for track in tracks.values()), default=0.0)
+    tracks = remembered(tracks, present)
     return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
 
 

@@ -23,7 +23,7 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
-    tracks = kept(state)
+    tracks = kept(state, state)
     samples: list[Sample] = []
     for role, seen in host_observations(snapshot):
         tracks[role] = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from vllm_headroom.derive.leak.facts import Estimate, Track, room
 from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
 from vllm_headroom.derive.page_facts import awake, finished, running_requests
+from vllm_headroom.derive.readings import remembered
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
@@ -85,6 +86,7 @@ def insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     """Return the tracks after one more look; what sleeps or begins anew is compared from there on."""
     now = snapshot.monotonic_seconds
     page = snapshot.page
+    tracks = remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
     kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.clock < FORGET_SECONDS}
     for gpu in snapshot.devices:
         if page is not None and awake(page) is False:

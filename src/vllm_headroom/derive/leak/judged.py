@@ -94,16 +94,14 @@ def _grown(track: Track, level: Level, threshold: float) -> Growth | None:
 
 
 def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
-    """Return what the last hours foretell; anew only when one of their blocks ends."""
+    """Return what the last hours foretell; anew when one of their blocks ends, and for an alarm without a figure."""
     level = track.levels[PROJECTED_LEVEL]
-    if track.first is None or not _just_ended(track, level):
+    unknown = track.projected is Verdict.LEAKING and track.estimate is None and bool(level.points)
+    if track.first is None or not (unknown or _just_ended(track, level)):
         return track.projected, None
-    life = Life(
-        first=track.first,
-        room_bytes=room_bytes,
-        before=track.projected,
-    )
-    return project(level.points, life)
+    flushed = 0.0 if track.flush is None else track.flush.seconds
+    life = Life(first=track.first, room_bytes=room_bytes, before=track.projected, flushed_seconds=flushed)
+    return project(level.points, track.steps, life)
 
 
 def _just_ended(track: Track, level: Level) -> bool:

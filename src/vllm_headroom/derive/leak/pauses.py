@@ -44,7 +44,7 @@ def _paused(track: Track) -> Track:
     if not track.levels:
         return track
     levels = (replace(track.levels[0], block=None), *track.levels[1:])
-    return replace(track, run=Run(quiet_until=track.run.quiet_until), levels=levels)
+    return replace(track, run=Run(quiet_until=track.run.quiet_until), levels=levels, held_bytes=None)
 
 
 def anchored(track: Track) -> Track:

@@ -1,4 +1,4 @@
-"""Would the device fill up at the pace of the last hours, and is it a pace that records and first uses never reach?"""
+"""Does memory grow by large steps at a pace, and of sizes, that records and first uses of work never have?"""
 
 from __future__ import annotations
 
@@ -11,24 +11,36 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.leak.evidence import folds
-from vllm_headroom.derive.leak.facts import MIB, Point, Verdict
-from vllm_headroom.derive.leak.records import are_records
-from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, retained
+from vllm_headroom.derive.leak.facts import MIB, Point, Step, Verdict
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, patience, retained
+from vllm_headroom.derive.leak.steps import likeness
 
 LEAST_BYTES: Final = 512 * MIB
-LEAST_STEPS: Final = 2.5
+LEAST_STEPS: Final = 1.8
 """Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
 ODDS: Final = log(12)
 """Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
 
-YOUNG_SECONDS: Final = 5 * 3600.0
+SURE: Final = 7.0
+"""For an alarm: the odds with the likeness of the steps to a leak's."""
+
+SCARCE, MOST_LEFT = 0.7, 20.0
+"""And so much more for each e-fold of the number of largest steps that fit into what is left, up to 20."""
+
+YOUNG_SECONDS: Final = 4 * 3600.0
 """No alarm so early in a life: slots and caches fill as evenly as a leak, and many are full by then."""
+
+ROOM_SHARE: Final = 0.25
+ENOUGH_BYTES: Final = 2048 * MIB
+"""For an alarm, a quarter of the room that there was has to be gone, or so much that few caches are as large."""
+
+STEP_SHARE: Final = 0.05
+"""Steps of at least a twentieth of the growth are compared."""
 
 DAY_SECONDS: Final = 86_400.0
 GROWING_SHARE: Final = 0.25
-LEAKING_SHARE: Final = 0.4
-"""How long it has lasted, as a share of what is left: for a ticket, and for an alarm, well before half-way."""
+"""How long it has lasted, as a share of what is left, for a warning."""
 
 LAST_SHARE: Final = 0.05
 PAUSE_SECONDS: Final = 1800.0
@@ -39,12 +51,14 @@ PAUSE_GAPS: Final = 1.5
 class Life(Struct, frozen=True, kw_only=True):
     """What the window is held against: the block that work is counted from, the room that is left.
 
-    `before` is what was said last.
+    `before` is what was said last, `flushed_seconds` when the allocator gave back its cache for want of room: what grew
+    within the cache until then was not seen.
     """
 
     first: Point
     room_bytes: float | None
     before: Verdict
+    flushed_seconds: float = 0.0
 
 
 class Window(Struct, frozen=True, kw_only=True):
@@ -63,29 +77,32 @@ class Window(Struct, frozen=True, kw_only=True):
     slowness: float
 
 
-def project(points: tuple[Point, ...], life: Life) -> tuple[Verdict, Growth | None]:
-    """Return what the retained floors foretell, and the growth that does: of the surest windows the likeliest.
+def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: Life) -> tuple[Verdict, Growth | None]:
+    """Return what the retained floors and the steps foretell, and the growth that does: of the surest windows the best.
 
-    Growing: the device would be full within a day. Leaking: the growth has lasted for two fifths of what is left, so
-    that the alarm comes well before half-way, whatever the evidence by blocks says of a few large steps, and records do
-    not explain it. Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm,
-    only its end counts.
+    Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, of sizes that come
+    again rather than outgrow each other, when a quarter of the room is gone, whatever the evidence by blocks says.
+    Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm, only its end
+    counts.
     """
     floors, whole = retained(points), _folds(life.first, life.first, points[-1])
+    steps = tuple(step for step in steps if step.seconds > life.first.seconds)
     best: tuple[Verdict, float, Window | None] = (Verdict.NONE, 0.0, None)
-    for window in _windows(points, floors, life.first):
+    for window in _windows(points, floors, life):
         odds = _odds(window, life.first, points[-1], whole)
-        verdict = _said(window, odds, points[-1], life)
-        if verdict > life.before and are_records(_rises(window, floors), window.grown_bytes):
-            verdict = min(verdict, Verdict.GROWING)
-        if verdict and (verdict, odds) > best[:2] and not _has_ended(window, points, floors, life):
-            best = (verdict, odds, window)
+        verdict, sure = _said(window, odds, steps, points[-1], life)
+        if verdict and (verdict, sure) > best[:2] and not _has_ended(window, points, floors, life):
+            best = (verdict, sure, window)
     verdict, _, found = best
     return verdict, None if found is None else _growth(found, points, floors)
 
 
-def _windows(points: tuple[Point, ...], floors: tuple[float, ...], first: Point) -> Iterator[Window]:
-    """Yield each window of this life that begins with a step and is worth two, the shortest first."""
+def _windows(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Iterator[Window]:
+    """Yield each window of this life that begins with a step and is worth two, the shortest first.
+
+    One is enough when the cache has been given back: what was lost before was taken from it, and no step was seen.
+    """
+    first, least = life.first, 1.0 if life.flushed_seconds > points[0].seconds else LEAST_STEPS
     highest = tuple(accumulate((point.floor_bytes for point in points), max))
     total = squares = largest = slow = 0.0
     for begin in range(len(points) - 2, 0, -1):
@@ -97,7 +114,7 @@ def _windows(points: tuple[Point, ...], floors: tuple[float, ...], first: Point)
         total, squares, largest = total + rise, squares + rise * rise, max(largest, rise)
         slow += rise * log((points[begin].seconds - opened.seconds) / _folds(first, opened, points[begin]))
         grown = floors[-1] - highest[begin]
-        if grown >= LEAST_BYTES and total * total >= LEAST_STEPS * squares:
+        if grown >= LEAST_BYTES and total * total >= least * squares:
             yield Window(
                 begin=begin,
                 opened=opened,
@@ -122,6 +139,7 @@ def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, .
     if life.before is Verdict.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
         return False
     risen = points[bisect_left(floors, floors[-1] - LAST_SHARE * window.grown_bytes, lo=1) - 1].seconds
+    risen = max(risen, life.flushed_seconds)
     gaps = max(1.0, window.grown_bytes / window.typical_bytes - 1)
     return points[-2].seconds - risen > max(PAUSE_SECONDS, PAUSE_GAPS * (risen - window.opened.seconds) / gaps)
 
@@ -140,17 +158,23 @@ def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
     return (before * by_folds + window.grown_bytes * by_time) / window.typical_bytes if by_folds < 0 else 0.0
 
 
-def _said(window: Window, odds: float, now: Point, life: Life) -> Verdict:
-    if life.before is Verdict.LEAKING:
-        return Verdict.LEAKING
-    if odds < ODDS:
-        return Verdict.NONE
+def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: Life) -> tuple[Verdict, float]:
+    """Return the verdict of a window, and how sure it is."""
+    sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
+    sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, room / window.largest_bytes)))
+    if life.before is Verdict.LEAKING:
+        return Verdict.LEAKING, sure
+    enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
+    old = now.seconds - life.first.seconds >= YOUNG_SECONDS
     lasted = now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted
-    if lasted >= LEAKING_SHARE * left and now.seconds - life.first.seconds >= YOUNG_SECONDS:
-        return Verdict.LEAKING
-    return Verdict.GROWING if left <= DAY_SECONDS and lasted >= GROWING_SHARE * left else Verdict.NONE
+    if odds < ODDS:
+        return Verdict.NONE, sure
+    if enough and old and lasted >= patience(left) and sure >= SURE:
+        return Verdict.LEAKING, sure
+    growing = left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
+    return Verdict.GROWING if growing else Verdict.NONE, sure
 
 
 def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:

@@ -37,7 +37,7 @@ GROWING_SECONDS: Final = 600.0
 LEAKING_SECONDS: Final = 3600.0
 """How long a stretch must last. Bounded ramps (caches, LoRA slots) are linear until they end: only waiting tells."""
 
-HASTE: Final = 0.15
+HASTE: Final = 0.25
 """An alarm may come after this share of the time that is left until out-of-memory, if that is sooner."""
 
 PATIENCE: Final = 0.05
@@ -95,14 +95,14 @@ def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdi
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     left = _left(grown, lasted, room_bytes)
     sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
-    if sure and lasted >= _patience(left):
+    if sure and lasted >= patience(left):
         return Verdict.LEAKING
     if lasted < GROWING_SECONDS:
         return Verdict.NONE
     return Verdict.LEAKING if left is not None and lasted >= left else Verdict.GROWING
 
 
-def _patience(left: float | None) -> float:
+def patience(left: float | None) -> float:
     """Return how many seconds sure growth must have lasted, given what is left."""
     if left is None:
         return LEAKING_SECONDS

@@ -11,6 +11,7 @@ from vllm_headroom.derive.life.lives import Lives, advance, is_broken
 from vllm_headroom.derive.life.movement import Labels, Movement, moved, progress_age, stranded
 from vllm_headroom.derive.life.signs import Answer, Signs, signs
 from vllm_headroom.derive.page_facts import awake, together
+from vllm_headroom.derive.readings import remembered
 from vllm_headroom.model import EngineProcess, Life, Snapshot
 from vllm_headroom.vocabulary import EngineState, ExitReason, Role
 
@@ -107,7 +108,8 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     doing, served = _state(looked, seen, age, now), looked.served_bytes
     if doing is EngineState.SERVING:
         before = {} if asleep else served
-        served = before | {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
+        most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
+        served = remembered(before | most, most)
     state = replace(looked, state=doing, served_bytes=served)
     return state, replace(snapshot, life=_life(state, seen, age, now))
 
@@ -159,10 +161,10 @@ def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
 
 def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
     life = state.lives.newest
-    goes_on = life is not None and life.worked and not life.ended and not is_broken(life, seen.processes)
+    goes_on = life is not None and not (life.ended or is_broken(life, seen.processes))
     return Life(
         state=state.state,
-        in_service=goes_on and state.state is not EngineState.DOWN,
+        in_service=life.worked if life and goes_on and state.state is not EngineState.DOWN else False,
         began_seconds=None if life is None or life.ended else life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),

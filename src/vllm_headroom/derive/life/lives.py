@@ -32,10 +32,11 @@ VITAL: Final = (Role.ENGINE_CORE, Role.WORKER)
 class OneLife(Struct, frozen=True, kw_only=True):
     """A life of the engine: by what it is known again, and what it has come to.
 
-    `ready` is whether its page ever answered, `worked` whether it ever did something. `vital` is the most processes of
-    each vital role seen while the page answered, `top_bytes` the most it held then; `rooms` is what was free on its
-    GPUs, by UUID, and `host_room_bytes` of the host's memory when it became ready, `tight` whether a GPU was full when
-    last seen. `oom_kills` is what the kernel had killed in its container when it was last whole.
+    `ready` is whether its page ever answered, `worked` whether it ever did something, None where the page does not
+    tell. `vital` is the most processes of each vital role seen while the page answered, `top_bytes` the most it held
+    then; `rooms` is what was free on its GPUs, by UUID, and `host_room_bytes` of the host's memory when it became
+    ready, `tight` whether a GPU was full when last seen. `oom_kills` is what the kernel had killed in its container
+    when it was last whole.
     """
 
     began_seconds: float | None = None
@@ -43,7 +44,7 @@ class OneLife(Struct, frozen=True, kw_only=True):
     finished_total: float | None = None
     processes: tuple[ProcessName, ...] = ()
     ready: bool = False
-    worked: bool = False
+    worked: bool | None = False
     ended: bool = False
     vital: dict[Role, int] = field(default_factory=dict)
     top_bytes: int = 0

@@ -57,9 +57,15 @@ def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[La
     )
 
 
-def worked(page: EnginePage) -> bool:
-    """Return whether any engine of the page has ever done something; taken for granted where none shows on it."""
-    return not page.engines or any(any((*_counted(engine)[:-1], engine.running)) for engine in page.engines)
+def worked(page: EnginePage) -> bool | None:
+    """Return whether any engine of the page has ever done something; taken for granted where none shows on it.
+
+    None where they have a name and tell nothing of work, as Dynamo's own series.
+    """
+    if not page.engines:
+        return True
+    told = [fact for engine in named(page) for fact in (*_counted(engine)[:-1], engine.running)]
+    return None if told and not any(map(_is_known, told)) else any(told)
 
 
 def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:

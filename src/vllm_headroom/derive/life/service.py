@@ -30,7 +30,7 @@ def in_service(step: StepFunction[State]) -> StepFunction[State]:
     While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
     known to belong to a working life is taken not to.
     """
-    return lambda state, snapshot: step(state, snapshot if snapshot.in_service else _without_engine(snapshot))
+    return lambda state, snapshot: step(state, of_service(snapshot))
 
 
 def leaks_in_service(step: StepFunction[State]) -> StepFunction[State]:
@@ -41,14 +41,18 @@ def leaks_in_service(step: StepFunction[State]) -> StepFunction[State]:
         state, samples = served(state, snapshot)
         if snapshot.in_service:
             return state, samples
-        engine = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
+        life = snapshot.life
+        engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
         rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
         return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 
     return shown
 
 
-def _without_engine(snapshot: Snapshot) -> Snapshot:
+def of_service(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot without what does not belong to a working life."""
+    if snapshot.in_service:
+        return snapshot
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
         gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None, inside=None) for gpu in gpus)

@@ -32,7 +32,9 @@ LINKS: Final = " \N{MIDDLE DOT} ".join(
 
 def html(page: str) -> Response:
     """Return the page as an answer that may load nothing, and be shown in no frame."""
-    return Response(status=200, body=page.encode(), content_type="text/html; charset=utf-8", headers=_HEADERS)
+    return Response(
+        status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
+    )
 
 
 def landing_page(view: View) -> str:

@@ -9,10 +9,10 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Curve, Forecast, Frame, Stretch
+from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame
 from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, GpuMemory, Snapshot
+from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import Level
 
@@ -22,12 +22,8 @@ MOST_COLUMNS: Final = 480
 LEAST_COLUMNS: Final = 40
 MOST_GPUS: Final = 16
 HOUR_SECONDS: Final = 3600.0
-MARGIN: Final = 1.15
 AHEAD: Final = 0.5
 """With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
-
-USUAL: Final = 0.9
-"""An engine that starts leaves the card empty for minutes: what nine in ten points stay below sets the scale."""
 
 
 def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
@@ -54,7 +50,9 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     past, peaks = (drawing.thinned(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
-    frame = Frame(begin=begin, end=end, top=_top(past, memory))
+    known = [value for stretch in past for _, value in stretch]
+    top = drawing.scale(known, most=None if memory is None else memory.total_bytes)
+    frame = Frame(begin=begin, end=end, top=top)
     shapes = [
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
@@ -65,7 +63,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
     room = "memory not known now"
     if memory is not None:
-        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin: at the peaks"
+        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
     return (
         f"<figure><figcaption><b>GPU {reading.index}</b> {escape(reading.name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
@@ -84,12 +82,6 @@ def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, f
         return first, now
     past = max(HOUR_SECONDS, min(now - first, MARGIN * forecast.seconds / AHEAD))
     return now - past, now + AHEAD * past
-
-
-def _top(stretches: list[Stretch], memory: GpuMemory | None) -> float:
-    known = sorted(value for stretch in stretches for _, value in stretch)
-    top = MARGIN * known[int(USUAL * (len(known) - 1))] if known else 1.0
-    return top if memory is None else min(top, memory.total_bytes)
 
 
 def _forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:

@@ -13,10 +13,8 @@ from msgspec import Struct
 from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
 
-START_BYTES: Final = 4096
-"""Enough for the program and its first arguments, where a command line can be megabytes long; a stat has 600.
-
-A file of /sys is one page at most."""
+_START_BYTES: Final = 4096
+"""Holds a program and its first arguments, where a command line may be megabytes; a stat or a /sys file has less."""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
@@ -35,7 +33,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     """One process: `command` is its command line or, where it has none, its name cut to 15 characters.
 
     A process title takes the place of the command line. pid and `started_seconds` (since boot) together name the
-    process; a pid alone is given to another one later.
+    process; a pid alone is given to another one later. `group` is its process group's.
     """
 
     pid: int
@@ -43,6 +41,7 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     started_seconds: float
     command: tuple[str, ...]
     name: str = ""
+    group: int = 0
 
     @cached_property
     def role(self) -> Role | None:
@@ -77,9 +76,9 @@ def pids(proc: Path) -> frozenset[int]:
 def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
     """Return the process, or None when it has gone or is a zombie.
 
-    `known` is what was returned before: it is returned again where name, parent and start are the same, and the command
-    line is read anew only if a program of this name may have another one by now. Every other program that takes the
-    place of one, and every title, brings its name.
+    `known` is what was returned before: it is returned again where name, parent, group and start are the same, and the
+    command line is read anew only if a program of this name may have another one by now. Every other program that takes
+    the place of one, and every title, brings its name.
     """
     try:
         name, fields = _stat(proc, pid)
@@ -90,7 +89,9 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
         command = _arguments(start_of(f"{proc}/{pid}/cmdline")) or (name,)
     except (OSError, ValueError):
         return None
-    return ProcEntry(pid=pid, parent_pid=int(fields[1]), started_seconds=_started(fields), command=command, name=name)
+    parent, group = map(int, fields[1:3])
+    started = _started(fields)
+    return ProcEntry(pid=pid, parent_pid=parent, started_seconds=started, command=command, name=name, group=group)
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
@@ -104,7 +105,8 @@ def is_zombie(proc: Path, pid: int) -> bool:
 def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
     if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
         return False
-    return (known.name, known.parent_pid, known.started_seconds) == (name, int(fields[1]), _started(fields))
+    was = (known.name, known.parent_pid, known.group, known.started_seconds)
+    return was == (name, int(fields[1]), int(fields[2]), _started(fields))
 
 
 def shows_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
@@ -179,13 +181,10 @@ def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
 
 
 def start_of(path: str) -> bytes:
-    """Read without Path and without a buffer: a host may have 10,000 processes, and each costs three calls so.
-
-    A look at eight cards reads a hundred files. Raises OSError.
-    """
+    """Read without Path or buffer, or raise OSError: a host may have 10,000 processes, each three calls so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return os.read(descriptor, START_BYTES)
+        return os.read(descriptor, _START_BYTES)
     finally:
         os.close(descriptor)
 

@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import ancestors
+from vllm_headroom.scrape.proc.roots import RAY, ancestors
 from vllm_headroom.vocabulary import Role
 
-_INIT: Final = 1
-_INITS: Final = frozenset({"systemd", "init", "pause", "tini", "docker-init", "dumb-init", "catatonit"})
-"""What pid 1 is called on machines, in pods that share their processes, and in containers that were given one."""
+_SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
+"""What an entrypoint is run by, that takes over what a server in its own group leaves; no program of an engine's."""
 
 _BELOW_A_SERVER: Final = (Role.ENGINE_CORE, Role.WORKER)
 
@@ -53,21 +52,28 @@ class Orphans:
         self._members = {pid: entries[pid] for pid in members}
 
     def strays(self, entries: Mapping[int, ProcEntry]) -> frozenset[int]:
-        """Return the pids of cores and workers that init has taken over unseen from a server, and of their children.
+        """Return the pids of cores and workers that another has taken over unseen from a server, and of their children.
 
-        Only of those with a title of their own, and where pid 1 is an init: a program that embeds an engine can be it.
+        Only of those with a title of their own, and not of Ray's, whose daemon starts them. Nobody but init, or who
+        stands in for it, is the parent of a process of another group: an engine's are of the group of who began it.
         """
-        init = entries.get(_INIT)
-        if init is None or init.name not in _INITS:
-            return frozenset()
         return _with_children(
             entries,
             {
                 pid
                 for pid, process in entries.items()
-                if process.parent_pid == _INIT and process.role in _BELOW_A_SERVER and pid not in self._members
+                if process.role in _BELOW_A_SERVER
+                and pid not in self._members
+                and not process.command[0].startswith(RAY)
+                and _was_taken_over(process, entries.get(process.parent_pid))
             },
         )
+
+
+def _was_taken_over(process: ProcEntry, parent: ProcEntry | None) -> bool:
+    if parent is None or parent.role:
+        return False
+    return parent.group != process.group or parent.name in _SHELLS
 
 
 def _with_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:

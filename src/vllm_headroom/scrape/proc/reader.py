@@ -168,7 +168,8 @@ class Processes:
     def _told(self, pid: int) -> Told:
         """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
         may_listen = not self._engine_is_here or proc_files.shares_network(self._proc, pid)
-        return served_port(proc_files.command(self._proc, pid), self._asked.port), may_listen
+        command, above = (proc_files.command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
+        return served_port(command, self._asked.port, above), may_listen
 
     def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
         usage = proc_files.usage(self._proc, entry)

@@ -13,10 +13,13 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import SAME_START_SECONDS
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.servers import server_of
+from vllm_headroom.scrape.proc.servers import server_of, supervises
 from vllm_headroom.vocabulary import Role
 
 _INIT: Final = 1
+
+RAY: Final = "ray::"
+"""How the titles of Ray's actors begin."""
 
 Name = tuple[int, float]
 """A process by its pid and its start, in seconds since boot: a pid alone is given to another one later."""
@@ -67,20 +70,19 @@ def engine_roots(
 ) -> Choice:
     """Return whose process trees are the engine's, after the last choice.
 
-    A root is a process of an engine's with none of an engine's above it. Beside a server, an engine core without one is
-    a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak. Without any
-    server, cores and workers below one parent are one engine (a program that embeds vLLM), and those that init has
-    taken over from a killed server come last. Ray's actors descend from Ray, which leaves open whose they are: where
-    there is one engine they are its, without any they are it while something listens, and beside several none is
-    chosen.
+    A root is a process of an engine's with none above it but one that supervises ranks. Beside a server, an engine core
+    without one is a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak.
+    Without any server, cores and workers below one parent are one engine (a program that embeds vLLM). Ray's actors
+    descend from Ray, which leaves open whose they are: where there is one engine they are its, without any they are it
+    while something listens, and beside several none is chosen.
 
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
     same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
     """
-    named = {pid: process for pid, process in entries.items() if process.role}
+    named = {pid: process for pid, process in entries.items() if process.role and not supervises(process.command)}
     tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(ancestors(entries, pid))))
-    actors = tuple(pid for pid in tops if entries[pid].command[0].startswith("ray::"))
-    servers = [(pid,) for pid in tops if server_of(entries[pid].command)]
+    actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
+    servers = [(pid,) for pid in tops if _serves(entries, pid)]
     engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
     told = {roots: told_by(roots[0]) for roots in engines}
     serving = {roots: _serving(named, roots) for roots in engines}
@@ -107,6 +109,12 @@ def engine_roots(
         strangers=names - own if is_named else strangers,
         since=asked.began_seconds if is_named else before.since,
     )
+
+
+def _serves(entries: Mapping[int, ProcEntry], pid: int) -> bool:
+    process = entries[pid]
+    above = entries.get(process.parent_pid)
+    return server_of(process.command) is not None or (above is not None and supervises(above.command))
 
 
 def _claim(names: frozenset[Name], starts: Iterable[float], told: Told, asked: Asked, before: Choice) -> Claim:
@@ -158,8 +166,6 @@ def _families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
     siblings: dict[int, tuple[int, ...]] = defaultdict(tuple)
     for process in processes:
         siblings[process.parent_pid] += (process.pid,)
-    if len(siblings) > 1:
-        siblings.pop(_INIT, None)
     return list(siblings.values())
 
 

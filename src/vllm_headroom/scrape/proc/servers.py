@@ -51,6 +51,7 @@ SERVERS: Final = (
         elsewhere=frozenset({"--config", "--uds", "--headless"}),
         titles=(  # from 0.10.1 on (`set_process_title`; Ray names its own by the actor's class)
             ("VLLM::APIServer", Role.API_SERVER),
+            ("VLLM::ExternalL", Role.API_SERVER),
             ("VLLM::EngineCor", Role.ENGINE_CORE),
             ("VLLM::DPEngineC", Role.ENGINE_CORE),
             ("VLLM::Worker", Role.WORKER),
@@ -128,17 +129,32 @@ def server_of(command: tuple[str, ...]) -> ServerKind | None:
     return None
 
 
-def served_port(command: tuple[str, ...], wanted: int | None = None) -> int | None:
+_SUPERVISOR: Final = frozenset({"--data-parallel-multi-port-external-lb", "-dpm"})
+_MOST_DIGITS: Final = 5
+_LOCAL_RANKS: Final = ("--data-parallel-size-local", "-dpl")
+
+
+def supervises(command: tuple[str, ...]) -> bool:
+    """Tell whether a vLLM serves nothing itself, but starts a server for each of its data-parallel ranks."""
+    return not _SUPERVISOR.isdisjoint(command)
+
+
+def served_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
     """Return the port that a server's command line names, else its default; None where it does not tell.
 
-    That a default is not the one that is `wanted` tells nothing where a variable may have set another.
+    That a default is not the one that is `wanted` tells nothing where a variable may have set another. Ranks have the
+    ports from that of the supervisor `above` them on (vllm/entrypoints/openai/dp_supervisor.py).
     """
+    if supervises(above):
+        first, ranks = served_port(above), _count(_named(above, _LOCAL_RANKS))
+        rank = _count(command[0].rpartition("_")[2])
+        return None if first is None or not ranks or rank is None else first + rank % ranks
     server = server_of(command) if command else None
     if server is None:
         return None
     port = _named(command, server.port_options)
     if port is not None:
-        return int(port) if port.isdecimal() else None
+        return _count(port)
     elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
     may_be_set = server.variable and wanted not in {None, server.port}
     return None if elsewhere or may_be_set else server.port
@@ -151,6 +167,11 @@ def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
         if name in options:
             port = value if joined else following
     return port
+
+
+def _count(text: str | None) -> int | None:
+    """Return a number of up to five digits, as ports are; anybody's command line may have any number."""
+    return int(text) if text and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _base(program: str) -> str:

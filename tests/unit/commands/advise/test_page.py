@@ -171,7 +171,7 @@ def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
         ),
         (state("growing"), "GPU 0: it grows, and whether that is a leak shows within hours: look again"),
         (state("asleep"), "GPU 0: the engine sleeps"),
-        (state("none"), "GPU 0: what the engine holds is not known"),
+        (state("none"), "GPU 0: what the engine holds is not known, or whether it works"),
         (
             {of_engine(catalog.ENGINE_RUNNING): 0, of_engine(catalog.ENGINE_FINISHED): 0},
             "work: no request ran, and what load would do is not known",
@@ -224,6 +224,8 @@ def test_ranks_are_named_where_there_are_several() -> None:
     [
         ("<html>", "the page is not in Prometheus's format"),
         ("vllm:num_requests_running 1\n", "the page is not vllm-headroom's"),
+        (text(healthy()).replace('gpu="0"', 'gpu="first"'), "the page is not vllm-headroom's"),
+        (text(healthy()).replace('"0"', '"' + "9" * 5000 + '"'), "the page is not vllm-headroom's"),
         (text(healthy()).replace('profile="vllm"', 'profile="sglang"'), "the engine behind this page is not vLLM"),
     ],
 )

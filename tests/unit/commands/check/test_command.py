@@ -66,7 +66,6 @@ def test_a_report_that_cannot_be_written_ends_with_status_2(steady: str, tmp_pat
             f"--max-bytes-per-request: got '2' (without a unit it is bytes: 2GiB?), {A_SIZE}",
         ),
         (("--trace", "x"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
-        (("--trace", "x", "--max-restarts", "3"), "needs a limit, such as --max-leak-per-thousand-requests 1MiB"),
         (("--trace", "x", "--max-growth-over-baseline", "5%"), "--max-growth-over-baseline needs a --baseline"),
         (
             ("--trace", "-", "--baseline", "-", *LIMIT),

@@ -157,6 +157,22 @@ def test_traces_whose_truth_is_known(
     assert found[LEAK]["outcome"] == outcome
 
 
+def test_memory_that_grew_while_the_engine_loaded_is_no_leak_that_would_have_been_seen(tmp_path: Path) -> None:
+    """The daemon shows the detector nothing of a life that has not worked yet, and half an hour of loading is long."""
+    began, took, samples = 3600.0, 45 * 60.0, []
+    for sample in engine(10, restarts_at=began):
+        loaded, gpu = (sample["t"] - BEGAN - began) / took, sample["gpus"][0]
+        if 0 <= loaded < 1:
+            used = MIB * 70_000 * max(0.1, min(1.0, 2 * loaded - 1)) // 1
+            gpu = {**gpu, "used": used, "engine": used}
+        told = None if 0 <= loaded < 1 else [{**sample["engines"][0], "started_at": None}]
+        samples.append({**sample, "gpus": [gpu], "engines": told, "processes": None})
+    file = written(tmp_path / "t", iter(samples))
+    status, found = judged("--trace", file, "--max-leak-per-thousand-requests", "1kB", "--max-restarts", "1")
+
+    assert (status, found[LEAK]["outcome"]) == (2, "cannot_tell")
+
+
 def test_what_the_daemon_does_not_say_of_an_idle_engine_is_not_said(tmp_path: Path) -> None:
     samples = ({**each, "engines": [{**each["engines"][0], "finished_total": 5000, "running": 0}]} for each in engine())
     status, found = judged("--trace", written(tmp_path / "t", samples), *AT_1_MB)

@@ -155,6 +155,13 @@ def test_a_restart_fails_unless_it_is_allowed_and_counts_go_on_over_it(tmp_path:
     assert allowed[1]["preemptions per thousand requests"]["value"] == pytest.approx(2)
 
 
+@pytest.mark.parametrize(("most", "status"), [("0", 1), ("1", 0)])
+def test_restarts_may_be_the_only_limit(tmp_path: Path, most: str, status: int) -> None:
+    found = judged("--trace", written(tmp_path / "t", engine(1, restarts_at=1800)), "--max-restarts", most)
+
+    assert (found[0], *found[1]) == (status, "engine restarts")
+
+
 def test_what_was_counted_since_a_restart_that_nobody_saw_counts(tmp_path: Path) -> None:
     samples = engine(1, per_second=1, preempted_per_thousand=1000, restarts_at=600)
     watched = (sample for sample in samples if not 500 < sample["t"] - BEGAN < 1800)

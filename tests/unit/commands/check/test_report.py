@@ -36,7 +36,7 @@ CHILDREN: Final = {
 OUTCOMES: Final = {0: None, 1: "failure", 2: "error"}
 
 
-def well_formed(xml: bytes) -> ET.Element:
+def well_formed(xml: str | bytes) -> ET.Element:
     """Return the one suite of a report that is in the shape of the schema, its counts right."""
     root = ET.fromstring(xml)  # noqa: S314 - our own
     assert root.tag == "testsuites"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.commands.load.target import (
+    MOST_LIST_BYTES,
     Target,
     base_url,
     find,
@@ -121,6 +123,14 @@ def test_a_server_that_lists_no_model_needs_a_name(listed: str) -> None:
         base = f"http://{LOOPBACK}:{server.port}"
 
         assert problem(base) == f"{base}/v1/models: lists no model: name a --model"
+
+
+def test_a_list_of_models_without_an_end_is_not_read_to_it() -> None:
+    listed = (json.dumps({"data": [{"id": "m"}]}) + " " * MOST_LIST_BYTES).encode()
+    packed = engine_server.with_head(gzip.compress(listed), headers=("Content-Encoding: gzip",))
+    for answer in (engine_server.with_head(listed), packed):
+        with EngineServer(engine_server.cut(answer)) as server:
+            assert problem(f"http://{LOOPBACK}:{server.port}").endswith("/v1/models: lists no model: name a --model")
 
 
 def test_a_server_that_hangs_up_is_one_line() -> None:

@@ -142,7 +142,7 @@ def test_kv_heads_are_repeated_when_there_are_more_gpus(capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "without --model-config it needs --layers, --kv-heads, --head-size; missing: --layers, --kv-heads,"),
+        ((), "needs --model-config, or without it --layers, --kv-heads, --head-size; missing: --layers, --kv-heads,"),
         (("--layers", "2"), "missing: --kv-heads, --head-size"),
         ((*of("llama-3.1-70b"), "--tensor-parallel-size", "3"), "does not divide the model's 64 attention heads"),
         (("--model-config", "/nonexistent/config.json"), "it cannot be read: No such file or directory"),

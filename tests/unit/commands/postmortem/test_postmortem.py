@@ -52,7 +52,11 @@ def write(folder: Path, scene: Scene) -> Path:
 def leaked(tmp_path: Path) -> Path:
     scene = scenes.scene(scenes.leak, 1)
     assert scene.header is not None
-    scene.header |= {"version": "1.2.3", "log": ["a <line> of the log", "\x1b[31mred"], "events": [{"what": "ended"}]}
+    scene.header |= {
+        "version": "1.2.3",
+        "log": ["a <line> of the log https://example.org/", "\x1b[31mred"],
+        "events": [{"what": "ended"}],
+    }
     scene.header["xids"] = [{"t": scene.header["t"] - 1, "uuid": "GPU-a", "xid": 79}]
     scene.header["before"]["verdicts"] = [{"sentence": "GPU 0 leaks."}]
     held = ((7, 5), (9, 73 * 2**30), (10, None))
@@ -75,7 +79,7 @@ def test_memory_that_was_full_only_between_two_samples_is_found(run: Run, tmp_pa
     scene.header["before"] = {"used": {"GPU-a": used}}
     assert cause() == "out_of_memory_burst"
     run(write(tmp_path, scene), "--html", tmp_path / "page.html")
-    assert "Memory in use of GPU-a in the last minutes, second by second" in (tmp_path / "page.html").read_text()
+    assert "Free memory of GPU 0 in the last minutes, second by second" in (tmp_path / "page.html").read_text()
 
 
 def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Path) -> None:
@@ -85,7 +89,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
     assert re.match(r"2025-10-09 \d\d:\d\d:\d\dZ: Out of GPU memory by a leak: .* \(sure\)\n", out)
     for part in (
         "the leak detector said leaking",
-        "said  GPU 0 leaks. (the sidecar, before)",
+        "The sidecar said then\n  GPU 0 leaks.",
         "Timeline",
         "the driver reported XID 79 on GPU-a",
         "Numbers for a bug report",
@@ -94,6 +98,9 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "GPU-a pid 10 an amount not known",
         "GPU-a pid 8 worker: allocated 3 B, reserved 4 B",
         "80 GiB in all",
+        "GiB left at first",
+        "the record begins: the engine serves",
+        "  this life      began 2025-10-09 ",
         "https://github.com/vllm-project/vllm/issues",
         "a <line> of the log",
     ):
@@ -120,10 +127,23 @@ def test_the_page_is_one_file_that_loads_nothing_and_draws_the_curves(run: Run, 
 
     text = page.read_text()
     assert text.count("<svg") == 2
+    assert re.findall(r"<i>(\d)\.?\d* GiB</i>", text), "the card, empty after the end, sets no scale"
     assert 'class="line"' in text
-    assert "a &lt;line&gt; of the log" in text
+    assert "a &lt;line&gt; of the log https://example.org/</li>" in text
+    assert '<b>then</b> Tell the authors, with the figures above: <a href="https://github.com/vllm-project' in text
     assert "\x1b" not in text
     assert not re.search(r"<script|<link|src=|url\(", text)
+
+
+def test_a_letter_that_no_file_can_hold_costs_nothing_else(run: Run, tmp_path: Path) -> None:
+    """The name of a file may be no UTF-8, and stands in the log as it is."""
+    scene, page = scenes.scene(scenes.crash, 1), tmp_path / "why.html"
+    assert scene.header is not None
+    scene.header["log"] = ["cannot write: file=/state-\udcff"]
+    status, _, err = run(write(tmp_path, scene), "--html", page)
+
+    assert (status, err) == (0, "")
+    assert "file=/state-" in page.read_text()
 
 
 def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(

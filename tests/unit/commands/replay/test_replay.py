@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -314,6 +315,18 @@ def test_the_picture_shows_free_memory_and_the_way_to_zero(tmp_path: Path, leak:
     ET.fromstring(drawn)  # noqa: S314 - of our own
     assert "GPU 0: free memory, down to zero; leaking at the end" in drawn
     assert 'class="ahead"' in drawn
+    begins, ends, *load = re.findall(r">([\d :-]+Z)</text>", drawn)
+    assert load == [begins, ends], "both boxes have the same time"
+
+
+def test_a_card_that_is_empty_after_an_end_sets_no_scale(tmp_path: Path) -> None:
+    file, ended = tmp_path / "ended.svg", BEGAN + 3600.0
+    gone = [sample(ended + STEP * step, 0, running=0.0, finished=36_000.0) for step in range(12)]
+
+    process = replay("-", "--svg", str(file), trace=text([*flat(1.0), *gone]))
+
+    assert "     13.0 │" in process.stdout
+    assert ">13 GiB</text>" in file.read_text(encoding="utf-8")
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path, leak: str) -> None:

@@ -73,6 +73,10 @@ def test_what_is_no_sidecar_is_named() -> None:
         assert "is not vllm-headroom" in asked(url, "--json").stderr
     with sidecar(body=b"[" * 100_000) as url:
         assert "is not vllm-headroom" in asked(url, "--json").stderr
+    with sidecar(body=json.dumps({**LEAK, "age_seconds": float("nan")}).encode()) as url:
+        done = asked(url, "--json")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "is not vllm-headroom" in done.stderr
     with sidecar(status=503) as url:
         assert "answers 503" in asked(url, "--json").stderr
 

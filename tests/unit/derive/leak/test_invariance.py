@@ -138,5 +138,5 @@ def test_a_wild_date_makes_no_series_forgotten_and_a_day_does() -> None:
     old, new = follow(readings(flat, 0.1)).track, follow(shifted(readings(flat, 0.1))).track
     state: Tracks = {"GPU-a": new, "GPU-b": new}
 
-    assert set(kept(state)) == {"GPU-a", "GPU-b"}
-    assert set(kept({"GPU-a": new, "GPU-b": old})) == {"GPU-a"}
+    assert set(kept(state, ())) == {"GPU-a", "GPU-b"}
+    assert set(kept({"GPU-a": new, "GPU-b": old}, ())) == {"GPU-a"}

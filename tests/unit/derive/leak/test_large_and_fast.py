@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, flat, follow, leak, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
-from vllm_headroom.derive.leak.records import sources
 
 MINUTE = 60.0
 FAST = 10e6
@@ -39,7 +38,7 @@ def since(hours: float, shape: Shape) -> Shape:
 @pytest.mark.parametrize(
     ("size", "minutes", "most"), [(256 * MIB, 40, 0.5), (512 * MIB, 75, 0.5), (1536 * MIB, 150, 0.75)]
 )
-def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone_or_at_the_third(
+def test_a_few_large_steps_are_a_leak_between_a_quarter_of_the_room_and_half_or_at_the_third(
     size: int, minutes: float, most: float
 ) -> None:
     course = follow(readings(steps(size, minutes), 15))
@@ -47,7 +46,7 @@ def test_a_few_large_steps_are_a_leak_when_half_of_the_room_is_gone_or_at_the_th
     found = course.first(Verdict.LEAKING)
 
     assert found is not None
-    assert 0.3 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
+    assert 0.25 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
 
 
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
@@ -71,19 +70,9 @@ def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones
     assert leak.worst is Verdict.LEAKING
 
 
-@pytest.mark.parametrize(
-    ("rises", "needed"),
-    [((), 0), ((4, 5, 9), 1), ((5, 5, 5), 3), ((9, 2, 4, 6), 2), ((8, 2, 9, 3, 10, 4), 2), ((3, 9, 2, 8, 1), 3)],
-)
-def test_as_many_sources_of_records_are_needed_as_there_are_series_that_grow(
-    rises: tuple[float, ...], needed: int
-) -> None:
-    assert sources(rises) == needed
-
-
-def test_slots_that_fill_up_to_a_quarter_of_the_room_are_not_a_leak() -> None:
+def test_slots_that_fill_up_to_a_fifth_of_the_room_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
-        return min(1650 * MIB, steps(256 * MIB, 40)(seconds))
+        return min(1300 * MIB, steps(256 * MIB, 40)(seconds))
 
     course = follow(readings(slots, 15))
 

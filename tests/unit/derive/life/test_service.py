@@ -6,6 +6,7 @@ import pytest
 
 from tests.samples import engine, page, snapshot, values
 from tests.unit.derive.life.watch import (
+    BEGAN,
     LOGIN,
     NEXT,
     REFUSED,
@@ -24,7 +25,7 @@ from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.life.life import life
 from vllm_headroom.derive.life.service import in_service
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
-from vllm_headroom.model import EngineProcess, Failure, Sample, Snapshot
+from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
 
 HOUR = 3600
 
@@ -116,6 +117,26 @@ def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up(
     assert said(down.seen) == {"unknown"}
     assert said(asleep.seen) == {"asleep"}
     assert said(snapshot(engines=working(20))) == {"unknown"}, "whose life is not known"
+
+
+def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_leaks() -> None:
+    """Dynamo's own series: the KV cache in use, and no request, token or step."""
+    leak, watch = next(each for each in derivations() if each.name == "leak"), Watch()
+    state = leak.initial
+    watch.look(REFUSED)
+
+    own = page(engine(kv_used_ratio=0.5, started_at_seconds=BEGAN))
+    pages: list[EnginePage | Failure] = [*[own] * 720, SILENT, LOGIN]
+    for told in pages:
+        watch.look(told, gpus=(card(30 + watch.at / 300),))
+        assert watch.seen is not None
+        state, samples = answer(leak, state, watch.seen)
+        gpus, host = (values(samples, metric).items() for metric in (catalog.LEAK_STATE, catalog.HOST_LEAK_STATE))
+        assert [labels[-1] for labels, value in gpus if value] == ["unknown"]
+        assert [labels for labels, value in host if value] == [(str(each.role), "unknown") for each in WHOLE]
+
+    counted = watch.look(working(1))
+    assert counted.in_service, "it tells of work after all"
 
 
 def test_the_hit_ratio_ends_with_its_life() -> None:

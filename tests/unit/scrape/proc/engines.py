@@ -33,7 +33,9 @@ def named(began_seconds: float | None = None) -> Asked:
 
 def choice(seen: Tree, *, asked: Asked = REFUSED, before: Choice | None = None, away: Collection[int] = ()) -> Choice:
     """Return the choice after `before`; those `away` are on another network than the daemon."""
-    told = {pid: (served_port(process.command), pid not in away) for pid, process in seen.items()}
+    nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
+    above = {pid: seen.get(process.parent_pid, nobody).command for pid, process in seen.items()}
+    told = {pid: (served_port(each.command, above=above[pid]), pid not in away) for pid, each in seen.items()}
     return engine_roots(seen, told.__getitem__, asked, before or Choice())
 
 

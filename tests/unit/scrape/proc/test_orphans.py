@@ -156,10 +156,17 @@ def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
     assert seen(processes) == ({7: Role.API_SERVER}, frozenset())
 
 
-def test_a_core_that_init_took_over_before_anybody_looked_is_a_stray_with_its_workers(tree: ProcTree) -> None:
-    tree.add(18, 1, CORE)
-    tree.add(19, 18, WORKER)
-    tree.add(1, 0, "/lib/systemd/systemd")
+@pytest.mark.parametrize(
+    ("parent", "group"),
+    [("/lib/systemd/systemd", 18), ("process_api", 18), ("bash", 1)],
+    ids=["an init", "one that stands in for it", "the shell of an entrypoint"],
+)
+def test_a_core_that_was_taken_over_before_anybody_looked_is_a_stray_with_its_workers(
+    tree: ProcTree, parent: str, group: int
+) -> None:
+    tree.add(40, 1, parent)
+    tree.add(18, 40, CORE, group=group)
+    tree.add(19, 18, WORKER, group=group)
 
     readings = read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock()))
 
@@ -169,7 +176,7 @@ def test_a_core_that_init_took_over_before_anybody_looked_is_a_stray_with_its_wo
 
 def test_a_stray_alone_is_no_engine_that_starts(tmp_path: Path) -> None:
     tree = ProcTree(tmp_path)
-    tree.add(18, 1, CORE)
+    tree.add(18, 1, CORE, group=18)
 
     readings = read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock()))
 
@@ -177,9 +184,14 @@ def test_a_stray_alone_is_no_engine_that_starts(tmp_path: Path) -> None:
     assert readings.strays == {18}
 
 
-def test_cores_of_a_program_that_is_pid_1_are_its_own(tree: ProcTree) -> None:
-    tree.add(1, 0, "my-app")
-    tree.add(18, 1, CORE)
+@pytest.mark.parametrize(
+    ("parent", "core", "group"),
+    [("my-app", CORE, 1), ("raylet", "ray::RayWorkerWrapper.execute", 18)],
+    ids=["a program that embeds an engine", "Ray"],
+)
+def test_what_its_own_parent_began_is_no_stray(tree: ProcTree, parent: str, core: str, group: int) -> None:
+    tree.add(1, 0, parent)
+    tree.add(18, 1, core, group=group)
 
     assert read(Processes(engine_port=8000, proc=tree.path, monotonic=Clock())).strays == frozenset()
 

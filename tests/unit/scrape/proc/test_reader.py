@@ -139,10 +139,10 @@ def test_a_process_that_has_given_back_its_memory_is_gone(tree: ProcTree, proces
 
 def test_files_that_vanish_or_are_cut_short_are_skipped(tree: ProcTree, processes: Processes) -> None:
     for pid, file in ((7, "stat"), (8, "statm"), (9, "cmdline")):
-        tree.add(pid, 1, "VLLM::Worker")
+        tree.add(pid, 30, "VLLM::Worker")
         (tree.path / str(pid) / file).unlink()
     for pid, file in ((17, "stat"), (18, "statm")):
-        tree.add(pid, 1, "VLLM::Worker")
+        tree.add(pid, 30, "VLLM::Worker")
         (tree.path / str(pid) / file).write_text("18 ")
     tree.add(20, 30, "VLLM::Worker")
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, tree
+from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, named, tree
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Choice
 from vllm_headroom.scrape.proc.servers import served_port
@@ -20,6 +21,7 @@ from vllm_headroom.vocabulary import Role
         ("vllm serve m --master-port 7 --data-parallel-rpc-port 8", 8000),
         ("vllm serve m --port", None),
         ("vllm serve m --port $PORT", None),
+        ("vllm serve m --port " + "9" * 5000, None),
         ("vllm serve --config /c.yaml", None),
         ("vllm serve --config=/c.yaml --port 8123", 8123),
         ("vllm serve m --uds /run/vllm.sock", None),
@@ -41,6 +43,30 @@ from vllm_headroom.vocabulary import Role
 )
 def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | None) -> None:
     assert served_port(tuple(command.split())) == port
+
+
+SUPERVISOR = "python /bin/vllm serve m --data-parallel-multi-port-external-lb --port 7998 --data-parallel-size-local"
+RANKS = [
+    *((20 + rank, 10, f"VLLM::ExternalLBRank_{4 + rank}") for rank in range(4)),
+    *((30 + rank, 20 + rank, f"VLLM::EngineCore_DP{4 + rank}") for rank in range(4)),
+]
+
+
+def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> None:
+    found = choice(tree((10, 1, f"{SUPERVISOR} 4"), *RANKS))
+
+    assert found.roots == (22,)
+    assert found.others == {(20, 1.0), (21, 1.0), (23, 1.0)}
+    assert engine_roles(tree(*RANKS), 99, found.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
+
+
+@pytest.mark.parametrize("local", ["0", "$N", "9" * 5000])
+def test_ranks_whose_ports_do_not_tell_are_told_by_their_start_on_the_page(local: str) -> None:
+    seen = tree((10, 1, f"{SUPERVISOR} {local}"), *RANKS)
+    seen[23] = replace(seen[23], started_seconds=1.5)
+
+    assert choice(seen, asked=ANYTHING).ambiguous == 4
+    assert choice(seen, asked=named(1.5)).roots == (23,)
 
 
 @pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
@@ -89,12 +115,8 @@ def test_what_is_below_a_server_belongs_to_it() -> None:
     assert choice(seen).roots == (10,)
 
 
-def test_the_core_that_a_killed_server_left_is_the_engine_until_another_server_starts() -> None:
-    left = ((1, 0, "init"), (11, 1, "VLLM::EngineCore"), (12, 11, "VLLM::Worker_TP0"), (13, 1, "VLLM::Worker_TP1"))
-
-    assert choice(tree(*left)).roots == (11, 13)
-    assert choice(tree(*left, OURS)).roots == (10,)
-    assert choice(tree(*left, (50, 7, "VLLM::EngineCore"))).roots == (50,)
+def test_a_core_without_a_server_is_nothing_beside_one_that_serves() -> None:
+    assert choice(tree((1, 0, "init"), (11, 1, "VLLM::EngineCore"), OURS)).roots == (10,)
 
 
 def test_programs_that_embed_vllm_are_engines_without_a_port() -> None:

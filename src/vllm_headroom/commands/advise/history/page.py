@@ -26,6 +26,7 @@ Word = TypeVar("Word", bound=StrEnum)
 Labels = tuple[str, str]
 """Index and UUID of a GPU."""
 
+INDICES: Final = frozenset(map(str, range(1024)))
 OF_A_GPU: Final = {
     "bytes_per_second": catalog.LEAK_RATE,
     "bytes_per_request": catalog.LEAK_PER_REQUEST,
@@ -46,7 +47,7 @@ def facts_of(text: str, settings: EngineArgs) -> Facts | str:
         page = Values(_samples(text))
     except (ValueError, IndexError):
         return "the page is not in Prometheus's format: --headroom-url is vllm-headroom's, not that of what it watches"
-    if len(page.of(catalog.BUILD_INFO)) != 1:
+    if len(page.of(catalog.BUILD_INFO)) != 1 or {index for index, *_ in page.of(catalog.GPU_INFO)} - INDICES:
         return "the page is not vllm-headroom's: --headroom-url takes its address, port 9839 unless it is set otherwise"
     engines = tuple(page.of(catalog.ENGINE_INFO))
     if {profile for *_, profile in engines} - {"vllm"}:

@@ -160,5 +160,5 @@ def left(gpu: GpuAtEnd) -> str:
     """Return how much room a GPU had left."""
     if gpu.last_room_bytes is None:
         return f"what was left on GPU {gpu.index} is not known"
-    before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} when this life began"
+    before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} at first"
     return f"{size(max(0, gpu.last_room_bytes))} were left on GPU {gpu.index}{before}"

@@ -18,11 +18,20 @@ from vllm_headroom.commands.replay.prometheus.text import Span
 from vllm_headroom.parse.openai import json_object
 from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
 from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.units import MIB, size
 
 _TIMEOUT: Final = httpx.Timeout(150.0, connect=10.0)
 """Prometheus gives up a query after two minutes (--query.timeout): wait for it to say so."""
 
 _MOST_OF_A_TEXT: Final = 300
+
+_MOST_BYTES: Final = 128 * MIB
+"""Of an answer, unpacked: that of 8 GPUs and their engine at steps of 15 s has 5 MB."""
+
+_ENCODINGS: Final = frozenset({"", "identity", "gzip"})
+"""What is read comes by 64 KiB, of which gzip makes 64 MiB at the most, and gzip within gzip anything."""
+
+_LESS: Final = "ask for less, by a larger --step or a narrower --match"
 
 
 class Series(Struct, frozen=True, kw_only=True):
@@ -44,7 +53,7 @@ class Api:
         base = url.copy_with(query=None, fragment=None)
         self.shown = str(base.copy_with(userinfo=b""))
         self._address = base.copy_with(path=base.path.rstrip("/") + "/api/v1/query_range")
-        headers = {"User-Agent": "vllm-headroom"}
+        headers = {"User-Agent": "vllm-headroom", "Accept-Encoding": "gzip"}
         try:
             if bearer_token_file is not None:
                 headers["Authorization"] = f"Bearer {bearer_token(bearer_token_file)}"
@@ -63,10 +72,11 @@ class Api:
             "step": f"{span.step_ms / 1000:.3f}",
         }
         try:
-            response = self._client.post(self._address, data=form)
+            with self._client.stream("POST", self._address, data=form) as response:
+                body = self._body(response)
         except (httpx.HTTPError, ssl.SSLError) as error:
             raise BadInput(self._no_answer(error)) from error
-        return self._series(response)
+        return self._series(response, body)
 
     def __enter__(self) -> Self:
         return self
@@ -76,8 +86,18 @@ class Api:
     ) -> None:
         self._client.close()
 
-    def _series(self, response: httpx.Response) -> list[Series]:
-        answer = json_object(response.content)
+    def _body(self, response: httpx.Response) -> bytes:
+        if response.headers.get("Content-Encoding", "").strip().lower() not in _ENCODINGS:
+            raise httpx.DecodingError("it is not gzip")
+        body = bytearray()
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise BadInput(f"{self.shown} answers a query with more than {size(_MOST_BYTES)}: {_LESS}")
+        return bytes(body)
+
+    def _series(self, response: httpx.Response, body: bytes) -> list[Series]:
+        answer = json_object(body)
         if response.status_code != HTTPStatus.OK or answer.get("status") != "success":
             raise BadInput(self._refusal(response, answer))
         if warnings := answer.get("warnings"):
@@ -92,8 +112,9 @@ class Api:
             case httpx.ConnectTimeout():
                 return f"{self.shown} cannot be reached within {_TIMEOUT.connect:g} s: check host, port and firewall"
             case httpx.TimeoutException():
-                advice = "ask for less, by a larger --step or a narrower --match"
-                return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {advice}"
+                return f"{self.shown} did not answer within {_TIMEOUT.read:g} s: {_LESS}"
+            case httpx.DecodingError():
+                return f"what {self.shown} answers cannot be unpacked ({_line(error)}): look at what stands before it"
             case httpx.ConnectError() if "CERTIFICATE" in str(error).upper() or "SSL" in str(error).upper():
                 return f"TLS with {self.shown} failed ({_line(error)}): name its authority with --ca-file, or use http"
             case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():

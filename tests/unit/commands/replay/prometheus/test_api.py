@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import socket
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import httpx
@@ -61,7 +64,7 @@ def test_a_query_is_posted_below_the_path_of_the_url() -> None:
         ((503, {}, b""), " answers 503 Service Unavailable: it is overloaded or starting, try again later"),
         ((200, {}, b"[1]"), " answers 200 OK and not as Prometheus does: --from-prometheus takes"),
         (
-            (200, {}, b'{"status": "success", "data": {"result": [{"metric": {}, "values": [[1e400, "1"]]}]}}'),
+            (200, {}, b'{"status": "success", "data": {"result": [{"metric": {}, "values": [["1e400", "1"]]}]}}'),
             " answers a range query with no range: check that it is Prometheus",
         ),
         (
@@ -81,6 +84,47 @@ def test_an_answer_that_is_no_history_is_told_in_one_line(answer: Answer, messag
         told = refusal(server.url)
 
         assert told.startswith(f"{server.url}{message}")
+
+
+GZIP = {"Content-Encoding": "gzip"}
+MATRIX = matrix([({"__name__": "up"}, [(1_760_000_000.5, 2.0)])])[2]
+
+
+def test_an_answer_may_be_packed() -> None:
+    with PrometheusServer(answer=(200, GZIP, gzip.compress(MATRIX))) as server, Api(httpx.URL(server.url)) as api:
+        (found,) = api.query_range("up", SPAN)
+
+        assert found.values == {1_760_000_000_500: 2.0}
+        assert server.heads[0]["Accept-Encoding"] == "gzip"
+
+
+def test_what_unpacks_to_more_than_memory_holds_is_not_unpacked() -> None:
+    bomb = gzip.compress(MATRIX + b" " * 2**28)
+    tracemalloc.start()
+    with PrometheusServer(answer=(200, GZIP, bomb)) as server:
+        told = refusal(server.url)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert told.removeprefix(server.url) == (
+        " answers a query with more than 128 MiB: ask for less, by a larger --step or a narrower --match"
+    )
+    assert peak_bytes < 2**29
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "problem"),
+    [
+        ("gzip", MATRIX, "Error -3 while decompressing data: incorrect header check"),
+        ("gzip, gzip", gzip.compress(gzip.compress(MATRIX)), "it is not gzip"),
+        ("deflate", zlib.compress(MATRIX), "it is not gzip"),
+    ],
+)
+def test_what_cannot_be_unpacked_or_might_have_no_end_is_told(encoding: str, body: bytes, problem: str) -> None:
+    with PrometheusServer(answer=(200, {"Content-Encoding": encoding}, body)) as server:
+        told = refusal(server.url)
+
+        assert told == f"what {server.url} answers cannot be unpacked ({problem}): look at what stands before it"
 
 
 def test_a_port_where_nobody_listens() -> None:

@@ -1,0 +1,104 @@
+"""The steps by which memory grew, what is left of them, and what their sizes say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.derive.leak.stretches import BASE, TOTAL, Shape, follow, readings
+from vllm_headroom.derive.leak.facts import MIB, Observation, Step, Track, Verdict
+from vllm_headroom.derive.leak.steps import NEWEST_STEPS, likeness, stepped
+from vllm_headroom.derive.leak.track import observe
+
+
+def seen(*held_mib: float, apart: float = 60.0) -> tuple[int, ...]:
+    """Return the sizes of the steps, in MiB, of readings so far apart."""
+    steps: tuple[Step, ...] = ()
+    for number, (before, held) in enumerate(pairwise(held_mib), start=1):
+        steps = stepped(steps, number * apart, before * MIB, held * MIB)
+    return tuple(round((step.top_bytes - step.bottom_bytes) / MIB) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("held", "sizes"),
+    [
+        ((0, 100, 100, 400), (100, 300)),
+        ((0, 20, 40, 60), ()),
+        ((0, 100, 400, 250), (100, 150)),
+        ((0, 100, 400, 110), (100,)),
+        ((0, 100, 400, 0), ()),
+        ((0, 100, 50, 350, 340), (50, 290)),
+    ],
+)
+def test_a_step_is_a_large_rise_and_what_is_given_back_is_no_step(
+    held: tuple[float, ...], sizes: tuple[int, ...]
+) -> None:
+    assert seen(*held) == sizes
+
+
+def test_rises_within_half_a_minute_are_one_step_and_the_newest_are_kept() -> None:
+    assert seen(0, 100, 400, 500, apart=5.0) == (500,)
+    assert seen(0, 100, 400, 500, apart=31.0) == (100, 300, 100)
+    assert len(seen(*range(0, 50 * 60, 50))) == NEWEST_STEPS
+
+
+def weight(*sizes_mib: float, before: int = 1) -> float:
+    steps = tuple(Step(float(number), 0.0, size * MIB) for number, size in enumerate(sizes_mib, start=1))
+    return likeness(steps, since=before, least_bytes=30 * MIB)
+
+
+def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_against_one() -> None:
+    assert weight(500, 530, 560, 600) == -3.0
+    assert weight(500, 500, 500, 500) > 7.0
+    assert 0 < weight(120, 121, 119, 120) < weight(500, 501, 499, 500)
+    assert weight(60, 60, 60) == 0.0
+    assert weight(500, 300, 400, 200) == 1.5
+    assert weight(500, 20, 20) == 0.0
+
+
+@pytest.mark.parametrize("minutes", [40.0, 75.0])
+def test_steps_of_one_size_are_told_before_steps_of_sizes_between(minutes: float) -> None:
+    def stairs(sizes: list[int]) -> Shape:
+        return lambda seconds: MIB * sum(sizes[: int(seconds / (minutes * 60))])
+
+    equal = follow(readings(stairs([400] * 20), 14)).first(Verdict.LEAKING)
+    unequal = follow(readings(stairs([400, 310, 480, 350, 430, 370, 460, 330, 410] * 3), 14)).first(Verdict.LEAKING)
+
+    assert equal is not None
+    assert unequal is None or equal < unequal
+
+
+def flushed(kept: float, running: float = 80.0) -> Track:
+    """Fill the card by records for eight hours, and give back all but so large a share of the growth.
+
+    So many run in the last half hour.
+    """
+    held, at = 0.0, {2 * number**2: 300 + 8 * number for number in range(1, 21)}
+    track = Track(clock=0.0)
+    for number in range(8 * 120):
+        held += min(at.get(number, 0) * MIB, TOTAL - BASE - held)
+        if number == 8 * 120 - 1:
+            held *= kept
+        room = int(TOTAL - BASE - held)
+        reading = Observation(
+            seconds=30.0 * number,
+            held_bytes=int(BASE + held),
+            finished_total=300.0 * number,
+            running=80.0 if number < 7.5 * 120 else running,
+            life="1",
+            room_bytes=room,
+        )
+        track = observe(track, reading)
+    return track
+
+
+def test_what_the_allocator_cannot_give_back_when_the_card_is_full_is_no_cache() -> None:
+    assert flushed(1.0).projected < Verdict.LEAKING
+    assert flushed(0.9).projected is Verdict.LEAKING
+    assert flushed(0.5).projected < Verdict.LEAKING
+
+
+def test_just_after_load_doubled_what_cannot_be_given_back_may_be_in_use() -> None:
+    assert flushed(0.9, running=150.0).projected is Verdict.LEAKING
+    assert flushed(0.9, running=170.0).projected < Verdict.LEAKING

@@ -1,0 +1,44 @@
+"""What is remembered of GPUs whose names are new at every reading, as MIG instances that are made again and again."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from tests.samples import engine, failure, gpu, page, probed, snapshot
+from vllm_headroom.derive import derivations
+from vllm_headroom.derive.life.follow import LifeState, lived
+from vllm_headroom.derive.readings import MOST_REMEMBERED
+from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
+from vllm_headroom.vocabulary import Source
+
+GIB: Final = 2**30
+READINGS: Final = 4 * MOST_REMEMBERED
+
+
+def looked(reading: int, *, awake: bool) -> Snapshot:
+    """Return a look at one GPU that stays and one that nobody has seen before."""
+    inside = Inside(allocated_bytes=50 * GIB, reserved_bytes=55 * GIB)
+    gpus = tuple(
+        gpu(uuid=uuid, index=index, total=80 * GIB, used=60 * GIB, inside=inside)
+        for index, uuid in enumerate(("MIG-stays", f"MIG-{reading}"))
+    )
+    told = engine(running=4.0, finished_total=2000.0 + reading, awake=awake, started_at_seconds=1.0)
+    writes = probed(devices=tuple(AllocatorReading(uuid=each.reading.uuid, retries=1, ooms=0) for each in gpus))
+    probe = ProbeReadings(present=(writes,))
+    return snapshot(at=5.0 * reading, engines=page(told), gpus=gpus, processes=failure(Source.PROCESS), probe=probe)
+
+
+def test_of_gpus_whose_names_are_new_at_every_reading_a_bounded_number_is_remembered() -> None:
+    states = {each.name: each.initial for each in derivations()}
+    life = LifeState()
+    for reading in range(READINGS):
+        life, seen = lived(life, looked(reading, awake=reading < READINGS // 2))
+        for each in derivations():
+            states[each.name], _ = each.step(states[each.name], seen)
+
+    names = {name: set(re.findall(r"MIG-\w+", repr(state), re.IGNORECASE)) for name, state in states.items()}
+    names["life"] = set(re.findall(r"MIG-\w+", repr(life)))
+    assert {name: len(found) for name, found in names.items() if len(found) > MOST_REMEMBERED + 2} == {}
+    kept = {name for name, found in names.items() if {"MIG-stays", "mig-stays"} & found}
+    assert kept >= {"leak", "baseline", "sleep", "allocator", "life"}, "what stays is not forgotten with the rest"
