@@ -13,7 +13,7 @@ LEAST_STEP_BYTES: Final = 24 * MIB
 JOINED_SECONDS: Final = 30.0
 """Rises so close to each other are one step: what one load or one batch takes comes within seconds."""
 
-NEWEST_STEPS: Final = 48
+NEWEST_STEPS: Final = 32
 
 ALIKE_BYTES: Final = 2 * MIB
 NEARLY_ALIKE: Final = 1.04
