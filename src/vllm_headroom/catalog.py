@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_headroom.model import Metric
-from vllm_headroom.vocabulary import Kind
+from vllm_headroom.vocabulary import MetricType
 
 GPU: Final = ("gpu", "uuid")
 ENGINE: Final = ("model_name", "engine")
@@ -14,11 +14,11 @@ LIVE_TOKENS: Final = (*LIVE_SHARE, "kv_capacity_tokens")
 
 
 def _gauge(name: str, labels: tuple[str, ...], text: str, *, needs: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"headroom_{name}", kind=Kind.GAUGE, labels=labels, help=text, needs=needs)
+    return Metric(name=f"headroom_{name}", kind=MetricType.GAUGE, labels=labels, help=text, needs=needs)
 
 
 def _counter(name: str, labels: tuple[str, ...], text: str) -> Metric:
-    return Metric(name=f"headroom_{name}_total", kind=Kind.COUNTER, labels=labels, help=text)
+    return Metric(name=f"headroom_{name}_total", kind=MetricType.COUNTER, labels=labels, help=text)
 
 
 BUILD_INFO: Final = _gauge(

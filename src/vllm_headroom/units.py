@@ -75,14 +75,6 @@ def share(text: str) -> float:
     return float(found[1]) / (100 if found[2] else 1)
 
 
-def utilization(text: str) -> float:
-    """Return a ratio above 0, at most 1, such as `0.92`."""
-    ratio = float(text)
-    if not 0 < ratio <= 1:
-        raise ValueError
-    return ratio
-
-
 def size(n_bytes: float) -> str:
     """Return bytes with a binary prefix and three digits."""
     value, power = abs(n_bytes), 0

@@ -183,7 +183,7 @@ WORDS: Final = {Level.GOOD: "OK", Level.UNKNOWN: "NOT KNOWN", Level.WARNING: "WA
 """What people read of a level, on the page and in the terminal."""
 
 
-class Kind(StrEnum):
+class MetricType(StrEnum):
     """A Prometheus metric type."""
 
     GAUGE = "gauge"

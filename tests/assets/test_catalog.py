@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.vocabulary import Kind
+from vllm_headroom.vocabulary import MetricType
 
 CONTRACT = (Path(__file__).parent / "contract.txt").read_text(encoding="utf-8").splitlines()
 """One line a metric: name, type, labels; frozen. A line that begins with "later" is agreed and not shipped yet."""
@@ -31,7 +31,7 @@ def test_what_has_shipped_is_not_called_later() -> None:
 def test_names_follow_prometheus() -> None:
     for metric in METRICS:
         assert re.fullmatch(r"headroom_[a-z0-9_]+", metric.name)
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.name.endswith("_total") == (metric.kind is MetricType.COUNTER), metric.name
         assert len(metric.labels) <= 4
         assert "pid" not in metric.labels
         assert metric.help.endswith(".")

@@ -22,6 +22,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.answers import Request
+from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.parse.page import parse_engines
@@ -124,7 +125,7 @@ async def main(ticks: int) -> None:
         clock=world,
         gpu_timeout_seconds=1,
     )
-    page = MetricsPage(lambda: sampler.published, world.monotonic, ("0", "", "3"))
+    page = MetricsPage(HeadroomCollector(lambda: sampler.published, world.monotonic, ("0", "", "3")))
     scrape = Request(method="GET", path="/metrics", headers={"accept-encoding": "gzip"})
     resident: dict[str, int] = {}
     for world.step in range(1, ticks + 1):

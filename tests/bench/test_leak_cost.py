@@ -17,7 +17,7 @@ from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
 from vllm_headroom.daemon.state.content import Memory, SavedState
-from vllm_headroom.daemon.state.file import encode
+from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
@@ -47,8 +47,10 @@ class Day:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
-    day = stepped([each for each in snapshots(lines(name)) if isinstance(each, Snapshot)])
-    written = len(encode(kept(day.memory, day.last))) - len(encode(kept(without_gpus(day.memory), day.last)))
+    day = stepped(list(snapshots(lines(name))))
+    written = len(STATE.encode(kept(day.memory, day.last))) - len(
+        STATE.encode(kept(without_gpus(day.memory), day.last))
+    )
     held = size(day.memory.gpus) - size({})
 
     results.at_most(60, f"leak detector, per sample and GPU: {name}, 24 h", 1e6 * day.seconds_per_sample, " µs")

@@ -13,7 +13,6 @@ import pytest
 from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.course import COLLECTED, Course, Moment
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.read import usable
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Role
 
@@ -35,7 +34,7 @@ QUIET: Final = [(name, role) for name in NAMES for role in Role if (name, role) 
 @cache
 def recorded(name: str) -> tuple[Snapshot, ...]:
     with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
-        return tuple(usable(snapshots(iter(stream))))
+        return tuple(snapshots(iter(stream)))
 
 
 @cache

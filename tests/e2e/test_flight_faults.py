@@ -12,7 +12,7 @@ from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
 from vllm_headroom.commands.postmortem.command import report_of
-from vllm_headroom.commands.postmortem.finding import Cause
+from vllm_headroom.commands.postmortem.finding import EndCause
 from vllm_headroom.trace.incidents import incidents_in
 from vllm_headroom.trace.read import recorded
 
@@ -92,7 +92,7 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
     (incident,) = incidents_in(state / "incidents")
     found = report_of(incident)
 
-    assert found.answer.cause is Cause.CRASH
+    assert found.answer.cause is EndCause.CRASH
     assert found.facts is not None
     assert found.facts.seen_seconds >= (60 if step_seconds < 0 else 7200)
     assert abs(found.facts.seconds - before - step_seconds) < 1800

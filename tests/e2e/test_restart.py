@@ -13,7 +13,7 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.process import Page, daemon
 from tests.unit.daemon.state.engine import ALARM_STEPS, REQUESTS_PER_STEP, after, held, kept, seen
-from vllm_headroom.daemon.state.file import NAME, read, write
+from vllm_headroom.daemon.state.file import STATE
 
 FAST = {"SAMPLE_INTERVAL_SECONDS": "1", "GPU_SAMPLE_INTERVAL_SECONDS": "0.2"}
 SET_ASIDE = "saved state set aside"
@@ -43,7 +43,7 @@ def is_in(page: Page) -> str | None:
 def folder(tmp_path: Path) -> Path:
     """Return a folder with the state of an engine that leaks, saved a moment ago."""
     memory = after(seen(step) for step in range(1, ALARM_STEPS + 1))
-    write(tmp_path / "state", kept(memory, seen(ALARM_STEPS), saved_at_seconds=time.time()))
+    STATE.write(tmp_path / "state", kept(memory, seen(ALARM_STEPS), saved_at_seconds=time.time()))
     return tmp_path / "state"
 
 
@@ -69,14 +69,14 @@ def first_state(engine: EngineServer, nvml: FakeNvml, folder: Path, **more: str)
 
 def test_the_verdict_survives_restarts_of_the_sidecar(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
     for _ in range(2):
-        before = (folder / NAME).read_bytes()
+        before = (folder / STATE.name).read_bytes()
 
         state, log, status = first_state(engine, nvml, folder)
 
         assert (state, status) == ("leaking", 0)
         assert log.count("saved state taken up") == 1
         assert SET_ASIDE not in log
-        assert (folder / NAME).read_bytes() != before, "it was saved at the end"
+        assert (folder / STATE.name).read_bytes() != before, "it was saved at the end"
 
 
 def test_an_engine_that_restarted_meanwhile_starts_afresh(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_an_engine_that_restarted_meanwhile_starts_afresh(engine: EngineServer, 
 
     assert (state, status) == ("warming_up", 0)
     assert log.count(SET_ASIDE) == 1
-    assert (folder / f"{NAME}.bad").exists()
+    assert (folder / f"{STATE.name}.bad").exists()
     assert first_state(engine, nvml, folder)[1].count("saved state taken up") == 1, "the new engine's own state is kept"
 
 
@@ -100,13 +100,13 @@ def test_another_engine_on_the_same_gpu_starts_afresh(engine: EngineServer, nvml
 
 
 def test_the_state_waits_for_an_engine_that_is_down(nvml: FakeNvml, folder: Path) -> None:
-    before = (folder / NAME).read_bytes()
+    before = (folder / STATE.name).read_bytes()
     with EngineServer(page("gone", status="503 Service Unavailable")) as engine:
         settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(folder), **FAST, **nvml.environment()}
         with daemon(**settings) as running:
             running.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine is down")
             running.stop()
-        assert (folder / NAME).read_bytes() == before
+        assert (folder / STATE.name).read_bytes() == before
 
         with daemon(**settings) as running:
             running.sees(lambda page: page.value("source_up", source="engine") == 0, "the engine is down")
@@ -128,13 +128,13 @@ def test_sigterm_ends_it_with_status_0_while_the_volume_hangs(
 
 
 def test_a_bad_file_costs_the_memory_and_nothing_else(engine: EngineServer, nvml: FakeNvml, folder: Path) -> None:
-    (folder / NAME).write_bytes((folder / NAME).read_bytes()[:-100])
+    (folder / STATE.name).write_bytes((folder / STATE.name).read_bytes()[:-100])
 
     state, log, status = first_state(engine, nvml, folder)
 
     assert (state, status) == ("warming_up", 0)
     assert log.count(SET_ASIDE) == 1
-    assert read(folder) is not None
+    assert STATE.read(folder) is not None
 
 
 def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
     with daemon(*demo, STATE_DIR=str(tmp_path)) as running:
         running.sees(lambda page: is_in(page) in {"growing", "leaking"}, "the leak is seen")
         assert running.stop()[0] == 0
-    saved = read(tmp_path)
+    saved = STATE.read(tmp_path)
     assert saved is not None
     assert any(track.verdict for track in saved.memory.leak.gpus.values())
-    write(tmp_path, replace(saved, saved_at_seconds=time.time()))  # not from the future: its engine has to tell
+    STATE.write(tmp_path, replace(saved, saved_at_seconds=time.time()))  # not from the future: its engine has to tell
 
     with daemon(*demo, STATE_DIR=str(tmp_path)) as running:
         first = running.sees(is_in, "a leak state")

@@ -22,13 +22,13 @@ from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 PROGRAM: Final = "vllm-headroom"
 BAD_INPUT: Final = 2
 
 
-class Command(Struct, Generic[Answer], frozen=True, kw_only=True):
+class Command(Struct, Generic[Result], frozen=True, kw_only=True):
     """A command: its options, what it does with them, and how its answer is shown.
 
     `run` raises BadInput or BadOptions where it has no answer. `text` gives lines; without it nothing is said, without
@@ -39,10 +39,10 @@ class Command(Struct, Generic[Answer], frozen=True, kw_only=True):
     description: str
     epilog: str
     options: Callable[[Parser], None]
-    run: Callable[[Namespace], Answer | Coroutine[Any, Any, Answer]]
-    status: Callable[[Answer], int]
-    text: Callable[[Answer], Iterable[str]] | None = None
-    document: Callable[[Answer], Mapping[str, Any]] | None = None
+    run: Callable[[Namespace], Result | Coroutine[Any, Any, Result]]
+    status: Callable[[Result], int]
+    text: Callable[[Result], Iterable[str]] | None = None
+    document: Callable[[Result], Mapping[str, Any]] | None = None
 
 
 def start(table: Mapping[str, tuple[str, str]], name: str, argv: Sequence[str]) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct, field
 
-from vllm_headroom.config.given import Found, Given, unknown
+from vllm_headroom.config.sources import Found, Given, unknown
 
 OPTION: Final = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a negative number is a value."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -21,7 +22,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from vllm_headroom.config import kinds
-from vllm_headroom.config.kinds import SHOWN, Value, gpu_names, metrics_url, shown
+from vllm_headroom.config.kinds import SHOWN, Value, choice, gpu_names, metrics_url, shown
 from vllm_headroom.config.plain import AUTO
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.sizing.model_config import read_model
@@ -33,25 +34,9 @@ HEADER_VALUE: Final = re.compile(r"[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?")
 """RFC 9110, 5.1 and 5.5, without the bytes beyond ASCII whose meaning is not defined."""
 
 
-def lower(value: object) -> object:
-    """Return text in lower case and everything else as it is."""
-    return value.lower() if isinstance(value, str) else value
-
-
-def _bytes(value: object) -> object:
-    return size_bytes(value) if isinstance(value, str) else value
-
-
-def json_mapping(value: object) -> object:
-    """Return what JSON text says, and everything else as it is."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
-def engine_profile(name: str) -> str:
-    """Return the name of a profile, or auto."""
-    if name not in {AUTO, *(each.name for each in PROFILES)}:
-        raise ValueError
-    return name
+def from_text(read: Callable[[str], object]) -> BeforeValidator:
+    """Return what reads a text, and leaves everything else to the type."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
 def sendable(headers: dict[str, SecretStr]) -> dict[str, SecretStr]:
@@ -79,14 +64,15 @@ def model_file(value: object) -> object:
     return ModelFile(path=Path(value), shape=shape)
 
 
+PROFILE: Final = choice((AUTO, *(each.name for each in PROFILES)))
 Url = Annotated[str, AfterValidator(metrics_url)]
-EngineProfile = Annotated[str, BeforeValidator(lower), AfterValidator(engine_profile)]
-Size = Annotated[int, BeforeValidator(_bytes), Field(ge=1, le=MOST_BYTES)]
+EngineProfile = Annotated[str, from_text(str.lower), AfterValidator(PROFILE.read)]
+Size = Annotated[int, from_text(size_bytes), Field(ge=1, le=MOST_BYTES)]
 Gpus = Annotated[Literal["auto", "all"] | tuple[str, ...], BeforeValidator(gpu_names)]
 Model = Annotated[InstanceOf[ModelFile], BeforeValidator(model_file), PlainSerializer(lambda model: str(model.path))]
-Headers = Annotated[dict[str, SecretStr], BeforeValidator(json_mapping), AfterValidator(sendable)]
-LogFormat = Annotated[Literal["logfmt", "json"], BeforeValidator(lower)]
-LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(lower)]
+Headers = Annotated[dict[str, SecretStr], from_text(json.loads), AfterValidator(sendable)]
+LogFormat = Annotated[Literal["logfmt", "json"], from_text(str.lower)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error"], from_text(str.lower)]
 
 
 def setting(default: object, description: str, *, accepts: str, word: str, shown: str = "", **rules: Any) -> Any:  # noqa: ANN401 - as pydantic's Field

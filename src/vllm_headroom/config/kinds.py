@@ -18,6 +18,7 @@ LAST_PORT: Final = 65535
 GPU: Final = re.compile(r"0|[1-9]\d*|(?:GPU|MIG)-[0-9A-Za-z/-]+", re.ASCII)
 
 T = TypeVar("T")
+Number = TypeVar("Number", int, float)
 MOST: Final = 2**53
 WHOLE: Final = re.compile(r"\d{1,16}", re.ASCII)
 LONGEST_SHOWN: Final = 80
@@ -102,8 +103,10 @@ def _file(text: str) -> Path:
     return Path(text)
 
 
-def _within(read: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
-    def checked(text: str) -> float:
+def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
+    """Return what reads a number from `low` to `high`, and refuses any other."""
+
+    def checked(text: str) -> Number:
         value = read(text)
         if not low <= value <= high:
             raise ValueError
@@ -113,7 +116,7 @@ def _within(read: Callable[[str], float], low: float, high: float) -> Callable[[
 
 
 def _above_zero(read: Callable[[str], float]) -> Callable[[str], float]:
-    return _within(read, 5e-324, 1.7e308)
+    return bounded(read, 5e-324, 1.7e308)
 
 
 def _whole(text: str) -> int:
@@ -125,8 +128,8 @@ def _whole(text: str) -> int:
 ANYTHING: Final[Value[Any]] = Value(read=lambda given: given, accepts="a text")
 FILE: Final = Value(read=_file, accepts="the path of a file")
 TRACE: Final = Value(read=lambda text: str(_file(text)), accepts="the path of a trace, or - for standard input")
-RATIO: Final = Value(read=_above_zero(_within(float, 0, 1)), accepts="a ratio above 0, at most 1")
-SHARE: Final = Value(read=_within(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
+RATIO: Final = Value(read=_above_zero(bounded(float, 0, 1)), accepts="a ratio above 0, at most 1")
+SHARE: Final = Value(read=bounded(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
 DURATION: Final = Value(read=_above_zero(duration_seconds), accepts="a duration above 0 such as 90s, 5m or 1h")
 NUMBER: Final = Value(read=_above_zero(float), accepts="a number above 0")
 GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas")
@@ -140,20 +143,15 @@ def size(example: str) -> Value[int]:
 def whole(low: int = 1, high: int = MOST) -> Value[int]:
     """Return the kind of a whole number from `low` to `high`."""
     most = f" to {high}" if high < MOST else " on"
-    return Value(read=_bounded(_whole, low, high), accepts=f"a whole number from {low}{most}")
+    return Value(read=bounded(_whole, low, high), accepts=f"a whole number from {low}{most}")
 
 
 def tokens(high: int = MOST) -> Value[int]:
     """Return the kind of a number of tokens, as vLLM's options take it."""
     return Value(
-        read=_bounded(vllm_number, 1, high),
+        read=bounded(vllm_number, 1, high),
         accepts=f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)",
     )
-
-
-def _bounded(read: Callable[[str], int], low: int, high: int) -> Callable[[str], int]:
-    within = _within(read, low, high)
-    return lambda text: int(within(text))
 
 
 def choice(names: Sequence[str]) -> Value[str]:

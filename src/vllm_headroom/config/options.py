@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm_headroom.config.arguments import from_arguments
-from vllm_headroom.config.given import Found, Given
 from vllm_headroom.config.kinds import ANYTHING, Value
+from vllm_headroom.config.sources import CONFIG, SOURCES, Found, Given, from_environment, option, variable
 from vllm_headroom.units import RefusedError
 from vllm_headroom.vocabulary import CONTROLS
 
@@ -47,7 +47,6 @@ class Parser(argparse.ArgumentParser):
         """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
         from vllm_headroom.config.fields import about, setting_value  # noqa: PLC0415 - most commands have no settings
         from vllm_headroom.config.settings import Settings  # noqa: PLC0415 - the same
-        from vllm_headroom.config.sources import SOURCES, option, variable  # noqa: PLC0415 - the same
 
         self._settings = kind
         own_first = sorted(kind.model_fields, key=lambda name: name in Settings.model_fields)
@@ -85,8 +84,6 @@ class Parser(argparse.ArgumentParser):
         """Yield what the environment gives and the file that the command line or else the environment names."""
         if self._settings is None:
             return
-        from vllm_headroom.config.sources import CONFIG, from_environment  # noqa: PLC0415 - see add_settings
-
         environment = from_environment(environ, {*self._values, CONFIG})
         yield environment
         for given in (*arguments.given, *environment.given):

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from vllm_headroom.config.given import Found, Given, unknown
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.config.sources import key
+from vllm_headroom.config.sources import Found, Given, key, unknown
 from vllm_headroom.expose.web.document import yaml_text
 
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import structlog
+import uvloop
 
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.assembly import canary_of, door_of, flight_of, gate_of, keeper_of, recorder_of, sampler_of
+from vllm_headroom.daemon import logs
+from vllm_headroom.daemon.assembly import canary_of, gate_of, sampler_of
 from vllm_headroom.daemon.build import build, version
+from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
@@ -21,13 +26,17 @@ from vllm_headroom.daemon.sources import closed
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
+from vllm_headroom.expose.collector import HeadroomCollector
+from vllm_headroom.expose.history import History
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
+from vllm_headroom.expose.view import View
 from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.expose.web.door import Door
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.recorder import Recorder
 
 log = structlog.get_logger()
 
@@ -42,9 +51,16 @@ NO_BYTES: Final = (
 )
 
 
-async def serve(settings: PlainSettings) -> int:
-    """Run the real daemon until it is told to stop; return the exit status."""
-    return await run(real_parts(settings), settings)
+def serve(settings: PlainSettings) -> NoReturn:
+    """Run the real daemon until it is told to stop, and end the process with its status; an error of its own is raised.
+
+    The process ends without waiting for threads: one may wait for a resolver that does not answer (10 s, measured), and
+    SIGTERM may not.
+    """
+    logs.configure(settings.log_format, settings.log_level)
+    status = asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run(real_parts(settings), settings))
+    logging.shutdown()
+    os._exit(status)
 
 
 async def run(parts: Parts, settings: PlainSettings) -> int:
@@ -60,7 +76,7 @@ async def run(parts: Parts, settings: PlainSettings) -> int:
         )
         return CANNOT_LISTEN
     try:
-        door = None if settings.web_config_file is None else door_of(settings.web_config_file)
+        door = None if settings.web_config_file is None else Door(settings.web_config_file)
     except WebConfigError as error:
         for line in error.lines:
             log.error("cannot use HEADROOM_WEB_CONFIG_FILE", file=str(settings.web_config_file), problem=line)  # noqa: TRY400 - a line says it all
@@ -81,21 +97,23 @@ async def _run(
     parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
-    keeper = None if settings.state_dir is None else keeper_of(settings.state_dir, clock)
+    folder, trace = settings.state_dir, settings.trace_file
+    keeper = None if folder is None else Keeper(folder=folder, clock=clock, version=version())
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
-    views = Views(
-        clock=clock,
+    empty = View(
+        version=version(),
         interval_seconds=interval,
-        unhealthy=heartbeat.unhealthy,
+        history=History(),
         notice=parts.notice,
         runbooks=settings.runbooks_url,
-        flight=None if settings.state_dir is None else flight_of(settings.state_dir),
     )
+    flight = None if folder is None else Flight(folder=folder, lines=logs.remembered().lines, version=version())
+    views = Views(empty=empty, clock=clock, unhealthy=heartbeat.unhealthy, flight=flight)
     recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)
     grace = GraceTime(settings.gpu_fatal_grace_seconds)
-    recorder = None if settings.trace_file is None else recorder_of(settings.trace_file, settings.trace_max_bytes)
+    recorder = None if trace is None else Recorder(file=trace, max_bytes=settings.trace_max_bytes)
     home = f"http://localhost:{listener.getsockname()[1]}/"
 
     async def tick() -> None:
@@ -124,10 +142,12 @@ async def _run(
 def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, clock: Clock) -> Handler:
     return application(
         metrics=MetricsPage(
-            lambda: sampler.published,
-            clock.monotonic,
-            build(),
-            lambda: None if views.last_incident is None else views.last_incident.seconds,
+            HeadroomCollector(
+                lambda: sampler.published,
+                clock.monotonic,
+                build(),
+                lambda: None if views.last_incident is None else views.last_incident.seconds,
+            )
         ),
         page=lambda _: html(landing_page(views.view(sampler))),
         snapshot=lambda _: snapshot_json(views.view(sampler)),

@@ -5,27 +5,19 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.canary import Canary
-from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import Heartbeat
-from vllm_headroom.daemon.logs import remembered
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
-from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
-from vllm_headroom.derive.gates.gates import GATES, Rules, gates
-from vllm_headroom.expose.web.door import Door
+from vllm_headroom.derive.gates.gates import GATES, gates
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.sizing.footprint import token_bytes
-from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import GateName
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
@@ -72,23 +64,3 @@ def canary_of(parts: Parts, interval_seconds: float | None) -> Canary | None:
     if parts.asked is None or interval_seconds is None:
         return None
     return Canary(parts.asked.ask, interval_seconds, parts.clock)
-
-
-def door_of(file: Path) -> Door:
-    """Return the door; passwords have a thread of their own, since each takes its time on purpose."""
-    return Door(file, Worker[Any]("web").call, Worker[Any]("passwords").call)
-
-
-def keeper_of(folder: Path, clock: Clock) -> Keeper:
-    """Return what keeps the state."""
-    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=clock, version=version())
-
-
-def flight_of(folder: Path) -> Flight:
-    """Return what keeps the flight record beside the state; its volume may hang as any other."""
-    return Flight(folder=folder, call=Worker[None]("flight").call, lines=remembered().lines, version=version())
-
-
-def recorder_of(file: Path, max_bytes: int) -> Recorder:
-    """Return a recorder whose writes hang, on a volume that does, on a thread that ends with the process."""
-    return Recorder(file=file, max_bytes=max_bytes, call=Worker[None]("trace").call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -22,16 +22,6 @@ SAID: Final = {
     False: "canary is not answered",
     None: "canary cannot be asked: the engine must serve its model at /v1/completions to this sidecar's credentials",
 }
-
-
-class Asked(Protocol):
-    """Whom the canary asks."""
-
-    async def ask(self, model_name: str) -> bool | None:
-        """Return whether the model completed a token; None where that cannot be asked; never raise."""
-
-    async def close(self) -> None:
-        """Let go of the connections."""
 
 
 class Canary:

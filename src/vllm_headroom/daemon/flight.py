@@ -11,14 +11,15 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.daemon.known import Recent, known, ooms
+from vllm_headroom.daemon.context import context, ooms
+from vllm_headroom.daemon.recent import Recent
 from vllm_headroom.derive.life.follow import LIFE
-from vllm_headroom.expose.view import Incident as Last
+from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
-from vllm_headroom.trace.writing import Call, Writing, real
+from vllm_headroom.trace.writing import Writing, real
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 log = structlog.get_logger()
@@ -36,7 +37,7 @@ ENDED: Final = "ended"
 STALLED: Final = "stalled"
 
 
-class Incident(Struct, frozen=True, kw_only=True):
+class OpenIncident(Struct, frozen=True, kw_only=True):
     """What happened, first and then, when it is to be written next, and when it is complete; on the monotonic clock."""
 
     seconds: float
@@ -53,10 +54,10 @@ class Flight:
     logged when it begins and when it ends, and costs the record only.
     """
 
-    def __init__(self, *, folder: Path, call: Call, lines: Callable[[], Sequence[str]], version: str) -> None:
-        self.last: Last | None = None
+    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str) -> None:
+        self.last: Incident | None = None
         self._folder = folder
-        self._writing = Writing("flight record", folder / FLIGHT, call)
+        self._writing = Writing("flight record", folder / FLIGHT)
         self._lines = lines
         self._version = version
         self._exits: dict[ExitReason, int] | None = None
@@ -65,7 +66,7 @@ class Flight:
         self._before: Mapping[str, Any] = {}
         self._recent = Recent()
         self._served = False
-        self._incident: Incident | None = None
+        self._incident: OpenIncident | None = None
         self._ooms: list[dict[str, Any]] = []
 
     def take_up(self, states: Mapping[str, Any]) -> None:
@@ -89,7 +90,7 @@ class Flight:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
-            self._before = known(snapshot, verdicts, values)
+            self._before = context(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
             await self._writing.do(lambda: keep(self._folder, line(record_of(snapshot))))
@@ -110,7 +111,7 @@ class Flight:
         if going is not None:
             self._incident = replace(going, due=now, events=(*going.events, event)[-MOST_EVENTS:])
         else:
-            self._incident = Incident(
+            self._incident = OpenIncident(
                 seconds=snapshot.time_seconds,
                 closes=now + AFTER_SECONDS,
                 due=now,
@@ -122,7 +123,7 @@ class Flight:
             )
         self._served = False
 
-    async def _set_aside(self, incident: Incident, now: float) -> Incident | None:
+    async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
         done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
         if done:
@@ -134,7 +135,7 @@ class Flight:
             return None
         return replace(incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS)
 
-    def _header(self, incident: Incident) -> dict[str, Any]:
+    def _header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
         return {
             **incident.events[0],
@@ -153,6 +154,6 @@ class Flight:
         self.last = None if found is None else _last(*found)
 
 
-def _last(file: Path, known: Mapping[str, Any]) -> Last:
+def _last(file: Path, known: Mapping[str, Any]) -> Incident:
     reason = None if known.get("reason") is None else str(known["reason"])
-    return Last(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))
+    return Incident(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))

@@ -78,7 +78,7 @@ class Background(logging.Handler):
             self._dropped += 1
 
 
-class Recent(logging.Handler):
+class RecentLines(logging.Handler):
     """Remembers the last lines, each cut to a length, whatever becomes of them on stderr."""
 
     def __init__(self) -> None:
@@ -95,9 +95,9 @@ class Recent(logging.Handler):
         return tuple(self._lines)
 
 
-def remembered() -> Recent:
+def remembered() -> RecentLines:
     """Return what remembers our own lines from now on."""
-    recent = Recent()
+    recent = RecentLines()
     logging.getLogger(OURS).addHandler(recent)
     return recent
 

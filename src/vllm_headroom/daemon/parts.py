@@ -8,11 +8,10 @@ import httpx
 
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.canary import Asked
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.canary import Canary
+from vllm_headroom.scrape.http.canary import CanaryRequest
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
@@ -30,7 +29,7 @@ class Parts(Sources, frozen=True, kw_only=True):
 
     clock: Clock
     notice: str = ""
-    asked: Asked | None = None
+    asked: CanaryRequest | None = None
 
 
 def real_parts(settings: PlainSettings) -> Parts:
@@ -60,14 +59,14 @@ def page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) ->
     )
 
 
-def canary(settings: PlainSettings) -> Canary:
+def canary(settings: PlainSettings) -> CanaryRequest:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 
     def reader(path: str, seconds: float) -> PageReader:
         return page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
 
-    return Canary(
+    return CanaryRequest(
         health=reader("health", HEALTH_SECONDS),
         sleep=reader("is_sleeping", TOKEN_SECONDS),
         completion=reader("v1/completions", TOKEN_SECONDS),

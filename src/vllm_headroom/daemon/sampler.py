@@ -8,8 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeVar
 
-import structlog
-
 from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.canary import Canary
 from vllm_headroom.daemon.sources import Sources
@@ -34,15 +32,14 @@ from vllm_headroom.model import (
     Snapshot,
     Values,
 )
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
 
 PARSE_SECONDS: Final = 2.0
 """A page of eight engines is understood in 1 ms, the costliest that is read at all in half a second."""
 
 T = TypeVar("T")
 Timed = tuple[T, ReadingTime]
-log = structlog.get_logger()
 
 
 class Sampler:

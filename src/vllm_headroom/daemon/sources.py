@@ -14,17 +14,21 @@ from vllm_headroom.model import EnginePage, Failure, GpuReadings, ProbedProcess,
 CLOSE_SECONDS: Final = 0.3
 
 
-class EngineSource(Protocol):
+class Closable(Protocol):
+    """What holds something open."""
+
+    async def close(self) -> None:
+        """Let go of it."""
+
+
+class EngineSource(Closable, Protocol):
     """Where the engine's page comes from."""
 
     async def fetch(self) -> str | Failure:
         """Return the page's text."""
 
-    async def close(self) -> None:
-        """Let go of the connection."""
 
-
-class GpuSource(Protocol):
+class GpuSource(Closable, Protocol):
     """Where GPU readings come from."""
 
     async def read(self, timeout_seconds: float) -> GpuReadings | Failure:
@@ -32,9 +36,6 @@ class GpuSource(Protocol):
 
     async def sample_used(self, timeout_seconds: float) -> Mapping[str, int]:
         """Return the memory in use by UUID, and note it for its peak; without those that cannot be read now."""
-
-    async def close(self) -> None:
-        """Let go of the driver."""
 
 
 class ProcessSource(Protocol):
@@ -49,13 +50,6 @@ class ProbeSource(Protocol):
 
     async def read(self, timeout_seconds: float) -> tuple[ProbedProcess, ...] | Failure:
         """Return what each process wrote last."""
-
-
-class Closable(Protocol):
-    """What holds something open."""
-
-    async def close(self) -> None:
-        """Let go of it."""
 
 
 async def closed(*opened: Closable | None) -> None:

@@ -5,39 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.file import HISTORY
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.expose.history import History
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict
 
 
 class Views:
-    """Follows the samples; `unhealthy` says why the sampling loop does not turn, `flight` keeps what leads to ends."""
+    """Follows the samples from an `empty` view on; `flight` keeps what leads to ends."""
 
     def __init__(
-        self,
-        *,
-        clock: Clock,
-        interval_seconds: float,
-        unhealthy: Callable[[], str | None],
-        notice: str = "",
-        runbooks: str | None = None,
-        flight: Flight | None = None,
+        self, *, empty: View, clock: Clock, unhealthy: Callable[[], str | None], flight: Flight | None = None
     ) -> None:
-        self.history = History()
-        self._clock = clock
-        self._interval_seconds = interval_seconds
-        self._unhealthy = unhealthy
-        self._notice = notice
-        self._runbooks = runbooks
-        self._flight = flight
+        self.history = empty.history
         self.verdicts: tuple[Verdict, ...] = ()
+        self._empty = empty
+        self._clock = clock
+        self._unhealthy = unhealthy
+        self._flight = flight
 
     @property
     def last_incident(self) -> Incident | None:
@@ -77,16 +68,12 @@ class Views:
     def view(self, sampler: Sampler) -> View:
         """Return what is shown at this moment."""
         published = sampler.published
-        return View(
-            version=version(),
-            interval_seconds=self._interval_seconds,
-            history=self.history,
+        return replace(
+            self._empty,
             snapshot=sampler.snapshot,
             values=sampler.values,
             verdicts=self.verdicts,
             age_seconds=0.0 if published is None else self._clock.monotonic() - published.monotonic_seconds,
             unwell=self._unhealthy(),
-            notice=self._notice,
-            runbooks=self._runbooks,
             last_incident=self.last_incident,
         )

@@ -11,6 +11,7 @@ from msgspec import Struct
 from vllm_headroom.model import Sample, Snapshot
 
 State = TypeVar("State")
+StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
 class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
@@ -18,7 +19,7 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 
     name: str
     initial: State
-    step: Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
+    step: StepFunction[State]
 
 
 def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:

@@ -17,7 +17,7 @@ STEPS: Final = 60
 """Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class Bucket(Struct, frozen=True, kw_only=True):
     """Queries and hits counted from `began_seconds` on, for one sixtieth of the window."""
 
     began_seconds: float
@@ -30,7 +30,7 @@ class EngineCounts(Struct, frozen=True, kw_only=True):
 
     queries_total: float
     hits_total: float
-    steps: tuple[Step, ...] = ()
+    steps: tuple[Bucket, ...] = ()
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
@@ -71,11 +71,11 @@ def _counted(before: EngineCounts | None, queries_total: float, hits_total: floa
         steps, queries, hits = (), queries_total, hits_total
     else:
         queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
-    step = Step(began_seconds=now, queries=queries, hits=hits)
+    step = Bucket(began_seconds=now, queries=queries, hits=hits)
     if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
         *rest, last = steps
         steps = tuple(rest)
-        step = Step(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits)
+        step = Bucket(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits)
     return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(*steps, step))
 
 

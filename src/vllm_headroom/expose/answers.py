@@ -24,7 +24,7 @@ class Request(Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str]
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Response(Struct, frozen=True, kw_only=True):
     """A whole HTTP answer."""
 
     status: int
@@ -33,12 +33,12 @@ class Answer(Struct, frozen=True, kw_only=True):
     headers: tuple[Header, ...] = (NO_SNIFF, NO_STORE)
 
 
-Handler = Callable[[Request], Answer]
+Handler = Callable[[Request], Response]
 
 
-def text(status: int, line: str) -> Answer:
+def text(status: int, line: str) -> Response:
     """Return an answer of one line."""
-    return Answer(status=status, body=f"{line}\n".encode())
+    return Response(status=status, body=f"{line}\n".encode())
 
 
 def application(
@@ -63,7 +63,7 @@ def application(
         **{f"/gate/{name}": _unless(partial(gate, name), "open") for name in GateName},
     }
 
-    def answer(request: Request) -> Answer:
+    def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
             return text(405, "only GET and HEAD")
         return answers.get(request.path, _not_found)(request)
@@ -72,12 +72,12 @@ def application(
 
 
 def _unless(problem: Callable[[], str | None], well: str) -> Handler:
-    def answer(_request: Request) -> Answer:
+    def answer(_request: Request) -> Response:
         found = problem()
         return text(503, found) if found else text(200, well)
 
     return answer
 
 
-def _not_found(_request: Request) -> Answer:
+def _not_found(_request: Request) -> Response:
     return text(404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live")

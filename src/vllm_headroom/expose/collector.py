@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from vllm_headroom import catalog
 from vllm_headroom.model import Metric, Published, Sample
-from vllm_headroom.vocabulary import Kind
+from vllm_headroom.vocabulary import MetricType
 
 Family = GaugeMetricFamily | CounterMetricFamily
 
@@ -28,7 +28,7 @@ class HeadroomCollector(Collector):
         build: tuple[str, str, str],
         incident: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._published = published
+        self.published = published
         self._monotonic = monotonic
         self._incident = incident
         self._build = Sample(catalog.BUILD_INFO, build, 1.0)
@@ -44,13 +44,16 @@ class HeadroomCollector(Collector):
 
     def samples(self) -> list[Sample]:
         """Return all there is to show now."""
-        published = self._published()
+        published = self.published()
         if published is None:
             return [self._build]
-        age_seconds = max(0.0, self._monotonic() - published.monotonic_seconds)
         at = self._incident()
         incident = [] if at is None else [Sample(catalog.LAST_INCIDENT, (), at)]
-        return [self._build, Sample(catalog.SAMPLE_AGE, (), age_seconds), *incident, *published.samples]
+        return [self._build, Sample(catalog.SAMPLE_AGE, (), self.age_seconds(published)), *incident, *published.samples]
+
+    def age_seconds(self, published: Published) -> float:
+        """Return how long ago its tick ended."""
+        return max(0.0, self._monotonic() - published.monotonic_seconds)
 
 
 class OneFamily(Collector):
@@ -73,7 +76,7 @@ def grouped(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
 
 
 def _family(metric: Metric, samples: list[Sample]) -> Family:
-    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
     for sample in samples:
         family.add_metric(sample.labels, sample.value)

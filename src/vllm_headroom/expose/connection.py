@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import h11
 
-from vllm_headroom.expose.answers import Answer, Request, text
+from vllm_headroom.expose.answers import Request, Response, text
 
 if TYPE_CHECKING:
     from vllm_headroom.expose.server import Server
@@ -98,7 +98,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: Response) -> None:
         """Send an answer."""
         if self._transport is None:
             return
@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
         if not self._is_blocked:
             self._sent()
 
-    def _encoded(self, answer: Answer) -> bytes:
+    def _encoded(self, answer: Response) -> bytes:
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),

@@ -9,7 +9,7 @@ from typing import Any, Final
 from msgspec.structs import asdict
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import Answer
+from vllm_headroom.expose.answers import Response
 from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.expose.history import STEP_SECONDS
 from vllm_headroom.expose.view import Incident, View
@@ -27,9 +27,9 @@ AT_THE_SCRAPE: Final = (catalog.BUILD_INFO, catalog.SAMPLE_AGE, catalog.LAST_INC
 """Of the page of metrics only: `version`, `age_seconds` and `last_incident` say the same."""
 
 
-def snapshot_json(view: View) -> Answer:
+def snapshot_json(view: View) -> Response:
     """Return the document: null is what is not known, never 0."""
-    return Answer(status=200, body=json.dumps(document(view)).encode(), content_type="application/json")
+    return Response(status=200, body=json.dumps(document(view)).encode(), content_type="application/json")
 
 
 def document(view: View) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from vllm_headroom.model.engine import (
     ProcessReadings,
 )
 from vllm_headroom.model.gpu import Fate, Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
-from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, Machine, Shm
+from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, MachineMemory, Shm
 from vllm_headroom.model.inside import (
     AllocatorReading,
     EngineParts,
@@ -27,45 +27,3 @@ from vllm_headroom.model.reading import Failure, ReadingTime
 from vllm_headroom.model.sample import Metric, Published, Sample
 from vllm_headroom.model.snapshot import Snapshot
 from vllm_headroom.model.verdict import Values, Verdict, worst
-
-__all__ = [
-    "INPUTS",
-    "SAME_START_SECONDS",
-    "AllocatorReading",
-    "Cgroup",
-    "EnginePage",
-    "EngineParts",
-    "EngineProcess",
-    "EngineReading",
-    "Failure",
-    "Fate",
-    "Gpu",
-    "GpuMemory",
-    "GpuProcess",
-    "GpuReading",
-    "GpuReadings",
-    "HostBlock",
-    "HostMemory",
-    "HostReading",
-    "Inside",
-    "Leftover",
-    "Life",
-    "Machine",
-    "Metric",
-    "OomRecord",
-    "PoolReading",
-    "ProbeReadings",
-    "ProbedProcess",
-    "ProcessName",
-    "ProcessReadings",
-    "Published",
-    "ReadingTime",
-    "Sample",
-    "SchedulerReading",
-    "Shm",
-    "Snapshot",
-    "Values",
-    "Vendor",
-    "Verdict",
-    "worst",
-]

@@ -21,7 +21,7 @@ class Cgroup(Struct, frozen=True, kw_only=True):
     oom_kills: int | None
 
 
-class Machine(Struct, frozen=True, kw_only=True):
+class MachineMemory(Struct, frozen=True, kw_only=True):
     """The memory of the machine as /proc tells it; `available_bytes` counts what the kernel can take back.
 
     `swap_bytes` is the size of all swap, zram and zswap included, and `swap_free_bytes` what of it is free. `oom_kills`
@@ -51,7 +51,7 @@ class HostReading(Struct, frozen=True, kw_only=True):
     """What one look showed: the container of the engine's processes, the machine, their /dev/shm; None where unseen."""
 
     cgroup: Cgroup | None = None
-    machine: Machine | None = None
+    machine: MachineMemory | None = None
     shm: Shm | None = None
 
 

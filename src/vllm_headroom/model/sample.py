@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.vocabulary import Kind
+from vllm_headroom.vocabulary import MetricType
 
 
 class Metric(Struct, frozen=True, kw_only=True):
     """One exported family, a counter's name in `_total`; `needs` are the engine's facts that it is absent without."""
 
     name: str
-    kind: Kind
+    kind: MetricType
     labels: tuple[str, ...]
     help: str
     needs: tuple[str, ...] = ()

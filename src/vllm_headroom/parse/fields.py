@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -55,6 +55,11 @@ def within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]
         return read(entry)
     except WrongFieldError as wrong:
         raise WrongFieldError(f"{field}.{wrong.field}", wrong.value, wrong.accepts) from None
+
+
+def no_number(name: str) -> NoReturn:
+    """Refuse what Python reads as a number and JSON has not; raises ValueError."""
+    raise ValueError(f"{name} is no number")
 
 
 def number(entry: Mapping[str, Any], field: str) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from vllm_headroom.model import (
     AllocatorReading,
@@ -15,7 +15,7 @@ from vllm_headroom.model import (
     ProbedProcess,
     SchedulerReading,
 )
-from vllm_headroom.parse.fields import WrongFieldError, each, number, size, text, truth, within
+from vllm_headroom.parse.fields import WrongFieldError, each, no_number, number, size, text, truth, within
 from vllm_headroom.vocabulary import Role
 
 FORMAT: Final = "headroom_probe"
@@ -36,7 +36,7 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     not known are passed over.
     """
     try:
-        document = json.loads(content, parse_constant=_no_number)
+        document = json.loads(content, parse_constant=no_number)
         if type(document) is not dict or document.get(FORMAT) != VERSION:
             return f"no file of a probe of version {VERSION}"
         return _process(document), _text(document, "boot_id")
@@ -46,10 +46,6 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
         return "not JSON of a probe: nested too deep"
     except ValueError as error:
         return f"not JSON: {error}"[:LONGEST_TEXT]
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
 
 
 def _process(document: Mapping[str, Any]) -> ProbedProcess:

@@ -9,7 +9,7 @@ from vllm_headroom.model import GpuReading
 log = structlog.get_logger()
 
 
-class Transitions:
+class GpuTransitions:
     """Says once that a GPU fails, answers again, or does not tell its memory."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ class Rise:
         return rise
 
 
-class Tally:
+class Histogram:
     """Values to three digits, which keeps some thousand of them at the most, and their quantiles."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ _HOST: Final = (
 
 def engine_entry(engine: EngineReading) -> dict[str, Any]:
     """Return all that an engine said of itself."""
-    return known({name: getattr(engine, fact) for fact, name, _ in _FACTS})
+    return readable({name: getattr(engine, fact) for fact, name, _ in _FACTS})
 
 
 def engine_of(entry: Mapping[str, Any], place: int) -> EngineReading:
@@ -59,7 +59,7 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
     One whose holders are unknown for now is without `used`, since a reader takes all that is used for the engine's.
     """
     memory, inside = gpu.reading.memory, gpu.inside or Inside()
-    return known(
+    return readable(
         {
             "gpu": gpu.reading.index,
             "uuid": gpu.reading.uuid,
@@ -70,7 +70,7 @@ def gpu_entry(gpu: Gpu) -> dict[str, Any]:
             "engine": gpu.engine_bytes,
             "other": gpu.other_bytes,
             "processes": gpu.process_count,
-            "leftovers": [known({"fate": left.fate, "used": left.used_bytes}) for left in gpu.leftovers] or None,
+            "leftovers": [readable({"fate": left.fate, "used": left.used_bytes}) for left in gpu.leftovers] or None,
             "granted": inside.granted_bytes,
             "allocated": inside.allocated_bytes,
             "reserved_by_torch": inside.reserved_bytes,
@@ -142,7 +142,7 @@ def unnamed(index: int) -> str:
 def process_entry(process: EngineProcess) -> dict[str, Any]:
     """Return a process of the engine's."""
     entry = {"role": process.role, "rss": process.rss_bytes, "started_at": process.started_at_seconds}
-    return known({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
+    return readable({**entry, "anonymous": process.anonymous_bytes, "file": process.file_bytes})
 
 
 def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
@@ -166,7 +166,7 @@ def process_of(entry: Mapping[str, Any], _place: int) -> EngineProcess | None:
 
 def host_entry(host: HostMemory) -> dict[str, Any]:
     """Return the host memory that the engine runs in."""
-    return known({name: getattr(host, fact) for fact, name in _HOST})
+    return readable({name: getattr(host, fact) for fact, name in _HOST})
 
 
 def host_of(entry: Mapping[str, Any]) -> HostMemory:
@@ -175,7 +175,7 @@ def host_of(entry: Mapping[str, Any]) -> HostMemory:
     return HostMemory(basis=None, **facts)
 
 
-def known(entry: Mapping[str, Any]) -> dict[str, Any]:
+def readable(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry to be written, without what is unknown, so that each of its fields can be read again.
 
     No reader takes a number beyond LARGEST, or text that cannot be shown: one is left out, the other is escaped.

@@ -6,14 +6,14 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
 from vllm_headroom.trace.recorder import FOREIGN, append
 from vllm_headroom.trace.write import HEADER, line
-from vllm_headroom.trace.writing import make
+from vllm_headroom.trace.writing import make, put
 from vllm_headroom.units import MIB
 
 FLIGHT_BYTES: Final = 22 * MIB
@@ -56,17 +56,7 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     make(folder)
     make(incidents)
     file = incidents / name_of(seconds)
-    unfinished = incidents / "unfinished"
-    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
-    try:
-        with unfinished.open("xb") as stream:
-            stream.write(header)
-            stream.writelines(samples)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    put(file, incidents / "unfinished", chain((header,), samples))
     _make_room(incidents, file)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NoReturn
-
-from msgspec import Struct
+from contextlib import suppress
+from typing import Any, Final
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.parse.fields import WrongFieldError, each, within
+from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
 from vllm_headroom.trace.entries import engine_of, gpu_of, host_of, process_of
+from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.write import HEADER
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -29,50 +30,37 @@ _PROCESSES_FAILED: Final = Failure(
 )
 
 
-class CutOff(Struct, frozen=True):
-    """Stands for the last line of a trace, by its number, where only a part of it was written."""
+def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
+    """Yield a snapshot for each sample after the header; raises BadInput at the first line that is wrong.
 
-    line: int
-
-
-def snapshots(lines: Iterable[bytes]) -> Iterator[Snapshot | CutOff | str]:
-    """Yield a snapshot for each sample after the header; at the first line that is wrong, yield why and end.
-
-    Blank lines and further headers are passed over, so that rotated traces can be put together.
+    Blank lines and further headers are passed over, so that rotated traces can be put together. A last line that is cut
+    off is left out, with a note on standard error: the daemon ended while it wrote it, or is writing it now.
     """
     number, rest = 0, iter(lines)
     for number, line in enumerate(rest, start=1):
         record = _record(line)
         if number == 1 and not _is_header(record):
-            yield f"line 1: {NO_TRACE}"
-            return
-        found = record if isinstance(record, str) else _sample(record)
-        if isinstance(found, Snapshot):
-            yield found
-        elif found is not None:
-            ended = isinstance(record, str) and not line.endswith(b"\n") and next(rest, None) is None
-            yield CutOff(number) if ended else f"line {number}: {found}"
-            return
+            raise BadInput(f"line 1: {NO_TRACE}")
+        if isinstance(record, str):
+            if line.endswith(b"\n") or next(rest, None) is not None:
+                raise BadInput(f"line {number}: {record}")
+            with suppress(OSError):  # a note is no reason to end
+                sys.stderr.write(f"{name}: line {number}, the last, is cut off and left out\n")
+        elif record is not None and not _is_header(record):
+            try:
+                snapshot = snapshot_of(record)
+            except BadInput as wrong:
+                raise BadInput(f"line {number}: {wrong}") from None
+            yield snapshot
     if number == 0:
-        yield f"line 1: {NO_TRACE}"
-
-
-def _sample(record: dict[str, Any] | None) -> Snapshot | str | None:
-    """Return the sample in a record, what is wrong with it, or None where it has none: a blank line, a header."""
-    if record is None or _is_header(record):
-        return None
-    return NO_TRACE if FORMAT in record else snapshot_of(record)
+        raise BadInput(f"line 1: {NO_TRACE}")
 
 
 def _is_header(record: object) -> bool:
     return isinstance(record, dict) and record.get(FORMAT) == HEADER[FORMAT]
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-_JSON: Final = json.JSONDecoder(parse_constant=_no_number)
+_JSON: Final = json.JSONDecoder(parse_constant=no_number)
 
 
 def _record(line: bytes) -> dict[str, Any] | str | None:
@@ -93,12 +81,14 @@ def _record(line: bytes) -> dict[str, Any] | str | None:
     return record if isinstance(record, dict) else "not a JSON object"
 
 
-def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
-    """Return one sample as the daemon saw it, or what is wrong with it.
+def snapshot_of(record: Mapping[str, Any]) -> Snapshot:
+    """Return one sample as the daemon saw it; raises BadInput.
 
     What is absent or null is unknown; a side that is absent or null counts as failed. `t` serves as both clocks. A GPU
     or engine without an index or a name is known by its place in the list.
     """
+    if FORMAT in record:
+        raise BadInput(NO_TRACE)
     try:
         time = _time(record)
         gpus = each(record, "gpus", gpu_of)
@@ -106,9 +96,9 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot | str:
         processes = each(record, "processes", process_of)
         host = within(record, "host", host_of)
     except WrongFieldError as wrong:
-        return str(wrong)
+        raise BadInput(str(wrong)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
-        return "gpus: the same GPU twice"
+        raise BadInput("gpus: the same GPU twice")
     return Snapshot(
         time_seconds=time,
         monotonic_seconds=time,

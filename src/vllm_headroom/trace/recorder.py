@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from vllm_headroom.model import Snapshot
+from vllm_headroom.trace.read import LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line, record_of
-from vllm_headroom.trace.writing import WRITE_SECONDS, Call, Writing
+from vllm_headroom.trace.writing import WRITE_SECONDS, Writing
 
-LONGEST_LINE: Final = 2**20
 FOREIGN: Final = "the file is there and is no trace: move it away, or name another"
 
 
 class Recorder:
     """Appends snapshots to `file`; at `max_bytes` it becomes `file`.1, over an older one, and a new one begins."""
 
-    def __init__(self, *, file: Path, max_bytes: int, call: Call, seconds: float = WRITE_SECONDS) -> None:
+    def __init__(self, *, file: Path, max_bytes: int, seconds: float = WRITE_SECONDS) -> None:
         self._file = file
         self._max_bytes = max_bytes
-        self._writing = Writing("trace", file, call, seconds)
+        self._writing = Writing("trace", file, seconds)
 
     async def record(self, snapshot: Snapshot) -> None:
         """Write one line."""

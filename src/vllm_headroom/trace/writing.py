@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 import structlog
+
+from vllm_headroom.worker import Worker
 
 log = structlog.get_logger()
 
@@ -16,9 +18,6 @@ WRITE_SECONDS: Final = 1.0
 """A line takes microseconds; a volume that hangs delays one tick by this, and none after it."""
 
 HANGS: Final = "the file system does not answer"
-
-Call = Callable[[Callable[[], None], float], Awaitable[None]]
-"""Runs a function where it may hang, for so many seconds at most; raises TimeoutError beyond them."""
 
 
 def make(folder: Path) -> None:
@@ -33,21 +32,34 @@ def real(folder: Path) -> Path:
     return Path(os.path.realpath(folder))
 
 
-class Writing:
-    """Makes file operations by way of `call`, `seconds` long at most; in the log `what` is written, to `file`."""
+def put(file: Path, unfinished: Path, content: Iterable[bytes]) -> None:
+    """Put a file in the place of an older one: it is there as a whole, and durably, or not at all; raises OSError."""
+    unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
+    try:
+        with unfinished.open("xb") as stream:
+            stream.writelines(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
-    def __init__(self, what: str, file: Path, call: Call, seconds: float = WRITE_SECONDS) -> None:
+
+class Writing:
+    """Makes file operations on a thread, `seconds` long at most; in the log `what` is written, to `file`."""
+
+    def __init__(self, what: str, file: Path, seconds: float = WRITE_SECONDS) -> None:
         self._begins = f"{what} not written"
         self._ends = f"{what} written again"
         self._file = file
-        self._call = call
+        self._worker = Worker[None](what)
         self._seconds = seconds
         self._problem: str | None = None
 
     async def do(self, operation: Callable[[], None]) -> bool:
         """Return whether the operation worked, and tell when that changes."""
         before = self._problem
-        self._problem = problem = await attempted(self._call, operation, self._seconds)
+        self._problem = problem = await attempted(self._worker, operation, self._seconds)
         if problem is not None and before is None:
             log.warning(self._begins, file=str(self._file), problem=problem)
         elif problem is None and before is not None:
@@ -55,10 +67,10 @@ class Writing:
         return problem is None
 
 
-async def attempted(call: Call, operation: Callable[[], None], seconds: float) -> str | None:
+async def attempted(worker: Worker[None], operation: Callable[[], None], seconds: float) -> str | None:
     """Return what went wrong with an operation that may raise OSError, or ValueError with a text for the operator."""
     try:
-        await call(operation, seconds)
+        await worker.call(operation, seconds)
     except TimeoutError:
         return HANGS
     except OSError as error:

@@ -11,7 +11,7 @@ from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import NAME, read
+from vllm_headroom.daemon.state.file import STATE
 
 VOLUME = Path(__file__).parents[2] / "fakes" / "stuck_volume.c"
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -28,11 +28,11 @@ def test_a_signal_that_ends_it_saves_the_state_first(number: int, tmp_path: Path
         daemon(ENGINE_URL=engine.url, STATE_DIR=str(tmp_path), SAMPLE_INTERVAL_SECONDS="1") as running,
     ):
         running.sees(answers, "the engine answers")
-        (tmp_path / NAME).unlink(missing_ok=True)
+        (tmp_path / STATE.name).unlink(missing_ok=True)
 
         assert running.stop(number)[0] == 0
 
-    assert read(tmp_path) is not None
+    assert STATE.read(tmp_path) is not None
 
 
 def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_up_later(tmp_path: Path) -> None:
@@ -43,12 +43,12 @@ def test_a_state_that_could_not_be_read_at_first_is_not_written_over_and_taken_u
         with daemon(ENGINE_URL=engine.url, **settings) as running:
             running.sees(answers, "the engine answers")
             assert running.stop()[0] == 0
-        before = (state / NAME).read_bytes()
+        before = (state / STATE.name).read_bytes()
         stuck.touch()
         with daemon(ENGINE_URL=engine.url, **settings, **volume) as running:
             running.sees(answers, "the engine answers")
             eventually(lambda: "the volume does not answer" in running.log(), "it is told")
-            assert (state / NAME).read_bytes() == before
+            assert (state / STATE.name).read_bytes() == before
 
             stuck.unlink()
             eventually(lambda: "saved state taken up" in running.log(), "it is read again")
@@ -63,14 +63,14 @@ def test_a_link_in_the_place_of_the_state_is_set_aside_wherever_it_leads(loops: 
         with daemon(ENGINE_URL=engine.url, **settings) as running:
             running.sees(answers, "the engine answers")
             assert running.stop()[0] == 0
-        before = (state / NAME).rename(theirs).read_bytes()
-        (state / NAME).symlink_to(NAME if loops else theirs)
+        before = (state / STATE.name).rename(theirs).read_bytes()
+        (state / STATE.name).symlink_to(STATE.name if loops else theirs)
         with daemon(ENGINE_URL=engine.url, **settings) as running:
             eventually(lambda: "it is no file but a link" in running.log(), "it is set aside")
             running.sees(answers, "the engine answers")
             assert running.stop()[0] == 0
             assert "saved state taken up" not in running.log()
 
-    assert (state / f"{NAME}.bad").is_symlink()
+    assert (state / f"{STATE.name}.bad").is_symlink()
     assert theirs.read_bytes() == before
-    assert read(state) is not None
+    assert STATE.read(state) is not None

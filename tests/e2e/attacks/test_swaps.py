@@ -11,7 +11,7 @@ from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
 from tests.process import Daemon, Page, daemon, eventually
-from vllm_headroom.daemon.state.file import NAME, read
+from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.trace.incidents import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -31,7 +31,7 @@ def looked_at(page: Page) -> float:
 def test_a_link_in_place_of_the_folder_of_state_is_not_followed(number: int, tmp_path: Path) -> None:
     state, others = tmp_path / "state", tmp_path / "others"
     others.mkdir()
-    (others / NAME).write_text("what somebody else keeps there")
+    (others / STATE.name).write_text("what somebody else keeps there")
     settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "1"}
     with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as running:
         running.sees(answers, "the engine answers")
@@ -45,8 +45,8 @@ def test_a_link_in_place_of_the_folder_of_state_is_not_followed(number: int, tmp
         assert running.stop(number)[0] == 0
         assert "state is not kept" in running.log()
 
-    assert [file.name for file in others.iterdir()] == [NAME]
-    assert (others / NAME).read_text() == "what somebody else keeps there"
+    assert [file.name for file in others.iterdir()] == [STATE.name]
+    assert (others / STATE.name).read_text() == "what somebody else keeps there"
 
 
 def test_a_link_that_was_set_as_the_folder_of_state_is_followed(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_link_that_was_set_as_the_folder_of_state_is_followed(tmp_path: Path) 
 
         assert running.stop()[0] == 0
 
-    assert read(state) is not None
+    assert STATE.read(state) is not None
 
 
 def test_a_settings_file_that_is_replaced_midway_changes_nothing_even_by_sighup(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_settings_file_that_is_replaced_midway_changes_nothing_even_by_sighup(
             assert running.stop(signal.SIGHUP)[0] == 0
             assert "Traceback" not in running.log()
 
-    assert read(state) is not None
+    assert STATE.read(state) is not None
     assert not others.exists()
 
 
@@ -122,4 +122,4 @@ def test_steps_of_the_time_of_day_cost_no_sample_and_no_state(clock: Path, tmp_p
         assert "Traceback" not in running.log()
         assert "derivation failed" not in running.log()
 
-    assert read(state) is not None
+    assert STATE.read(state) is not None

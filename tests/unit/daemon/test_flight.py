@@ -22,29 +22,24 @@ from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.known import MOST_LOOKS
+from vllm_headroom.daemon.recent import MOST_LOOKS
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
 from vllm_headroom.trace.read import recorded
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import Level, Role
+from vllm_headroom.worker import Worker
 
 FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
 BEGAN = 1_760_000_000.0
 
 
-async def at_once(function: Callable[[], None], timeout_seconds: float) -> None:
-    assert timeout_seconds == 1.0
-    function()
-
-
 def flight(folder: Path) -> Flight:
-    return Flight(folder=folder, call=at_once, lines=lambda: ("a line",), version="1.2.3")
+    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3")
 
 
 def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
@@ -351,19 +346,20 @@ def test_a_disk_that_is_full_in_the_midst_of_a_line_costs_the_record_and_no_tick
     assert header(the_incident(tmp_path))["what"] == "ended"
 
 
-def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path) -> None:
-    answers, worker, waits = threading.Event(), Worker[None]("flight"), []
+def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, calls, waits = threading.Event(), Worker.call, []
 
-    async def call(function: Callable[[], None], timeout_seconds: float) -> None:
+    async def call(worker: Worker[None], function: Callable[[], None], timeout_seconds: float) -> None:
         waits.append(timeout_seconds)
 
         def late() -> None:
             answers.wait()
             function()
 
-        await worker.call(late, 0.05)
+        await calls(worker, late, 0.05)
 
-    subject = Flight(folder=tmp_path, call=call, lines=tuple, version="1")
+    monkeypatch.setattr(Worker, "call", call)
+    subject = Flight(folder=tmp_path, lines=tuple, version="1")
     (told,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
@@ -374,7 +370,6 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path) -
         "it answers again",
     )
     assert set(waits) == {1.0}
-    worker.stop()
 
 
 KILLED = """

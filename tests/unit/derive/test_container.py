@@ -17,7 +17,7 @@ from vllm_headroom.model import (
     HostBlock,
     HostMemory,
     HostReading,
-    Machine,
+    MachineMemory,
     ProbedProcess,
     ProbeReadings,
     ProcessReadings,
@@ -31,7 +31,7 @@ SERVER = EngineProcess(
 )
 CORE = replace(SERVER, pid=21, role=Role.ENGINE_CORE, anonymous_bytes=3 * GIB)
 CGROUP = Cgroup(identity="a", used_bytes=60 * GIB, cache_bytes=57 * GIB, limit_bytes=64 * GIB, oom_kills=0)
-MACHINE = Machine(total_bytes=512 * GIB, available_bytes=400 * GIB, oom_kills=5)
+MACHINE = MachineMemory(total_bytes=512 * GIB, available_bytes=400 * GIB, oom_kills=5)
 
 
 def readings(*engine: EngineProcess, **seen: Any) -> ProcessReadings:

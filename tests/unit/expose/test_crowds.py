@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from vllm_headroom.expose.answers import Answer, Request, text
+from vllm_headroom.expose.answers import Request, Response, text
 from vllm_headroom.expose.connection import Connection
 from vllm_headroom.expose.server import Server, listen
 
@@ -31,7 +31,7 @@ def test_between_two_answers_the_loop_turns() -> None:
             turns += 1
             await asyncio.sleep(0)
 
-    def handler(_request: Request) -> Answer:
+    def handler(_request: Request) -> Response:
         answered_at.append(turns)
         return text(200, "ok")
 
@@ -59,7 +59,7 @@ def order(*paths: str) -> list[str]:
     """Return the order in which requests are answered that are all here before the first answer."""
     answered: list[str] = []
 
-    def handler(request: Request) -> Answer:
+    def handler(request: Request) -> Response:
         answered.append(request.path)
         return text(200, "ok")
 

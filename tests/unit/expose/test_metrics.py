@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import Answer, Request
+from vllm_headroom.expose.answers import Request, Response
 from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.model import Published, Sample
@@ -27,13 +27,13 @@ class World:
     def __init__(self) -> None:
         self.now = 101.0
         self.published: Published | None = None
-        self.page = MetricsPage(lambda: self.published, lambda: self.now, ("1.2.3", "abc", "3.11.7"))
+        self.page = MetricsPage(HeadroomCollector(lambda: self.published, lambda: self.now, ("1.2.3", "abc", "3.11.7")))
 
     def publish(self, running: float) -> None:
         samples = (Sample(catalog.ENGINE_RUNNING, (HOSTILE, "0"), running),)
         self.published = Published(samples=samples, monotonic_seconds=100.0)
 
-    def asked(self, query: str = "", **headers: str) -> Answer:
+    def asked(self, query: str = "", **headers: str) -> Response:
         return self.page(Request(method="GET", path="/metrics", query=query, headers=headers))
 
 
@@ -44,11 +44,11 @@ def world() -> World:
     return world
 
 
-def header(answer: Answer, name: str) -> str | None:
+def header(answer: Response, name: str) -> str | None:
     return dict(answer.headers).get(name)
 
 
-def age(answer: Answer) -> str:
+def age(answer: Response) -> str:
     (line,) = (line for line in answer.body.decode().splitlines() if line.startswith("headroom_sample_age_seconds "))
     return line.split()[1]
 

@@ -14,7 +14,8 @@ import pytest
 import uvloop
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import Answer, Request, application, text
+from vllm_headroom.expose.answers import Request, Response, application, text
+from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.metrics import MetricsPage
 from vllm_headroom.expose.page.document import html
 from vllm_headroom.expose.server import Server, listen
@@ -35,7 +36,7 @@ async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIter
     sample = Sample(catalog.ENGINE_RUNNING, ("m", "0"), 7.0)
     published = Published(samples=(sample,), monotonic_seconds=100.0)
     handler = application(
-        metrics=MetricsPage(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7")),
+        metrics=MetricsPage(HeadroomCollector(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7"))),
         page=lambda _: html("<p>hello</p>"),
         snapshot=lambda _: text(200, "{}"),
         unhealthy=lambda: problem,
@@ -156,10 +157,10 @@ def test_a_crowd_of_silent_connections_is_served_past_and_then_closed() -> None:
 
 
 def test_a_handler_that_fails_costs_its_answer_only() -> None:
-    def handler(request: Request) -> Answer:
+    def handler(request: Request) -> Response:
         if request.path == "/broken":
             raise ZeroDivisionError
-        return Answer(
+        return Response(
             status=200, body=b"ok", content_type="text/\N{SNOWMAN}" if request.path == "/odd" else "text/plain"
         )
 

@@ -7,27 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import CutOff, snapshots
+from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.read import recorded
 
 HEADER = b'{"headroom_trace": 1}\n'
 
 
-def test_a_last_line_that_is_cut_off_is_left_out() -> None:
+def test_a_last_line_that_is_cut_off_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     whole = '{"t": 1, "engines": [{"model_name": "é"}]}'.encode()
     for kept in range(1, len(whole)):
-        seen = list(snapshots([HEADER, whole + b"\n", whole[:kept]]))
+        (seen,) = snapshots([HEADER, whole + b"\n", whole[:kept]])
 
-        assert isinstance(seen[0], Snapshot)
-        assert seen[1:] == [CutOff(3)]
+        assert seen.time_seconds == 1.0
+        assert capsys.readouterr().err == "the trace: line 3, the last, is cut off and left out\n"
 
 
 def test_a_line_without_an_end_is_cut_off_only_where_it_is_the_last() -> None:
-    (problem,) = snapshots([HEADER, b'{"t": 1', b"\n"])
-
-    assert problem == "line 2: not JSON: Expecting ',' delimiter at column 8"
+    with pytest.raises(BadInput, match=r"^line 2: not JSON: Expecting ',' delimiter at column 8$"):
+        list(snapshots([HEADER, b'{"t": 1', b"\n"]))
 
 
 def test_the_day_before_a_cut_off_line_is_read_and_the_line_is_noted(

@@ -15,21 +15,16 @@ from structlog.testing import capture_logs
 from tests.process import eventually
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, Snapshot
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.parse import snapshots
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Attribution, Role, Source
+from vllm_headroom.worker import Worker
 
 MANY = 2**20
 
 
-async def at_once(function: Callable[[], None], timeout_seconds: float) -> None:
-    assert timeout_seconds == 1.0
-    function()
-
-
 def recorder(file: Path, max_bytes: int = MANY) -> Recorder:
-    return Recorder(file=file, max_bytes=max_bytes, call=at_once)
+    return Recorder(file=file, max_bytes=max_bytes)
 
 
 def record(subject: Recorder, *seen: Snapshot) -> list[dict[str, str]]:
@@ -45,9 +40,7 @@ def record(subject: Recorder, *seen: Snapshot) -> list[dict[str, str]]:
 
 
 def read(file: Path) -> list[Snapshot]:
-    found = list(snapshots(file.read_bytes().splitlines(keepends=True)))
-    assert all(isinstance(each, Snapshot) for each in found), found
-    return [each for each in found if isinstance(each, Snapshot)]
+    return list(snapshots(file.read_bytes().splitlines(keepends=True)))
 
 
 def times(file: Path) -> list[float]:
@@ -201,19 +194,22 @@ def test_a_directory_that_may_not_be_written_is_logged(tmp_path: Path) -> None:
     assert line["problem"] == "Permission denied"
 
 
-def test_a_file_system_that_hangs_is_waited_for_once_and_used_again_when_it_answers(tmp_path: Path) -> None:
+def test_a_file_system_that_hangs_is_waited_for_once_and_used_again_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, answers = tmp_path / "trace", threading.Event()
-    worker: Worker[None] = Worker("trace")
+    calls = Worker.call
 
-    async def call(function: Callable[[], None], timeout_seconds: float) -> None:
+    async def call(worker: Worker[None], function: Callable[[], None], timeout_seconds: float) -> None:
         def late() -> None:
             answers.wait()
             function()
 
         assert timeout_seconds == 1.0
-        await worker.call(late, 0.05)
+        await calls(worker, late, 0.05)
 
-    subject = Recorder(file=file, max_bytes=MANY, call=call)
+    monkeypatch.setattr(Worker, "call", call)
+    subject = recorder(file)
     (line,) = record(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
@@ -222,4 +218,3 @@ def test_a_file_system_that_hangs_is_waited_for_once_and_used_again_when_it_answ
         "trace written again"
     )
     assert times(file)[-1] == 3.0
-    worker.stop()

@@ -8,10 +8,10 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.history.history import History
+from vllm_headroom.commands.advise.history.history import Past
 from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import Settings, Version, version_of
-from vllm_headroom.commands.advise.verdict import Answer, judge
+from vllm_headroom.commands.advise.settings import EngineArgs, Version, version_of
+from vllm_headroom.commands.advise.verdict import Assessment, judge
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
@@ -54,9 +54,9 @@ def options(parser: Parser) -> None:
         add(f"--max-{name}", metavar="N", type=kind, help="as vLLM's")
 
 
-def settings_of(given: argparse.Namespace) -> Settings:
+def settings_of(given: argparse.Namespace) -> EngineArgs:
     """Return what the operator told of the engine."""
-    return Settings(
+    return EngineArgs(
         version=given.vllm_version,
         gpu_memory_utilization=given.gpu_memory_utilization,
         max_num_seqs=given.max_num_seqs,
@@ -75,7 +75,7 @@ def _version(text: str) -> Version:
 ONE_SOURCE: Final = "needs a TRACE or --headroom-url, and not both"
 
 
-def _run(given: Namespace) -> Answer | Coroutine[Any, Any, Answer]:
+def _run(given: Namespace) -> Assessment | Coroutine[Any, Any, Assessment]:
     if sum(source is not None for source in (given.trace, given.trace_option, given.headroom_url)) != 1:
         raise BadOptions(ONE_SOURCE)
     if given.engine_url is None and given.headroom_url is None:
@@ -83,7 +83,7 @@ def _run(given: Namespace) -> Answer | Coroutine[Any, Any, Answer]:
     return _asked(given)
 
 
-async def _asked(given: Namespace) -> Answer:
+async def _asked(given: Namespace) -> Assessment:
     from vllm_headroom.commands.advise.history.sources import (  # noqa: PLC0415 - a trace alone needs no HTTP client
         sidecar_facts,
         with_engine,
@@ -97,14 +97,14 @@ async def _asked(given: Namespace) -> Answer:
     return judge(_recorded(given, settings))
 
 
-def _recorded(given: Namespace, settings: Settings) -> Facts:
-    history = History()
+def _recorded(given: Namespace, settings: EngineArgs) -> Facts:
+    past = Past()
     for snapshot in recorded(given.trace or given.trace_option, reading):
-        history.step(snapshot)
-    return history.facts(settings)
+        past.step(snapshot)
+    return past.facts(settings)
 
 
-COMMAND: Final[Command[Answer]] = Command(
+COMMAND: Final[Command[Assessment]] = Command(
     usage="%(prog)s [OPTION]... TRACE\n       %(prog)s [OPTION]... --headroom-url URL",
     description=DESCRIPTION,
     epilog=EXAMPLES,

@@ -7,7 +7,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.model import HostMemory, Leftover
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
@@ -124,7 +124,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     """
 
     origin: Origin
-    settings: Settings
+    settings: EngineArgs
     samples: int = 1
     begin_seconds: float | None = None
     end_seconds: float | None = None

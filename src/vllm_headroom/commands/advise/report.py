@@ -8,13 +8,13 @@ from typing import Any
 from vllm_headroom.commands.advise.facts import Facts, Origin
 from vllm_headroom.commands.advise.finding import Advice, Change
 from vllm_headroom.commands.advise.settings import Flag, spelt
-from vllm_headroom.commands.advise.verdict import Answer
+from vllm_headroom.commands.advise.verdict import Assessment
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.terminal import headed, wrapped
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration, instant
 
 
-def text(answer: Answer) -> list[str]:
+def text(answer: Assessment) -> list[str]:
     """Return the advice, cause by cause, and how it ends."""
     lines = [_source(answer.facts)]
     for number, advice in enumerate(answer.advice, start=1):
@@ -65,10 +65,10 @@ def _number(value: float, flag: Flag | None) -> str:
     return f"{value:.2f}" if round(value, 2) == value else f"{value:.4g}"
 
 
-def _end(answer: Answer) -> Iterator[str]:
-    if answer.verdict is Verdict.GOOD:
+def _end(answer: Assessment) -> Iterator[str]:
+    if answer.verdict is Conclusion.GOOD:
         yield "Nothing to change." if answer.facts.origin is Origin.TRACE else "Nothing to change now."
-    if answer.verdict is Verdict.CANNOT_TELL:
+    if answer.verdict is Conclusion.CANNOT_TELL:
         yield "Cannot tell whether anything should be changed. Missing:"
     elif answer.missing:
         yield "Whether there is more cannot be told. Missing:"
@@ -76,7 +76,7 @@ def _end(answer: Answer) -> Iterator[str]:
         yield from headed("", missing)
 
 
-def document(answer: Answer) -> dict[str, Any]:
+def document(answer: Assessment) -> dict[str, Any]:
     """Return the one object of --json; bytes, seconds, ratios and tokens, null where unknown."""
     facts = answer.facts
     version = facts.settings.version

@@ -60,6 +60,13 @@ engine_sleep_state are in no older one.
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
 """Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
 
+SHOWN_BY: Final = {
+    "prefix_cache_queries": COUNTS_PREFIXES,
+    "kv_cache_memory_bytes": SIZES_CACHE_IN_BYTES,
+    "sleep_state": TELLS_SLEEP,
+}
+"""The first version that offers an input."""
+
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
@@ -90,7 +97,7 @@ def spelt(version: Version) -> str:
     return ".".join(map(str, version))
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class EngineArgs(Struct, frozen=True, kw_only=True):
     """What the engine was started with, as far as it is known.
 
     `version` is None where nobody told it; `at_least` is what its page shows it to be. `sizes_cache_in_bytes` is True
@@ -117,7 +124,7 @@ class Settings(Struct, frozen=True, kw_only=True):
         return self.at_least if self.version is None else self.version
 
 
-def with_page(settings: Settings, page: EnginePage) -> Settings:
+def with_page(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Return the settings with what the engine's page says of them; what is known already is believed."""
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     sizes = {engine.kv_cache_memory_bytes for engine in page.engines}

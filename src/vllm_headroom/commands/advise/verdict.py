@@ -20,7 +20,7 @@ from vllm_headroom.commands.advise.rules.starting import failing_starts
 from vllm_headroom.commands.advise.rules.tenant import another_tenant, left_behind
 from vllm_headroom.commands.advise.rules.waiting import too_few_requests
 from vllm_headroom.commands.advise.settings import FIRST, Flag, spelt
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.vocabulary import LeakState
 
 Rule = Callable[[Facts], Advice | None]
@@ -47,17 +47,17 @@ NOTHING_ELSE: Final = (
 )
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Assessment(Struct, frozen=True, kw_only=True):
     """What is said; `missing` is what would have to be known to call it healthy, `notes` what else to know."""
 
-    verdict: Verdict
+    verdict: Conclusion
     facts: Facts
     advice: tuple[Advice, ...]
     missing: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def judge(facts: Facts) -> Answer:
+def judge(facts: Facts) -> Assessment:
     """Ask every rule; nothing to change is said only where nothing that matters is unknown."""
     leaks = (*(gpu.leak for gpu in facts.gpus), *(host.leak for host in facts.hosts))
     growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
@@ -66,9 +66,9 @@ def judge(facts: Facts) -> Answer:
     found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
     advice, left_out = _that_exist(found, facts)
     unknown = tuple(missing(facts))
-    verdict = Verdict.NOT_GOOD if advice else Verdict.CANNOT_TELL if unknown else Verdict.GOOD
+    verdict = Conclusion.NOT_GOOD if advice else Conclusion.CANNOT_TELL if unknown else Conclusion.GOOD
     told = (*((NOTHING_ELSE,) if growing else ()), *left_out, *notes(facts, advice))
-    return Answer(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)
+    return Assessment(verdict=verdict, facts=facts, advice=advice, missing=unknown, notes=told)
 
 
 def _ask(rules: tuple[Rule, ...], facts: Facts) -> list[Advice]:

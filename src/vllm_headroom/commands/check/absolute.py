@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom.commands.check.judgement import COST, DISCREPANCY, PREEMPTIONS, RESTARTS, Judgement, Unit, compared
 from vllm_headroom.commands.check.record import LEAST_REQUESTS, Record, doubt, paired, too_little, unread
 from vllm_headroom.commands.check.series import Cost, Excess
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.derive.leak.baseline import READINGS
 from vllm_headroom.units import instant, size
 
@@ -77,13 +77,13 @@ def preemptions(record: Record, before: Record | None, most: float) -> Iterator[
     missing = doubt(record, record.engine, "the engine")
     value = per_thousand(record)
     if value is None:
-        verdict, why = Verdict.CANNOT_TELL, missing or "the engine does not say how often it preempted a request"
+        verdict, why = Conclusion.CANNOT_TELL, missing or "the engine does not say how often it preempted a request"
     else:
         total, done = record.preemptions.total or 0.0, record.finished.total or 0.0
         verdict = compared(1000 * total / max(done, LEAST_REQUESTS), most, missing)
         counted = f"{total:,.0f} in all, of {done:,.0f} requests"
         so_far = f"{missing}; above the limit so far, {counted}" if value > most else missing
-        why = counted if missing is None or verdict is Verdict.NOT_GOOD else so_far or ""
+        why = counted if missing is None or verdict is Conclusion.NOT_GOOD else so_far or ""
     yield Judgement(
         limit=PREEMPTIONS,
         verdict=verdict,

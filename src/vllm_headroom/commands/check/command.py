@@ -24,12 +24,12 @@ from vllm_headroom.commands.check.judgement import (
 from vllm_headroom.commands.check.leaks import gpu_leaks, host_leaks
 from vllm_headroom.commands.check.record import Record
 from vllm_headroom.commands.check.relative import growths
-from vllm_headroom.commands.check.series import Report
+from vllm_headroom.commands.check.series import Budget
 from vllm_headroom.commands.check.text import broken, commands, document, report, table
 from vllm_headroom.commands.cli import Command, save
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.progress import reading
-from vllm_headroom.commands.verdict import Verdict
-from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, choice, size, whole
+from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, bounded, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.read import recorded
@@ -73,7 +73,7 @@ def judge(limits: Mapping[str, float], record: Record, before: Record | None) ->
 
 def _nothing(limit: str) -> Judgement:
     what = "process of the engine's" if limit == HOST_LEAK else "GPU of the engine's"
-    return Judgement(limit=limit, verdict=Verdict.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
+    return Judgement(limit=limit, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
 
 
 NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
@@ -118,7 +118,7 @@ def _add_limits(parser: Parser) -> None:
     add("--max-host-leak-per-thousand-requests", metavar="SIZE", type=SIZE, help="host memory, in the same way")
     add("--max-discrepancy", metavar="SHARE", type=SHARE, help="GPU memory held beyond what the engine was told to use")
     add("--max-bytes-per-request", metavar="SIZE", type=SIZE, help="GPU memory over running requests, at full load")
-    count = Value(read=_count, accepts="a number, 0 or more")
+    count = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
     add("--max-preemptions-per-thousand-requests", metavar="N", type=count, help="as vLLM counts them")
     growth = "GPU and host memory at the same load; the KV cache may be as much smaller"
     add("--max-growth-over-baseline", metavar="SHARE", type=SHARE, help=growth)
@@ -129,13 +129,6 @@ def _add_report(parser: Parser) -> None:
     add = parser.add_argument_group("what the engine was told to use of each GPU, for --max-discrepancy").add_argument
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, help="as vLLM's")
     add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
-
-
-def _count(text: str) -> float:
-    count = float(text)
-    if not 0 <= count < float("inf"):
-        raise ValueError
-    return count
 
 
 class Checked(Struct, frozen=True, kw_only=True):
@@ -165,7 +158,7 @@ def _run(given: Namespace) -> Checked:
 
 def _read(option: str, name: str, given: Namespace) -> Record:
     """Return the trace that an option names; raises BadInput, which names the option."""
-    expected = Report(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
+    expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
     record = Record(
         expected,
         keeps_gpus=given.max_leak_per_thousand_requests is not None,

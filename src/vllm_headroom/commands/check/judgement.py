@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.commands.verdict import Verdict, worst
+from vllm_headroom.commands.conclusion import Conclusion, worst
 from vllm_headroom.units import size
 
 
@@ -44,7 +44,7 @@ class Judgement(Struct, frozen=True, kw_only=True):
 
     limit: str
     of: str = ""
-    verdict: Verdict
+    verdict: Conclusion
     unit: Unit
     value: float | None = None
     most: float | None = None
@@ -85,15 +85,15 @@ def written(figure: float | None, unit: Unit) -> str:
             return f"{figure:.3g}" if figure < 1000 else f"{figure:,.0f}"  # noqa: PLR2004 - from there on 1e+03
 
 
-def overall(judgements: Iterable[Judgement]) -> Verdict:
+def overall(judgements: Iterable[Judgement]) -> Conclusion:
     """Return failed if any limit is exceeded, else that it cannot be told if one cannot, else passed."""
     return worst(judgement.verdict for judgement in judgements)
 
 
-def compared(value: float | None, most: float | None, doubt: str | None) -> Verdict:
+def compared(value: float | None, most: float | None, doubt: str | None) -> Conclusion:
     """Return what a value amounts to: above the limit it fails in any case, below it passes only without a doubt."""
     if value is None or most is None:
-        return Verdict.CANNOT_TELL
+        return Conclusion.CANNOT_TELL
     if value > most:
-        return Verdict.NOT_GOOD
-    return Verdict.GOOD if doubt is None else Verdict.CANNOT_TELL
+        return Conclusion.NOT_GOOD
+    return Conclusion.GOOD if doubt is None else Conclusion.CANNOT_TELL

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from vllm_headroom.commands.check.judgement import HOST_LEAK, LEAK, Judgement, Unit
 from vllm_headroom.commands.check.record import Record, doubt, paired
-from vllm_headroom.commands.check.series import Reading, Series
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.check.series import MemorySeries, Reading
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.derive.leak.facts import MIB, Observation, Track
 from vllm_headroom.derive.leak.facts import Verdict as Detected
 from vllm_headroom.derive.leak.track import observe
@@ -37,11 +37,11 @@ def host_leaks(record: Record, before: Record | None, most: float) -> Iterator[J
         yield _leak(HOST_LEAK, record, series, None if before is None else before.host.get(role), most)
 
 
-def _leak(limit: str, record: Record, series: Series, past: Series | None, most: float) -> Judgement:
+def _leak(limit: str, record: Record, series: MemorySeries, past: MemorySeries | None, most: float) -> Judgement:
     told = Judgement(
         limit=limit,
         of=series.name,
-        verdict=Verdict.CANNOT_TELL,
+        verdict=Conclusion.CANNOT_TELL,
         unit=Unit.BYTES,
         most=most,
         baseline=None if past is None else _per_thousand(_newest(past.course)),
@@ -56,11 +56,11 @@ def _alarm(told: Judgement, found: Moment, most: float) -> Judgement:
     """Judge an alarm: it fails at its best figure, and passes only when its whole interval is below the limit."""
     value, ends = _per_thousand(found), _interval(found)
     if value is None or ends is None or found.leaked_bytes is None:
-        return replace(told, verdict=Verdict.NOT_GOOD, found="a leak", why=NO_RATE)
+        return replace(told, verdict=Conclusion.NOT_GOOD, found="a leak", why=NO_RATE)
     low, high = ends
     why = f"the detector's alarm; 95 %: {size(low)} to {size(high)}, {size(found.leaked_bytes)} in all"
-    verdict = Verdict.NOT_GOOD if value > most else Verdict.GOOD if high <= most else Verdict.CANNOT_TELL
-    if verdict is Verdict.CANNOT_TELL:
+    verdict = Conclusion.NOT_GOOD if value > most else Conclusion.GOOD if high <= most else Conclusion.CANNOT_TELL
+    if verdict is Conclusion.CANNOT_TELL:
         why += f"; {LONGER}"
     return replace(told, verdict=verdict, value=value, found=None, why=why)
 
@@ -74,7 +74,7 @@ def _interval(found: Moment) -> tuple[float, float] | None:
     return value * low / rate, value * high / rate
 
 
-def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judgement:
+def _quiet(told: Judgement, record: Record, series: MemorySeries, most: float) -> Judgement:
     """Judge a series without an alarm: it passes when a leak at the limit would not have gone unseen."""
     if series.course.undecided:
         why = f"an early warning, and steady growth takes an hour or more to be called a leak: {LONGER}"
@@ -87,7 +87,7 @@ def _quiet(told: Judgement, record: Record, series: Series, most: float) -> Judg
     seen = seen_from(series.readings, limit)
     done = f"in {duration(record.watched.seconds)} and {record.finished.total:,.0f} requests"
     if seen == limit:
-        return replace(told, verdict=Verdict.GOOD, why=f"one of {size(most)} or more would have been seen {done}")
+        return replace(told, verdict=Conclusion.GOOD, why=f"one of {size(most)} or more would have been seen {done}")
     why = f"one at the limit would not have been seen {done}"
     if seen is not None:
         why += f", only one of {size(THOUSAND * seen)} or more: record about {seen / limit:.0f} times as many"

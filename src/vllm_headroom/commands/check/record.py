@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.check.series import Coverage, Report, Series, excesses
+from vllm_headroom.commands.check.series import Budget, Coverage, MemorySeries, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
 from vllm_headroom.derive.leak.gpus import observations
@@ -26,15 +26,15 @@ class Record:
     `host` is by role, `capacity_tokens` (the least seen) by engine.
     """
 
-    def __init__(self, report: Report, *, keeps_gpus: bool, keeps_host: bool) -> None:
+    def __init__(self, budget: Budget, *, keeps_gpus: bool, keeps_host: bool) -> None:
         self.watched, self.engine = Coverage(), Coverage()
         self.finished, self.preemptions = Rise(), Rise()
-        self.host: dict[Role, Series] = {}
+        self.host: dict[Role, MemorySeries] = {}
         self.capacity_tokens: dict[str, float] = {}
         self.models: set[str] = set()
-        self._report = report
+        self._budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
-        self._gpus: dict[str, Series] = {}
+        self._gpus: dict[str, MemorySeries] = {}
         self._detector = Watch()
         self._life = 0
 
@@ -55,14 +55,14 @@ class Record:
         return max(end - begin, self.watched.seconds)
 
     @property
-    def gpus(self) -> tuple[Series, ...]:
+    def gpus(self) -> tuple[MemorySeries, ...]:
         """The GPUs, in the order of their indices."""
         return tuple(self._gpus[uuid] for _, uuid, _ in self._detector.gpus if uuid in self._gpus)
 
     @property
     def expects(self) -> bool:
         """Whether anybody, the operator or the engine, says what the engine should use."""
-        return self._report != Report() or any(gpu.excess for gpu in self._gpus.values())
+        return self._budget != Budget() or any(gpu.excess for gpu in self._gpus.values())
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
@@ -77,15 +77,15 @@ class Record:
         running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
         for gpu, seen in observations(snapshot, snapshot.devices):
             self._gpu(gpu, seen, told.get(gpu.reading.uuid), running)
-        for uuid, excess in excesses(snapshot, self._report):
+        for uuid, excess in excesses(snapshot, self._budget):
             self._gpus[uuid].exceeds(excess)
         for role, seen in host_observations(snapshot):
-            new = Series(role, role, self._detector.course(role), keeps=self._keeps_host)
+            new = MemorySeries(role, role, self._detector.course(role), keeps=self._keeps_host)
             self.host.setdefault(role, new).step(seen, told.get(role), self._detector.requests(role), running)
 
     def _gpu(self, gpu: Gpu, seen: Observation, told: Observation | None, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
-        new = Series(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
+        new = MemorySeries(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
         series.step(seen, told, self._detector.requests(uuid), running)
@@ -104,7 +104,7 @@ class Record:
                 self.capacity_tokens[engine.engine] = min(least, engine.kv_capacity_tokens)
 
 
-def paired(record: Record, before: Record | None) -> Iterator[tuple[Series, Series | None]]:
+def paired(record: Record, before: Record | None) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU and its like in another trace, or None.
 
     They are alike by UUID, else by their place among the indices: another machine's GPUs have other UUIDs.

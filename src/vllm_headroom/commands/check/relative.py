@@ -16,7 +16,7 @@ from vllm_headroom.commands.check.judgement import (
     written,
 )
 from vllm_headroom.commands.check.record import Record, doubt, paired
-from vllm_headroom.commands.check.series import Cost, Series
+from vllm_headroom.commands.check.series import Cost, MemorySeries
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import MemoryPart
 
@@ -62,7 +62,7 @@ def _names(record: Record) -> str:
     return ", ".join(sorted(record.models)) or "none"
 
 
-def _doubt(record: Record, series: Series | None, before: Record, past: Series | None) -> str | None:
+def _doubt(record: Record, series: MemorySeries | None, before: Record, past: MemorySeries | None) -> str | None:
     """Return why this figure of the two traces cannot be compared."""
     if series is None:
         return "only the baseline has it"
@@ -76,7 +76,7 @@ def _doubt(record: Record, series: Series | None, before: Record, past: Series |
 
 
 def _growth(
-    limit: str, name: str, series: Series | None, past: Series | None, *, ratio: float, missing: str | None
+    limit: str, name: str, series: MemorySeries | None, past: MemorySeries | None, *, ratio: float, missing: str | None
 ) -> Judgement:
     """Return the greatest growth of a series among the loads that both traces have."""
     pair = None if missing else _greatest(series, past)
@@ -98,13 +98,13 @@ def _growth(
     )
 
 
-def _greatest(series: Series | None, past: Series | None) -> tuple[Cost, Cost] | None:
+def _greatest(series: MemorySeries | None, past: MemorySeries | None) -> tuple[Cost, Cost] | None:
     here, there = ({} if each is None else each.costs.at_load for each in (series, past))
     pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
     return max(pairs, key=lambda pair: (pair[0].held_bytes / pair[1].held_bytes, pair[0].running), default=None)
 
 
-def _loads(series: Series | None) -> str:
+def _loads(series: MemorySeries | None) -> str:
     running = [] if series is None else [cost.running for cost in series.costs.at_load.values()]
     if not running:
         return "none that lasted"
@@ -139,7 +139,7 @@ def _change(now: float | None, then: float | None, unit: Unit) -> str | None:
     return f"{written(now, unit)}, {now / then - 1:+.2%}" if now is not None and then else None
 
 
-def _parts(gpu: Series, past: Series, ratio: float) -> Iterator[Judgement]:
+def _parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judgement]:
     """Yield the growth of each part that both traces know, by a share of what the parts of the baseline are together.
 
     A part alone may be small: twice as much of little is nothing.

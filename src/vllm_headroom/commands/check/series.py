@@ -21,7 +21,7 @@ Reading = tuple[Observation, float]
 """What the detector was told, and the requests that had finished by then as it counts them."""
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Budget(Struct, frozen=True, kw_only=True):
     """What the operator says that the engine should use of each GPU: bytes, a ratio of the whole, or nothing.
 
     It stands for what the engine says itself.
@@ -39,9 +39,9 @@ class Excess(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def excesses(snapshot: Snapshot, report: Report) -> Iterator[tuple[str, Excess]]:
+def excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
     """Yield the UUID of each GPU of which it is said what to use, and the discrepancy, by the daemon's derivation."""
-    found = discrepancy(_told(snapshot, report), configured_bytes=report.reported_bytes)
+    found = discrepancy(_told(snapshot, budget), configured_bytes=budget.reported_bytes)
     in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
     for sample in found:
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
@@ -49,14 +49,14 @@ def excesses(snapshot: Snapshot, report: Report) -> Iterator[tuple[str, Excess]]
             yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
 
 
-def _told(snapshot: Snapshot, report: Report) -> Snapshot:
+def _told(snapshot: Snapshot, budget: Budget) -> Snapshot:
     """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
-    if report == Report() or isinstance(snapshot.engines, Failure):
+    if budget == Budget() or isinstance(snapshot.engines, Failure):
         return snapshot
     engines = tuple(
         replace(
             engine,
-            gpu_memory_utilization_ratio=report.utilization_ratio,
+            gpu_memory_utilization_ratio=budget.utilization_ratio,
             kv_cache_memory_bytes=None,
             memory_bytes=None,
         )
@@ -118,7 +118,7 @@ class Costs:
         return next(reversed(self.at_load.values()), None)
 
 
-class Parts:
+class PartMeans:
     """The mean of each part of one GPU over a trace, while the engine served."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Parts:
         return {part: total / self._counts[part] for part, total in self._sums.items()}
 
 
-class Series:
+class MemorySeries:
     """What was read of the memory of one GPU or one role, which `key` names in the trace.
 
     `course` is what the detector says of it. `readings` are what the detector is fed, and only kept if `keeps` says so.
@@ -148,7 +148,7 @@ class Series:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.told = Coverage(), Coverage()
-        self.costs, self.parts = Costs(), Parts()
+        self.costs, self.parts = Costs(), PartMeans()
         self.readings: list[Reading] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None

@@ -8,12 +8,12 @@ from xml.etree import ElementTree as ET
 
 from vllm_headroom.commands.check.judgement import Judgement, overall
 from vllm_headroom.commands.check.record import Record
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.terminal import wrapped
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.units import duration
 
-MARKS: Final = {Verdict.GOOD: "passed", Verdict.NOT_GOOD: "FAILED", Verdict.CANNOT_TELL: "cannot tell"}
-OUTCOMES: Final = {Verdict.GOOD: "passed", Verdict.NOT_GOOD: "failed", Verdict.CANNOT_TELL: "cannot_tell"}
+MARKS: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "FAILED", Conclusion.CANNOT_TELL: "cannot tell"}
+OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "cannot_tell"}
 """The words of --json."""
 
 HEADS: Final = ("", "limit", "of", "found", "at most", "baseline")
@@ -24,12 +24,12 @@ INDENT: Final = " " * 13
 def told(judgements: Sequence[Judgement]) -> str:
     """Return the sum in a line."""
     verdict = overall(judgements)
-    counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Verdict}
-    if verdict is Verdict.GOOD:
+    counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
+    if verdict is Conclusion.GOOD:
         return f"Passed: all {len(judgements)} limits kept."
-    failed, unknown = counts[Verdict.NOT_GOOD], counts[Verdict.CANNOT_TELL]
-    if verdict is Verdict.CANNOT_TELL:
-        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Verdict.GOOD]} kept."
+    failed, unknown = counts[Conclusion.NOT_GOOD], counts[Conclusion.CANNOT_TELL]
+    if verdict is Conclusion.CANNOT_TELL:
+        return f"Cannot tell: {unknown} of {len(judgements)} limits cannot be judged, {counts[Conclusion.GOOD]} kept."
     also = f", {unknown} cannot be judged" if unknown else ""
     return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
 
@@ -97,11 +97,11 @@ def _judged(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-LEVELS: Final = {Verdict.NOT_GOOD: "error", Verdict.CANNOT_TELL: "warning"}
+LEVELS: Final = {Conclusion.NOT_GOOD: "error", Conclusion.CANNOT_TELL: "warning"}
 SUITE: Final = "vllm-headroom check"
 HEAD: Final = '<?xml version="1.0" encoding="utf-8"?>'
 CLASS: Final = "vllm_headroom.commands.check"
-ELEMENTS: Final = {Verdict.NOT_GOOD: "failure", Verdict.CANNOT_TELL: "error"}
+ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "error"}
 """What cannot be told is an error: a skipped test would count as good."""
 
 
@@ -112,7 +112,7 @@ def report(judgements: Sequence[Judgement]) -> str:
 
 def broken(why: str) -> str:
     """Return a suite with one error: a report of an earlier build must not be left in its place."""
-    return _suite([_case("trace", ELEMENTS[Verdict.CANNOT_TELL], why, "")])
+    return _suite([_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
 
 def message(judgement: Judgement) -> str:
@@ -155,7 +155,7 @@ def commands(judgements: Sequence[Judgement]) -> Iterator[str]:
         if level := LEVELS.get(judgement.verdict):
             why = f" ({judgement.why})" if judgement.why else ""
             yield _annotation(level, f"{message(judgement)}{why}")
-    if overall(judgements) is Verdict.GOOD:
+    if overall(judgements) is Conclusion.GOOD:
         yield _annotation("notice", told(judgements))
 
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.config.fields import setting
+from vllm_headroom.config.kinds import choice
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
@@ -27,10 +28,7 @@ SCENARIOS: Final = tuple(TABLE)
 FASTEST: Final = 1000
 
 
-def _known(scenario: str) -> str:
-    if scenario not in SCENARIOS:
-        raise ValueError
-    return scenario
+SCENARIO: Final = choice(SCENARIOS)
 
 
 class DemoSettings(Settings):
@@ -38,10 +36,10 @@ class DemoSettings(Settings):
 
     no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
 
-    scenario: Annotated[str, AfterValidator(_known)] = setting(
+    scenario: Annotated[str, AfterValidator(SCENARIO.read)] = setting(
         SCENARIOS[0],
         "What happens in the simulation.",
-        accepts=f"{', '.join(SCENARIOS[:-1])} or {SCENARIOS[-1]}",
+        accepts=SCENARIO.accepts,
         word="NAME",
     )
     speed: float = setting(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.doctor.engine import engine
 from vllm_headroom.commands.doctor.files import state_dir, trace_file
-from vllm_headroom.commands.doctor.fixes import Finding
+from vllm_headroom.commands.doctor.fixes import Check, Status
 from vllm_headroom.commands.doctor.gpus import gpus, nvml
 from vllm_headroom.commands.doctor.look import look
 from vllm_headroom.commands.doctor.offers import engine_inputs, kv_bytes, reported_memory
@@ -18,13 +19,70 @@ from vllm_headroom.commands.doctor.ownership import gpu_attribution
 from vllm_headroom.commands.doctor.port import listen_port
 from vllm_headroom.commands.doctor.probe import probe, probe_files
 from vllm_headroom.commands.doctor.processes import process_memory, processes
-from vllm_headroom.commands.doctor.text import document, text
+from vllm_headroom.commands.terminal import wrapped
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.build import version
 from vllm_headroom.daemon.look import PROC, SYS
+
+Found = Mapping[str, Any]
+"""A part of what --json prints."""
+
+MARKS: Final = {Status.OK: "ok", Status.MISSING: "MISSING", Status.UNKNOWN: "unknown", Status.NOT_APPLICABLE: "-"}
+INDENT: Final = " " * 9
+"""The width of the marks: what follows stands below the name."""
+
+
+def document(checks: Mapping[str, Check], version: str) -> dict[str, Any]:
+    """Return what --json prints of the checks by name; `ok` is null where it is not known or does not apply."""
+    listed = [_check(name, check) for name, check in checks.items()]
+    is_all = all(check["state"] in {Status.OK, Status.NOT_APPLICABLE} for check in listed)
+    return {"ok": is_all, "version": version, "checks": listed}
+
+
+def _check(name: str, check: Check) -> dict[str, Any]:
+    state = check.state
+    return {
+        "name": name,
+        "state": state,
+        "ok": {Status.OK: True, Status.MISSING: False}.get(state),
+        "found": check.text if state is Status.OK else None,
+        "missing": check.text if state is Status.MISSING else None,
+        "reason": check.text if state in {Status.UNKNOWN, Status.NOT_APPLICABLE} else None,
+        "details": list(check.details),
+        "absent": list(check.absent),
+        "fix": [{"where": fix.where, "lines": list(fix.lines)} for fix in check.fixes],
+    }
+
+
+def text(found: Found) -> list[str]:
+    """Return a line for each check with its mark, what else there is to say below it, and the sum."""
+    lines = [line for check in found["checks"] for line in _lines(check)]
+    return [*lines, *(("",) if lines[-1] else ()), _sum(found)]
+
+
+def _lines(check: Found) -> Iterator[str]:
+    told = check["found"] or check["missing"] or check["reason"]
+    yield from wrapped(f"{MARKS[check['state']]:<8} {check['name']:<16} ", told)
+    for detail in check["details"]:
+        yield from wrapped(f"{INDENT}  ", detail)
+    if check["absent"]:
+        yield from wrapped(f"{INDENT}absent   ", ", ".join(check["absent"]))
+    for index, fix in enumerate(check["fix"]):
+        yield from wrapped(f"{INDENT}{'or' if index else 'fix':<8} ", f"{fix['where']}:")
+        yield from (f"{INDENT}{'':<8}   {line}" for line in fix["lines"])
+    if check["absent"] or check["fix"]:
+        yield ""
+
+
+def _sum(found: Found) -> str:
+    if found["ok"]:
+        return "Everything is available."
+    states = [check["state"] for check in found["checks"]]
+    return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
+
 
 DESCRIPTION: Final = """\
 Says what the daemon can see from here with these settings, what is missing, and
@@ -48,7 +106,7 @@ async def _run(given: Namespace) -> dict[str, Any]:
     return document(await examine(given.settings.values()), version())
 
 
-async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Finding]:
+async def examine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> dict[str, Check]:
     """Look at everything at the same time; the names are for scripts, which know them."""
     sight, port, state, trace, files = await asyncio.gather(
         look(settings, proc, sys),

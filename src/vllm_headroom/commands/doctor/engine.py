@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import VLLM, Finding, Fix, State, engine_fixes, setting
+from vllm_headroom.commands.doctor.fixes import VLLM, Check, Fix, Status, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.look import PATIENCE_SECONDS
 from vllm_headroom.derive.page_facts import named
@@ -45,17 +45,17 @@ SOMEWHERE: Final = setting(
 WAIT: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
 
 
-def engine(sight: Sight) -> Finding:
+def engine(sight: Sight) -> Check:
     """Tell whether the page can be read and is an engine's, and of which version."""
     if isinstance(sight.page, Failure):
         return _unreadable(sight, sight.page)
     if sight.page.engines:
-        return Finding(State.OK, _answering(sight, sight.page))
+        return Check(Status.OK, _answering(sight, sight.page))
     fixes = [_elsewhere(sight)]
     if sight.version is not None:
         fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
-    return Finding(
-        State.MISSING,
+    return Check(
+        Status.MISSING,
         f"{sight.url} answers, but {nothing_found(sight.page)}",
         details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
         absent=WITHOUT_THE_PAGE,
@@ -71,10 +71,10 @@ def _answering(sight: Sight, page: EnginePage) -> str:
     return f"{sight.url} answers: {page.profile}, {what}, {serving}{engines}"
 
 
-def _unreadable(sight: Sight, failure: Failure) -> Finding:
+def _unreadable(sight: Sight, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and sight.daemon_waits_seconds > PATIENCE_SECONDS
-    return Finding(
-        State.UNKNOWN if gave_up else State.MISSING,
+    return Check(
+        Status.UNKNOWN if gave_up else Status.MISSING,
         failure.message,
         details=tuple(_hints(sight, gave_up=gave_up)),
         absent=WITHOUT_AN_ANSWER,

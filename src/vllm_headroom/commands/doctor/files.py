@@ -9,12 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import POD, Finding, Fix, State, setting
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, Status, setting
+from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.recorder import FOREIGN, LONGEST_LINE
+from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.recorder import FOREIGN
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import attempted
+from vllm_headroom.worker import Worker
 
 FILE_SECONDS: Final = 2.0
 """As the daemon waits for its state: beyond this the volume counts as hung."""
@@ -22,34 +24,34 @@ FILE_SECONDS: Final = 2.0
 FOLDER: Final = "/var/lib/vllm-headroom"
 
 
-async def state_dir(folder: Path | None) -> Finding:
+async def state_dir(folder: Path | None) -> Check:
     """Tell whether the leak detector's state can be kept."""
     if folder is None:
         text = (
             "HEADROOM_STATE_DIR is not set: a restart of the daemon forgets what the leak detector learned, and nothing"
             " is kept for vllm-headroom postmortem"
         )
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     problem = await _problem(partial(_write_into, folder))
     return _judged(folder, problem, _volume("HEADROOM_STATE_DIR", FOLDER))
 
 
-async def trace_file(file: Path | None) -> Finding:
+async def trace_file(file: Path | None) -> Check:
     """Tell whether samples can be recorded."""
     if file is None:
         text = "HEADROOM_TRACE_FILE is not set: nothing is recorded"
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     problem = await _problem(partial(_record_in, file))
     if problem == FOREIGN:
         return _judged(file, problem, (setting(f"HEADROOM_TRACE_FILE={file}.jsonl"),))
     return _judged(file, problem, _volume("HEADROOM_TRACE_FILE", f"{FOLDER}/trace.jsonl"))
 
 
-def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Finding:
+def _judged(path: Path, problem: str | None, fixes: tuple[Fix, ...]) -> Check:
     user = f"user {os.getuid()}"
     if problem is None:
-        return Finding(State.OK, f"{path} can be written by {user}")
-    return Finding(State.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
+        return Check(Status.OK, f"{path} can be written by {user}")
+    return Check(Status.MISSING, f"{path} cannot be written by {user}: {problem}", fixes=fixes)
 
 
 def _volume(variable: str, value: str) -> tuple[Fix, ...]:
@@ -69,7 +71,7 @@ def _volume(variable: str, value: str) -> tuple[Fix, ...]:
 
 async def _problem(attempt: Callable[[], None]) -> str | None:
     """Return what went wrong; on a thread of its own, since a volume can hang."""
-    return await attempted(Worker[None]("files").call, attempt, FILE_SECONDS)
+    return await attempted(Worker[None]("files"), attempt, FILE_SECONDS)
 
 
 def _write_into(folder: Path) -> None:
@@ -91,5 +93,8 @@ def _record_in(file: Path) -> None:
     with file.open("a+b") as stream:
         stream.seek(0)
         head = stream.readline(LONGEST_LINE)
-    if not line(HEADER).startswith(head) and next(snapshots((head,)), None) is not None:
-        raise ValueError(FOREIGN)
+    try:
+        if not line(HEADER).startswith(head):
+            tuple(snapshots((head,)))
+    except BadInput:
+        raise ValueError(FOREIGN) from None

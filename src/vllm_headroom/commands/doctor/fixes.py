@@ -10,7 +10,7 @@ from msgspec import Struct
 from vllm_headroom.vocabulary import Reason
 
 
-class State(StrEnum):
+class Status(StrEnum):
     """How it stands with one thing; what could not be found out is never called available or missing."""
 
     OK = "ok"
@@ -26,14 +26,14 @@ class Fix(Struct, frozen=True, kw_only=True):
     lines: tuple[str, ...]
 
 
-class Finding(Struct, frozen=True):
+class Check(Struct, frozen=True):
     """How it stands with one thing.
 
     `text` says what was found, what is missing, or why it cannot be told or does not apply. `absent` are the series
     that are not on the daemon's page meanwhile; one that ends in `*` stands for all that begin so.
     """
 
-    state: State
+    state: Status
     text: str
     details: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import ASK_KFD, Finding, Fix, State, gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import ASK_KFD, Check, Fix, Status, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, GpuReading, Vendor
@@ -17,27 +17,27 @@ WITHOUT_NVML: Final = ("headroom_gpu_*", *OF_OWNED_GPUS, "headroom_sample_skew_s
 NO_NVML: Final = "needs NVML, see nvml"
 
 
-def nvml(sight: Sight) -> Finding:
+def nvml(sight: Sight) -> Check:
     """Tell whether NVML answers, and of which driver it is."""
     if isinstance(sight.readings, Failure):
-        return Finding(
-            State.MISSING,
+        return Check(
+            Status.MISSING,
             sight.readings.message,
             absent=WITHOUT_NVML,
             fixes=nvml_fixes(sight.readings.reason),
         )
     if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     version = sight.readings.driver_version
     text = f"NVML answers, driver {version}" if version else "NVML answers, and does not tell the driver's version"
-    return Finding(State.OK, text)
+    return Check(Status.OK, text)
 
 
-def gpus(sight: Sight) -> Finding:
+def gpus(sight: Sight) -> Check:
     """Tell which GPUs are visible, and whether each can be read."""
     if isinstance(sight.readings, Failure):
-        return Finding(State.UNKNOWN, NO_NVML)
+        return Check(Status.UNKNOWN, NO_NVML)
     devices = sight.readings.devices
     details = tuple(
         f"{called(device)} {device.name}".rstrip() + _unified(device) + _trouble(device) for device in devices
@@ -47,10 +47,10 @@ def gpus(sight: Sight) -> Finding:
     )
     unread = [device for device in devices if _trouble(device)]
     if not unread:
-        return Finding(State.OK, f"{len(devices)} visible", details=details)
+        return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
-    return Finding(
-        State.MISSING,
+    return Check(
+        Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),

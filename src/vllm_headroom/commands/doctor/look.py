@@ -17,7 +17,7 @@ from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.failures import without_secrets
 from vllm_headroom.scrape.proc.files import command
 from vllm_headroom.scrape.proc.servers import served_port
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.worker import Worker
 
 ASIDE_SECONDS: Final = 1.0
 """For what only helps: the engine's version, and the port in its command line."""

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.fixes import VLLM, Finding, Fix, State, setting
+from vllm_headroom.commands.doctor.fixes import VLLM, Check, Fix, Status, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.kv_cache import kv_cache
@@ -56,11 +56,11 @@ SERIES: Final = {
 it, and what the engine reports of its memory is looked at by itself."""
 
 
-def engine_inputs(sight: Sight) -> Finding:
+def engine_inputs(sight: Sight) -> Check:
     """Tell which inputs the page does not offer, and which series are absent for it."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
-        return Finding(State.UNKNOWN, NO_PAGE)
+        return Check(Status.UNKNOWN, NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
     wanted = needed(page)
     profile = profile_of(page.profile)
@@ -70,11 +70,11 @@ def engine_inputs(sight: Sight) -> Finding:
         *(f"{profile.product} does not tell {name}: {why}" for name, why in profile.absent if name in SERIES),
     )
     if not wanted:
-        return Finding(State.OK, offered, details=details)
+        return Check(Status.OK, offered, details=details)
     has_served = any(engine.prompt_tokens_total for engine in page.engines)
     later = "" if has_served else "; no request has been served yet, and some come with the first"
-    return Finding(
-        State.MISSING if has_served else State.UNKNOWN,
+    return Check(
+        Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
         absent=lost(wanted, page),
@@ -88,20 +88,20 @@ def _newer(profile: Profile) -> Fix:
     return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
 
-def reported_memory(sight: Sight, configured_bytes: int | None) -> Finding:
+def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
     """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
-        return Finding(State.UNKNOWN, NO_PAGE)
+        return Check(Status.UNKNOWN, NO_PAGE)
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
     for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
-        return Finding(State.OK, _report(sample.labels[-1], sample.value))
+        return Check(Status.OK, _report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = profile_of(page.profile).product
     given = f"{product} was given --kv-cache-memory-bytes"
     untold = f"{product} does not tell one gpu_memory_utilization"
-    return Finding(
-        State.MISSING,
+    return Check(
+        Status.MISSING,
         f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
         absent=WITHOUT_A_REPORT,
         fixes=(
@@ -143,24 +143,24 @@ def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     return tuple(metric.name for metric in catalog.METRICS if metric in without)
 
 
-def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Finding:
+def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Check:
     """Tell whether the KV cache can be known in bytes: with a model, ask the derivation."""
     if bytes_per_token is not None:
-        return Finding(State.OK, f"{bytes_per_token:g} bytes per token are set")
+        return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
         return _unknown_bytes("vLLM tells its KV cache in tokens, and how many bytes a token takes is not set")
     if isinstance(sight.page, Failure) or not sight.page.engines:
-        return Finding(State.UNKNOWN, NO_PAGE)
+        return Check(Status.UNKNOWN, NO_PAGE)
     gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
     told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
     if catalog.ENGINE_KV_CAPACITY_BYTES in told:
-        return Finding(State.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
+        return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
     return _unknown_bytes(
         "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
 
 
-def _unknown_bytes(text: str) -> Finding:
-    return Finding(State.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+def _unknown_bytes(text: str) -> Check:
+    return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)

@@ -14,9 +14,9 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_THE_GPUS,
     SEE_THE_PROCESSES,
     TRACE_THEM,
-    Finding,
+    Check,
     Fix,
-    State,
+    Status,
     setting,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
@@ -48,10 +48,10 @@ NOT_TRACED: Final = (
 DOWN: Final = "needs the engine to run, see engine"
 
 
-def gpu_attribution(sight: Sight, selection: Selection) -> Finding:
+def gpu_attribution(sight: Sight, selection: Selection) -> Check:
     """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
     if isinstance(sight.readings, Failure):
-        return Finding(State.UNKNOWN, NO_NVML)
+        return Check(Status.UNKNOWN, NO_NVML)
     return replace(
         _judged(sight, selection),
         details=tuple(f"{called(gpu.reading)} {HOW[gpu.attribution]}" for gpu in sight.gpus),
@@ -59,18 +59,18 @@ def gpu_attribution(sight: Sight, selection: Selection) -> Finding:
     )
 
 
-def _judged(sight: Sight, selection: Selection) -> Finding:
+def _judged(sight: Sight, selection: Selection) -> Check:
     owned = [gpu for gpu in sight.gpus if gpu.attribution]
     names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Finding(State.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
+        return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
     if not owned:
         return _none(sight)
     if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
-        return Finding(State.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
-    return Finding(State.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
+        return Check(Status.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
+    return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
 
 
 def _is_elsewhere(sight: Sight) -> bool:
@@ -86,29 +86,29 @@ def _could_be_told(sight: Sight) -> bool:
     return listed and pids_are_true(sight.readings, sight.processes)
 
 
-def _none(sight: Sight) -> Finding:
+def _none(sight: Sight) -> Check:
     """Return why automatic attribution took none of several GPUs."""
     processes, name_them = sight.processes, _named(sight)
     if isinstance(processes, Failure):
         share = SEE_THE_PROCESSES if processes == HIDDEN else ()
-        return Finding(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
+        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
-        return Finding(State.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
+        return Check(Status.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
     if isinstance(sight.page, Failure):
-        return Finding(State.UNKNOWN, DOWN, fixes=(name_them,))
+        return Check(Status.UNKNOWN, DOWN, fixes=(name_them,))
     if not processes.engine:
         share = () if processes.sees_host_pids else SEE_THE_PROCESSES
-        return Finding(State.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
+        return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if _could_be_told(sight):
-        return Finding(State.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
+        return Check(Status.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
     return _unmatched(sight, name_them)
 
 
-def _unmatched(sight: Sight, name_them: Fix) -> Finding:
+def _unmatched(sight: Sight, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
-        return Finding(State.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
-    return Finding(State.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
+        return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
+    return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
 
 
 def _named(sight: Sight) -> Fix:

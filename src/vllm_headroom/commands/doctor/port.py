@@ -11,7 +11,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.doctor.fixes import Finding, Fix, State, setting
+from vllm_headroom.commands.doctor.fixes import Check, Fix, Status, setting
 from vllm_headroom.daemon.look import fetched
 from vllm_headroom.expose.server import listen
 from vllm_headroom.expose.web.config import read_web_config
@@ -19,8 +19,8 @@ from vllm_headroom.expose.web.document import WebConfigError
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.exposition import wanted_samples
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 
 ANSWER_SECONDS: Final = 2.0
 EVERY_INTERFACE: Final = frozenset({"", "0.0.0.0", "::"})
@@ -31,14 +31,14 @@ PEM_END: Final = "-----END CERTIFICATE-----"
 """What a file of certificates has around each; the first one is shown."""
 
 
-async def listen_port(host: str, port: int, web_config: Path | None = None) -> Finding:
+async def listen_port(host: str, port: int, web_config: Path | None = None) -> Check:
     """Tell whether the daemon serves at its address already, or could.
 
     Behind TLS it is known by the certificate that `web_config` names; what asks for more is told as such.
     """
     if port == 0:
         text = "HEADROOM_LISTEN_PORT is 0, so that the daemon takes any free one"
-        return Finding(State.NOT_APPLICABLE, text)
+        return Check(Status.NOT_APPLICABLE, text)
     serving = await _serving("127.0.0.1" if host in EVERY_INTERFACE else host, port, web_config)
     if serving is not None:
         return serving
@@ -55,18 +55,18 @@ async def listen_port(host: str, port: int, web_config: Path | None = None) -> F
         fix = _another_port(port) if error.errno == errno.EACCES else ANOTHER_HOST
         return _refused(f"no daemon can listen on {where}: {problem}", fix)
     text = f"port {port} is free: no daemon is running here"
-    return Finding(State.OK, text)
+    return Check(Status.OK, text)
 
 
-def _refused(text: str, fix: Fix) -> Finding:
-    return Finding(State.MISSING, text, absent=("headroom_*",), fixes=(fix,))
+def _refused(text: str, fix: Fix) -> Check:
+    return Check(Status.MISSING, text, absent=("headroom_*",), fixes=(fix,))
 
 
 def _another_port(port: int) -> Fix:
     return setting(f"HEADROOM_LISTEN_PORT={next(other for other in USUAL_PORTS if other != port)}")
 
 
-async def _serving(host: str, port: int, web_config: Path | None) -> Finding | None:
+async def _serving(host: str, port: int, web_config: Path | None) -> Check | None:
     """Tell of the daemon that serves there, or of what may be one; None where there is none."""
     url = httpx.URL(scheme="http", host=host, port=port, path="/metrics")
     page = await fetched(PageReader(url=str(url), timeout_seconds=ANSWER_SECONDS))
@@ -77,10 +77,10 @@ async def _serving(host: str, port: int, web_config: Path | None) -> Finding | N
         return None
     version = samples[0].labels.get("version", "")
     text = f"a daemon is running here and serves port {port}: vllm-headroom {version}"
-    return Finding(State.OK, text)
+    return Check(Status.OK, text)
 
 
-async def _locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Finding | None:
+async def _locked(failure: Failure, host: str, port: int, web_config: Path | None) -> Check | None:
     """Return what stands behind a password or TLS there; None where neither does."""
     if failure.reason is Reason.UNAUTHORIZED:
         return _untold(f"port {port} asks for a user and a password")
@@ -92,13 +92,13 @@ async def _locked(failure: Failure, host: str, port: int, web_config: Path | Non
         return None
     if web_config is not None and shown == _own_certificate(web_config):
         text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-        return Finding(State.OK, text)
+        return Check(Status.OK, text)
     return _untold(f"port {port} speaks TLS")
 
 
-def _untold(found: str) -> Finding:
+def _untold(found: str) -> Check:
     text = f"{found}, as a daemon with HEADROOM_WEB_CONFIG_FILE does: whether it is one cannot be told from here"
-    return Finding(State.UNKNOWN, text)
+    return Check(Status.UNKNOWN, text)
 
 
 def _certificate(host: str, port: int) -> bytes | None:

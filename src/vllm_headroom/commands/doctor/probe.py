@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import COMPOSE, POD, Finding, Fix, State
+from vllm_headroom.commands.doctor.fixes import COMPOSE, POD, Check, Fix, Status
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.inside.present import told
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
@@ -47,12 +47,12 @@ async def probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failur
     return None if folder is None else await Probe(folder, parse=parse_probe).read(READ_SECONDS)
 
 
-def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Finding:
+def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Check:
     """Tell whether the probe is there, loaded by the vLLM that runs, and writes."""
     processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
     found = told(files, processes, time.time())
     if found is None:
-        return Finding(State.NOT_APPLICABLE, OFF)
+        return Check(Status.NOT_APPLICABLE, OFF)
     if isinstance(found, Failure):
         return _missing(found.message, (), *FIXES)
     stopped = tuple(f"{_called(each)} has stopped: {each.stopped}" for each in _of_now(found) if each.stopped)
@@ -62,11 +62,11 @@ def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Fi
     if details:
         return _missing(f"{_counted(found.present)}, but not all", details, *RESTART)
     telling = any(process.devices for process in found.present)
-    return Finding(State.OK, _counted(found.present), details=() if telling else (NO_GPU,))
+    return Check(Status.OK, _counted(found.present), details=() if telling else (NO_GPU,))
 
 
-def _missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Finding:
-    return Finding(State.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
+def _missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
+    return Check(Status.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
 
 
 def _of_now(found: ProbeReadings) -> tuple[ProbedProcess, ...]:

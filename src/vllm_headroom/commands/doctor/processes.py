@@ -13,9 +13,9 @@ from vllm_headroom.commands.doctor.fixes import (
     SEE_HOST_PIDS,
     SEE_THE_PROCESSES,
     TRACE_THEM,
-    Finding,
+    Check,
     Fix,
-    State,
+    Status,
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, called
 from vllm_headroom.commands.doctor.look import Sight
@@ -44,27 +44,27 @@ ASK_THE_NODE: Final = Fix(
 )
 
 
-def processes(sight: Sight) -> Finding:
+def processes(sight: Sight) -> Check:
     """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
     found = sight.processes
     if isinstance(found, Failure):
-        return _without(State.MISSING, found.message, *_fixes(found))
+        return _without(Status.MISSING, found.message, *_fixes(found))
     if found.engine:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
         text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
-        return Finding(State.OK, text, details=tuple(_host(sight, found)))
+        return Check(Status.OK, text, details=tuple(_host(sight, found)))
     if found.ambiguous_roots:
-        return _without(State.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
+        return _without(Status.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
     place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
     if isinstance(sight.page, Failure):
         text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _without(State.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
+        return _without(Status.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
     text = f"vLLM answers, but its processes are not {place}"
     if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
-        return _without(State.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
-    return _without(State.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+        return _without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
+    return _without(Status.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
 
 
 def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
@@ -79,22 +79,22 @@ def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
         yield f"swap, zram included: {used} of {gib(machine.swap_bytes)} in use; no time to out-of-memory counts on it"
 
 
-def process_memory(sight: Sight) -> Finding:
+def process_memory(sight: Sight) -> Check:
     """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
     readings, found = sight.readings, sight.processes
     if isinstance(readings, Failure):
-        return Finding(State.UNKNOWN, NO_NVML)
+        return Check(Status.UNKNOWN, NO_NVML)
     if isinstance(found, Failure):
-        return Finding(State.UNKNOWN, NO_PROC)
+        return Check(Status.UNKNOWN, NO_PROC)
     driver = readings.driver_version
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
-        return Finding(State.UNKNOWN, "the driver does not tell its version")
+        return Check(Status.UNKNOWN, "the driver does not tell its version")
     if not process_memory_is_true(readings, found):
         is_its_pid = pids_are_true(readings, found)
         what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
-        return Finding(
-            State.MISSING,
+        return Check(
+            Status.MISSING,
             f"outside the machine's first PID namespace, driver {driver} {what}: the daemon does not use it,"
             " and takes all that is in use on the engine's GPUs for the engine's",
             absent=WITHOUT_HOLDERS,
@@ -104,14 +104,14 @@ def process_memory(sight: Sight) -> Finding:
     if untold:
         text = f"the memory of each process is not told on {', '.join(untold)}"
         fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
-        return Finding(State.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
+        return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
     told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
     text = f"{told} tells each process's own memory, seen from {_namespace(found)}"
-    return Finding(State.OK, text)
+    return Check(Status.OK, text)
 
 
-def _without(state: State, text: str, *fixes: Fix) -> Finding:
-    return Finding(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
+def _without(state: Status, text: str, *fixes: Fix) -> Check:
+    return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
 
 
 def _fixes(failure: Failure) -> tuple[Fix, ...]:

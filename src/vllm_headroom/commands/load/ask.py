@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from vllm_headroom.commands.load.connection import Connection
-from vllm_headroom.commands.load.stream import Answer, Outcome, Stream, shown
+from vllm_headroom.commands.load.connection import ClientConnection
+from vllm_headroom.commands.load.stream import Completion, Outcome, Stream, shown
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import Target
 
@@ -22,7 +22,7 @@ KEEP_SECONDS: Final = 4.0
 OWN: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 """Errors of this machine, not the server's: no descriptor, no port or no memory left."""
 
-UNFINISHED: Final = Answer(outcome=Outcome.UNFINISHED)
+UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
 
 
 class Asker:
@@ -36,7 +36,7 @@ class Asker:
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(AT_ONCE)
-        self._idle: list[tuple[float, Connection]] = []
+        self._idle: list[tuple[float, ClientConnection]] = []
 
     async def ask(self, tally: Tally) -> Outcome:
         """Make one request and count it; one that is cancelled counts as unfinished."""
@@ -46,10 +46,10 @@ class Asker:
             async with asyncio.timeout(self._timeout_seconds):
                 answer = await self._answer(tally)
         except TimeoutError:
-            answer = Answer(outcome=Outcome.TIMED_OUT)
+            answer = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
             outcome = Outcome.NOT_SENT if error.errno in OWN else Outcome.REFUSED
-            answer = Answer(outcome=outcome, text=shown(error.strerror or str(error)))
+            answer = Completion(outcome=outcome, text=shown(error.strerror or str(error)))
         finally:
             tally.end(answer)
         return answer.outcome
@@ -61,7 +61,7 @@ class Asker:
         self._idle.clear()
         await asyncio.sleep(0)  # the loop lets go of them at its next turn
 
-    async def _answer(self, tally: Tally) -> Answer:
+    async def _answer(self, tally: Tally) -> Completion:
         connection, connecting_seconds = await self._connection()
         body = self._make_body()
         began = self._now() - connecting_seconds
@@ -77,7 +77,7 @@ class Asker:
             tally.succeed(answer, began=began, first=stream.first_seconds or now, ended=now)
         return answer
 
-    async def _connection(self) -> tuple[Connection, float]:
+    async def _connection(self) -> tuple[ClientConnection, float]:
         """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
         while self._idle:
             since, connection = self._idle.pop()
@@ -87,7 +87,7 @@ class Asker:
         async with self._connecting:
             began, target = self._now(), self._target
             _, connection = await asyncio.get_running_loop().create_connection(
-                partial(Connection, self._now),
+                partial(ClientConnection, self._now),
                 *target.address,
                 ssl=target.tls,
                 server_hostname=target.host if target.tls else None,

@@ -12,9 +12,9 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import tell
 from vllm_headroom.commands.load.ask import Asker
 from vllm_headroom.commands.load.clients import Clients, Pace
+from vllm_headroom.commands.load.command import Order
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.limits import limits, raise_descriptors
-from vllm_headroom.commands.load.options import Order
 from vllm_headroom.commands.load.progress import Screen
 from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
@@ -25,7 +25,7 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
+from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.probe.reader import Probe
 from vllm_headroom.scrape.proc.reader import Processes
@@ -45,7 +45,7 @@ async def load(order: Order) -> dict[str, Any]:
     try:
         tls = trust(order.ca_file) if order.url.scheme == "https" else None
         bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
-    except Unusable as error:
+    except UnusableCredentials as error:
         raise BadInput(str(error)) from None
     _check_limits(order, tls=tls is not None)
     target = await find(order.url, order.api, tls, bearer)

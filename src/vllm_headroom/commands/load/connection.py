@@ -16,26 +16,26 @@ from typing import Final, cast
 
 import h11
 
-from vllm_headroom.commands.load.stream import Answer, NotUnderstood, Outcome, Stream, refusal, shown
+from vllm_headroom.commands.load.stream import Completion, NotUnderstood, Outcome, Stream, refusal, shown
 from vllm_headroom.commands.load.target import Target
 
 OK: Final = 200
 NO_TIME_WAIT: Final = struct.pack("ii", 1, 0)
 """Ends a connection with RST: with FIN its local port could not be used for a minute, and there are 28,000 of them."""
 
-LOST: Final = Answer(outcome=Outcome.CLOSED)
+LOST: Final = Completion(outcome=Outcome.CLOSED)
 MOST_BODY_BYTES: Final = 2**16
 """Of an answer that is no stream; enough for what a server says of an error."""
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """Carries one request at a time; `reusable` tells whether another may follow. Times are of `now`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.reusable = False
         self._now = now
         self._http = h11.Connection(h11.CLIENT)
-        self._reply: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self._stream: Stream | None = None
         self._status = 0
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
         self._http.send(h11.EndOfMessage())
         self._transport.write((head or b"") + (data or b""))
 
-    async def answer(self) -> Answer:
+    async def answer(self) -> Completion:
         """Return what the request came to. Cancelling hangs up."""
         try:
             return await self._reply
@@ -80,9 +80,9 @@ class Connection(asyncio.Protocol):
             self._http.receive_data(data)
             self._take()
         except h11.RemoteProtocolError as error:
-            self._end(Answer(outcome=Outcome.FAILED, text=shown(f"it broke HTTP: {error}")))
+            self._end(Completion(outcome=Outcome.FAILED, text=shown(f"it broke HTTP: {error}")))
         except NotUnderstood as error:
-            self._end(Answer(outcome=Outcome.FAILED, text=str(error)))
+            self._end(Completion(outcome=Outcome.FAILED, text=str(error)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take the end of the connection, which in HTTP/1.0 is the end of the answer too."""
@@ -119,6 +119,6 @@ class Connection(asyncio.Protocol):
             self.reusable = True
         self._end(self._stream.answer() if self._status == OK else refusal(self._status, self._body))
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, answer: Completion) -> None:
         if not self._reply.done():
             self._reply.set_result(answer)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from vllm_headroom import catalog
+from vllm_headroom.commands.load.command import Order
 from vllm_headroom.commands.load.judge import faults, growth, verdict
 from vllm_headroom.commands.load.observed import Labels, Observed, Span
-from vllm_headroom.commands.load.options import Order
-from vllm_headroom.commands.load.run import Step
+from vllm_headroom.commands.load.run import Stage
 from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.load.tally import Quantiles
 from vllm_headroom.model import Failure, Metric
@@ -24,7 +24,7 @@ NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them
 
 
 def document(
-    order: Order, model: str, steps: Sequence[Step], whole: Observed, watch: Watch, *, stopped: bool
+    order: Order, model: str, steps: Sequence[Stage], whole: Observed, watch: Watch, *, stopped: bool
 ) -> dict[str, Any]:
     """Return the object, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
     outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
@@ -61,7 +61,7 @@ def _requests(outcomes: Counter[Outcome]) -> dict[str, int]:
     return {"began": outcomes.total()} | {str(outcome): outcomes[outcome] for outcome in Outcome}
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: Stage) -> dict[str, Any]:
     tally, observed = step.tally, step.observed
     tokens = None if tally.uncounted else tally.generation_tokens
     return {

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, Final
 
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.load.stream import Outcome
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.trace.course import Course
 from vllm_headroom.units import duration
@@ -43,12 +43,12 @@ def growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
     return LeakVerdict.CANNOT_TELL, f"the detector ended in state {course.state}"
 
 
-def verdict(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Verdict:
+def verdict(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
     """Return whether it is good; a load that was cut short cannot be."""
     if is_faulty:
-        return Verdict.NOT_GOOD
+        return Conclusion.NOT_GOOD
     unsure = stopped or outcomes[Outcome.NOT_SENT] or not outcomes[Outcome.SUCCEEDED]
-    return Verdict.CANNOT_TELL if unsure else Verdict.GOOD
+    return Conclusion.CANNOT_TELL if unsure else Conclusion.GOOD
 
 
 def faults(

@@ -25,7 +25,7 @@ LOOK_SECONDS: Final = 0.1
 SHOW_SECONDS: Final = 1.0
 
 
-class Step(Struct, frozen=True, kw_only=True):
+class Stage(Struct, frozen=True, kw_only=True):
     """A step that is over, or under way: `seconds` is from its begin to the end of its last request."""
 
     share: float
@@ -57,9 +57,9 @@ class Run:
     now: Callable[[], float]
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 
-    async def steps(self) -> tuple[Step, ...]:
+    async def steps(self) -> tuple[Stage, ...]:
         """Return the steps that began, the last of them cut short where it was stopped."""
-        done: list[Step] = []
+        done: list[Stage] = []
         self._tally = Tally(self.now())
         async with asyncio.TaskGroup() as group:
             aside = [group.create_task(each) for each in (self.sampling.run(), self._delays(), self._shown())]
@@ -70,7 +70,7 @@ class Run:
                 task.cancel()
         return tuple(done)
 
-    async def _step(self, number: int, share: float) -> Step:
+    async def _step(self, number: int, share: float) -> Stage:
         count, observed = _clients(self.concurrency, share), Observed()
         await self.sampling.look(observed)
         tally = self._tally = Tally(self.now())
@@ -79,7 +79,7 @@ class Run:
         seconds = self.now() - tally.began_seconds
         await self.sampling.tick()
         self.screen.end(tally, seconds)
-        return Step(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
+        return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
 
     async def _delays(self) -> None:
         """Measure how late the loop is: what comes late here looks late of the server."""

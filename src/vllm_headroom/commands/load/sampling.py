@@ -16,7 +16,6 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.page import parse_engines
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.trace.replay import Watch
@@ -68,9 +67,7 @@ class Sampling:
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
-        self._recorder = Recorder(
-            file=trace, max_bytes=UNLIMITED, call=Worker[None]("trace").call, seconds=RECORD_SECONDS
-        )
+        self._recorder = Recorder(file=trace, max_bytes=UNLIMITED, seconds=RECORD_SECONDS)
 
     async def run(self) -> None:
         """Sample until cancelled."""

@@ -42,7 +42,7 @@ class Outcome(StrEnum):
     NOT_SENT = "not_sent"
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Completion(Struct, frozen=True, kw_only=True):
     """A request's outcome, and `text` to say of it; tokens are the server's counts, None where it gave none."""
 
     outcome: Outcome
@@ -52,7 +52,7 @@ class Answer(Struct, frozen=True, kw_only=True):
     generation_tokens: int | None = None
 
 
-def refusal(status: int, body: bytes) -> Answer:
+def refusal(status: int, body: bytes) -> Completion:
     """Return what a status other than 200 means."""
     text = body.decode(errors="replace")
     said = error_of(json_object(text)) or text
@@ -60,7 +60,7 @@ def refusal(status: int, body: bytes) -> Answer:
     return _failed(said, f"{status}: {said}" if said else str(status), otherwise)
 
 
-def broken(said: str) -> Answer:
+def broken(said: str) -> Completion:
     """Return what an error within a stream means."""
     return _failed(said, said, Outcome.FAILED)
 
@@ -71,9 +71,9 @@ def shown(text: str) -> str:
     return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}..."
 
 
-def _failed(said: str, text: str, otherwise: Outcome) -> Answer:
+def _failed(said: str, text: str, otherwise: Outcome) -> Completion:
     outcome = Outcome.OUT_OF_MEMORY if OUT_OF_MEMORY.search(said) else otherwise
-    return Answer(outcome=outcome, text=shown(text), engine_dead=ENGINE_DEAD.search(said) is not None)
+    return Completion(outcome=outcome, text=shown(text), engine_dead=ENGINE_DEAD.search(said) is not None)
 
 
 DONE: Final = b"[DONE]"
@@ -117,15 +117,15 @@ class Stream:
                 raise NotUnderstood("an event of its stream is no JSON object")
             self._take(said, now)
 
-    def answer(self) -> Answer:
+    def answer(self) -> Completion:
         """Return what it came to, now that it is over."""
         if self._error is not None:
             return broken(self._error)
         if not self._done:
             text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
-            return Answer(outcome=Outcome.FAILED, text=text)
+            return Completion(outcome=Outcome.FAILED, text=text)
         prompt, generated = (self._usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
-        return Answer(
+        return Completion(
             outcome=Outcome.SUCCEEDED,
             prompt_tokens=prompt if isinstance(prompt, int) else None,
             generation_tokens=generated if isinstance(generated, int) else None,

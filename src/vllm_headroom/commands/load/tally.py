@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from math import ceil, log, sqrt
 from typing import Final
 
-from vllm_headroom.commands.load.stream import Answer, Outcome
+from vllm_headroom.commands.load.stream import Completion, Outcome
 
 EXACT_VALUES: Final = 10_000
 """Up to so many, every value is kept."""
@@ -106,7 +106,7 @@ class Tally:
         finally:
             self.streams -= 1
 
-    def succeed(self, answer: Answer, *, began: float, first: float, ended: float) -> None:
+    def succeed(self, answer: Completion, *, began: float, first: float, ended: float) -> None:
         """Take when a request that succeeded began, had its first token and ended, and the server's counts."""
         self.served_seconds = ended - self.began_seconds
         self.to_first.add(first - began)
@@ -117,7 +117,7 @@ class Tally:
         self.generation_tokens += answer.generation_tokens or 0
         self.uncounted += answer.prompt_tokens is None or answer.generation_tokens is None
 
-    def end(self, answer: Answer) -> None:
+    def end(self, answer: Completion) -> None:
         """Count how a request ended."""
         self.outcomes[answer.outcome] += 1
         self.engine_dead = self.engine_dead or answer.engine_dead

@@ -24,19 +24,19 @@ Option = tuple[str, str, str, Question]
 """Option, value, price, and what is asked with it."""
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class Saving(Struct, frozen=True, kw_only=True):
     """Settings of vLLM, pairs of option and value, and their price."""
 
     settings: tuple[tuple[str, str], ...]
     price: str
 
 
-def changes(found: Estimate) -> tuple[Change, ...]:
+def changes(found: Estimate) -> tuple[Saving, ...]:
     """Return every setting that surely lets vLLM start, with the nearest value that does, the cheapest first.
 
     Where a shorter `max_model_len` alone is not enough, also each setting that does together with one.
     """
-    good: dict[tuple[str, ...], Change] = {}
+    good: dict[tuple[str, ...], Saving] = {}
     for change, question in (*_shorter(found.question), *_candidates(found.question)):
         kind = tuple(option for option, _ in change.settings)
         if kind not in good and _starts(question):
@@ -49,7 +49,7 @@ def _starts(question: Question) -> bool:
     return found is not None and fits(found) is True
 
 
-def _candidates(question: Question) -> Iterator[tuple[Change, Question]]:
+def _candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
     enough = any(_starts(shorter) for _, shorter in _shorter(question))
     for option, value, price, changed in (
         *_fewer_sequences(question),
@@ -57,17 +57,23 @@ def _candidates(question: Question) -> Iterator[tuple[Change, Question]]:
         *_rounded(question),
         *_wider(question),
     ):
-        yield Change(settings=((option, value),), price=price), changed
+        yield Saving(settings=((option, value),), price=price), changed
         for change, shorter in () if enough or unusable(changed) else _shorter(changed):
-            yield Change(settings=((option, value), *change.settings), price=f"{price}; {change.price}"), shorter
+            yield (
+                Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"),
+                shorter,
+            )
 
 
-def _shorter(question: Question) -> Iterator[tuple[Change, Question]]:
+def _shorter(question: Question) -> Iterator[tuple[Saving, Question]]:
     found, asked = estimate(question), question.max_model_len
     longest = (found.longest(1) if found else None) or 0
     if asked is not None and SMALLEST_LENGTH <= longest < asked:
         settings = (("--max-model-len", str(longest)),)
-        yield Change(settings=settings, price="longer requests are refused"), replace(question, max_model_len=longest)
+        yield (
+            Saving(settings=settings, price="longer requests are refused"),
+            replace(question, max_model_len=longest),
+        )
 
 
 def _fewer_sequences(question: Question) -> Iterator[Option]:

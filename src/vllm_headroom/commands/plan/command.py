@@ -13,7 +13,7 @@ from typing import Final
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.plan.document import Planned, parts_of, planned_document, planned_text
 from vllm_headroom.commands.plan.request import SIZES, question
-from vllm_headroom.config.kinds import FILE, RATIO, Value, choice, size, tokens, whole
+from vllm_headroom.config.kinds import FILE, RATIO, Value, bounded, choice, size, tokens, whole
 from vllm_headroom.config.options import Parser
 from vllm_headroom.sizing.estimate import estimate, fits
 from vllm_headroom.sizing.footprint import KV_DTYPES
@@ -91,7 +91,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
-    offload = Value(read=_gibibytes, accepts="a number of GiB, such as 10")
+    offload = Value(read=bounded(float, 0, MOST_GIBIBYTES), accepts="a number of GiB, such as 10")
     add(
         "--enable-expert-parallel",
         action="store_true",
@@ -131,13 +131,6 @@ def _parameters(text: str) -> int:
 
 def _cache_bytes(text: str) -> int:
     return vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text)
-
-
-def _gibibytes(text: str) -> float:
-    found = float(text)
-    if not 0 <= found <= MOST_GIBIBYTES:
-        raise ValueError
-    return found
 
 
 STATUS: Final = {True: 0, False: 1, None: 2}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.commands.plan.changes import Change, changes
+from vllm_headroom.commands.plan.changes import Saving, changes
 from vllm_headroom.commands.plan.text import shown, text
 from vllm_headroom.commands.plan.verdict import notes, unknown, verdict
 from vllm_headroom.model import EngineParts
@@ -78,7 +78,7 @@ def _kv_cache(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _plain(change: Change) -> dict[str, Any]:
+def _plain(change: Saving) -> dict[str, Any]:
     return {"settings": dict(change.settings), "price": change.price}
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.cli import Command, save
-from vllm_headroom.commands.postmortem.facts import Facts
-from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.facts import Circumstances
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
-from vllm_headroom.commands.postmortem.report import Report, document, text
+from vllm_headroom.commands.postmortem.report import Postmortem, document, text
 from vllm_headroom.commands.postmortem.rules.ending import crash, hang, killed, orderly
 from vllm_headroom.commands.postmortem.rules.memory import burst, leak, neighbour, never_fitted
 from vllm_headroom.commands.postmortem.timeline import Timeline
@@ -42,7 +42,7 @@ Example:
   vllm-headroom postmortem incidents/2026-01-31T08-00-00Z.jsonl --html why.html
 """
 
-RULES: Final[tuple[Callable[[Facts], Finding | None], ...]] = (
+RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
     killed,
     never_fitted,
     neighbour,
@@ -54,18 +54,18 @@ RULES: Final[tuple[Callable[[Facts], Finding | None], ...]] = (
 )
 """Of findings that are as sure as each other, the first counts."""
 
-UNKNOWN: Final = Finding(
-    cause=Cause.UNKNOWN,
+UNKNOWN: Final = Diagnosis(
+    cause=EndCause.UNKNOWN,
     sureness=Sureness.POSSIBLE,
     sentence="What ended the engine cannot be told from this.",
     evidence=("vLLM's own log has the last word (kubectl logs --previous), and the kernel's (dmesg -T)",),
 )
-NOTHING: Final = Finding(
-    cause=Cause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
+NOTHING: Final = Diagnosis(
+    cause=EndCause.NOTHING, sureness=Sureness.LIKELY, sentence="No end of an engine is seen here, and no stall."
 )
 
 
-def judge(facts: Facts | None, *, told: bool = False) -> tuple[Finding, ...]:
+def judge(facts: Circumstances | None, *, told: bool = False) -> tuple[Diagnosis, ...]:
     """Return what fits, the surest first; there is always one. `told` is whether there was an end all the same.
 
     Beside one that is sure none is possible.
@@ -89,14 +89,14 @@ def options(parser: Parser) -> None:
     parser.add_argument("--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file")
 
 
-def report_of(file: Path) -> Report:
+def report_of(file: Path) -> Postmortem:
     """Return the post-mortem of a trace; raises BadInput."""
     known = header_of(file)
     follower, timeline, curves = Follower(known), Timeline(), Curves()
     for snapshot in recorded(str(file), reading):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
-    return Report(
+    return Postmortem(
         file=str(file),
         findings=judge(follower.facts, told=bool(known) or follower.silent),
         facts=follower.facts,
@@ -106,7 +106,7 @@ def report_of(file: Path) -> Report:
     )
 
 
-def _run(given: Namespace) -> Report:
+def _run(given: Namespace) -> Postmortem:
     place = given.place or os.environ.get(STATE_DIR)
     if not place:
         raise BadOptions(NO_PLACE)
@@ -118,7 +118,7 @@ def _run(given: Namespace) -> Report:
     return report
 
 
-COMMAND: Final[Command[Report]] = Command(
+COMMAND: Final[Command[Postmortem]] = Command(
     usage="%(prog)s [OPTION]... [FILE or FOLDER]",
     description=DESCRIPTION,
     epilog=EXAMPLES,

@@ -20,7 +20,7 @@ class What(StrEnum):
     STALLED = "stalled"
 
 
-class GpuFacts(Struct, frozen=True, kw_only=True):
+class GpuAtEnd(Struct, frozen=True, kw_only=True):
     """A GPU of the engine's before the end; None where it was not known.
 
     `first_…` is when this life began to serve, or else to be seen, `last_…` the most, or the least room, of the last
@@ -72,7 +72,7 @@ def more(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-class Facts(Struct, frozen=True, kw_only=True):
+class Circumstances(Struct, frozen=True, kw_only=True):
     """An end, or a stall, and what went before it in that life.
 
     `began_seconds` is when that life began, which may be before anything was seen of it, `seen_seconds` for how long it
@@ -95,7 +95,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     engines: tuple[EngineReading, ...] = ()
     idle_seconds: float | None = None
     usual_running: float | None = None
-    gpus: tuple[GpuFacts, ...] = ()
+    gpus: tuple[GpuAtEnd, ...] = ()
     xids: tuple[int, ...] = ()
     ooms: tuple[str, ...] = ()
 
@@ -105,13 +105,13 @@ class Facts(Struct, frozen=True, kw_only=True):
         return together(engine.running for engine in self.engines)
 
     @property
-    def worst(self) -> GpuFacts | None:
+    def worst(self) -> GpuAtEnd | None:
         """The GPU with the least room left."""
         known = [gpu for gpu in self.gpus if gpu.last_room_bytes is not None]
         return min(known, key=lambda gpu: gpu.last_room_bytes or 0, default=None)
 
     @property
-    def full(self) -> GpuFacts | None:
+    def full(self) -> GpuAtEnd | None:
         """A GPU that ran full; by the word of the daemon, which saw more, the one with the least room."""
         if self.reason is ExitReason.OUT_OF_MEMORY:
             return self.worst

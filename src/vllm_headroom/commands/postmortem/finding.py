@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import Struct
 
 
-class Cause(StrEnum):
+class EndCause(StrEnum):
     """What ended an engine, or made it useless; a closed set, for scripts."""
 
     LEAK = "out_of_memory_leak"
@@ -31,16 +31,16 @@ class Sureness(StrEnum):
     POSSIBLE = "possible"
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class Diagnosis(Struct, frozen=True, kw_only=True):
     """One cause that fits, in a sentence, and what shows it."""
 
-    cause: Cause
+    cause: EndCause
     sureness: Sureness
     sentence: str
     evidence: tuple[str, ...] = ()
 
 
-Step = tuple[str, str | None]
+Remedy = tuple[str, str | None]
 """What to do, and a link that helps."""
 
 CONSERVE: Final = "https://docs.vllm.ai/en/latest/configuration/conserving_memory.html"
@@ -50,37 +50,37 @@ XIDS: Final = "https://docs.nvidia.com/deploy/xid-errors/index.html"
 OOM: Final = "https://kubernetes.io/docs/concepts/configuration/manage-resources-containers/"
 LOGS: Final = "Read vLLM's log up to the end: kubectl logs --previous"
 
-TODO: Final[dict[Cause, tuple[Step, ...]]] = {
-    Cause.LEAK: (
+TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
+    EndCause.LEAK: (
         ("No option mends a leak: restart before it is full, and upgrade vLLM", None),
         ("Tell the authors, with the figures above", REPORT),
         ("Let HeadroomOutOfMemorySoon wake somebody next time (alerts/runbooks/HeadroomOutOfMemorySoon.md)", None),
     ),
-    Cause.BURST: (
+    EndCause.BURST: (
         ("Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs", CONSERVE),
         ("`vllm-headroom advise` on this file computes the values", None),
     ),
-    Cause.NEIGHBOUR: (
+    EndCause.NEIGHBOUR: (
         ("Give the engine a GPU of its own, or move the other process away", None),
         ("Until then leave room for it: a lower --gpu-memory-utilization", CONSERVE),
     ),
-    Cause.KILLED: (
+    EndCause.KILLED: (
         ("Raise the memory limit of vLLM's container, or lower what it keeps on the host", OOM),
         ("See what was killed: dmesg -T | grep -i 'killed process'", None),
     ),
-    Cause.NEVER_FITTED: (
+    EndCause.NEVER_FITTED: (
         ("Ask `vllm-headroom preflight` and `vllm-headroom plan` before the next start", None),
         (
             "Lower --gpu-memory-utilization where others hold memory, else raise --tensor-parallel-size",
             CONSERVE,
         ),
     ),
-    Cause.HANG: (
+    EndCause.HANG: (
         ("Take a stack of every process before the restart: py-spy dump --pid PID", TROUBLE),
         ("Look for an XID and for NCCL in the logs", XIDS),
     ),
-    Cause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
-    Cause.ORDERLY: (("Nothing, if somebody meant it: kubectl get events tells", None),),
-    Cause.UNKNOWN: ((LOGS, TROUBLE),),
-    Cause.NOTHING: (),
+    EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
+    EndCause.ORDERLY: (("Nothing, if somebody meant it: kubectl get events tells", None),),
+    EndCause.UNKNOWN: ((LOGS, TROUBLE),),
+    EndCause.NOTHING: (),
 }

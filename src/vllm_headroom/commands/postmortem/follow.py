@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
 from vllm_headroom.commands.postmortem.known import (
     Known,
     exit_reason,
@@ -42,7 +42,7 @@ class Follower:
     """
 
     def __init__(self, known: Known | None = None) -> None:
-        self.facts: Facts | None = None
+        self.facts: Circumstances | None = None
         self.watch = Watch()
         self.silent = False
         self._known: Known = known or {}
@@ -133,13 +133,13 @@ class Follower:
         while self._running and self._running[0][0] < now - USUAL_SECONDS:
             self._running.popleft()
 
-    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None) -> Facts:
+    def _facts(self, snapshot: Snapshot, what: What, reason: ExitReason | None) -> Circumstances:
         now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is What.ENDED else snapshot.page is not None
         stalled = what is What.STALLED or self._hung is not None
         age = None if life is None else life.progress_age_seconds
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
-        return Facts(
+        return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,
             reason=reason if what is What.ENDED else None,
@@ -162,7 +162,7 @@ class Follower:
         """Return whether it held most of what it ever did when it was first seen: then it did not die of its start."""
         return any(looks.first_share >= LOADED for looks in self._gpus.values())
 
-    def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuFacts:
+    def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuAtEnd:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))
         told = header_leaks(self._known).get(uuid, LeakState.UNKNOWN)
         surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))

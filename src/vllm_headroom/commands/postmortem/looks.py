@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.commands.postmortem.facts import GpuFacts, more
+from vllm_headroom.commands.postmortem.facts import GpuAtEnd, more
 from vllm_headroom.model import Gpu
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
@@ -56,7 +56,7 @@ class Looks:
         first, last = (look and look.gpu.held_bytes for look in (self._first, self._last[-1]))
         return first / last if first and last else 0.0
 
-    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuFacts:
+    def facts(self, now: float, leak: LeakState, leaked: Moment | None) -> GpuAtEnd:
         """Return what to know at the end of the life; only after a first look."""
         first = self._first or self._last[0]
         recent = now - BEFORE_SECONDS - LAST_SECONDS
@@ -65,7 +65,7 @@ class Looks:
         if not before and first.seconds >= recent:
             before = [first]
         memory, engine_bytes = first.gpu.reading.memory, _most(look.engine_bytes for look in last)
-        return GpuFacts(
+        return GpuAtEnd(
             index=first.gpu.reading.index,
             uuid=first.gpu.reading.uuid,
             total_bytes=None if memory is None else memory.total_bytes,

@@ -9,7 +9,7 @@ from typing import Final
 
 from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import MOST_SHOWN, header_used
-from vllm_headroom.commands.postmortem.report import Report, sections
+from vllm_headroom.commands.postmortem.report import Postmortem, sections
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import Frame, Point
 from vllm_headroom.expose.page.style import PAGE_STYLE
@@ -23,7 +23,7 @@ _LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() f
 LEVELS: Final = {Sureness.SURE: Level.ALARM, Sureness.LIKELY: Level.WARNING, Sureness.POSSIBLE: Level.UNKNOWN}
 
 
-def page(report: Report) -> str:
+def page(report: Postmortem) -> str:
     """Return the page."""
     title = f"Post-mortem: {report.answer.sentence}"
     when = "" if report.facts is None else instant(report.facts.seconds)
@@ -37,7 +37,7 @@ def page(report: Report) -> str:
     )
 
 
-def _body(report: Report) -> Iterator[str]:
+def _body(report: Postmortem) -> Iterator[str]:
     yield "<ul class=verdicts>"
     for finding in report.findings:
         yield (
@@ -51,7 +51,7 @@ def _body(report: Report) -> Iterator[str]:
         yield _list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
 
 
-def _figures(report: Report) -> Iterator[str]:
+def _figures(report: Postmortem) -> Iterator[str]:
     at = None if report.facts is None else report.facts.seconds
     gpus = {} if report.facts is None else {gpu.uuid: gpu for gpu in report.facts.gpus}
     used = header_used(report.known)

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts
-from vllm_headroom.commands.postmortem.finding import TODO, Finding
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
+from vllm_headroom.commands.postmortem.finding import TODO, Diagnosis
 from vllm_headroom.commands.postmortem.known import Known, holders, log_lines, probed, sentences
 from vllm_headroom.commands.postmortem.timeline import Moment
 from vllm_headroom.commands.terminal import headed, paragraphs, wrapped
@@ -23,7 +23,7 @@ Line = tuple[str, str]
 """What stands on the left, and what is said of it."""
 
 
-def numbers(facts: Facts, known: Known) -> Iterator[Line]:
+def numbers(facts: Circumstances, known: Known) -> Iterator[Line]:
     """Yield names and values, without what is not known."""
     yield facts.what.value, instant(facts.seconds)
     if facts.reason is not None:
@@ -57,7 +57,7 @@ def _engine(engine: EngineReading) -> Iterator[str]:
         yield f"gpu_memory_utilization {engine.gpu_memory_utilization_ratio:.3g}"
 
 
-def _gpu(gpu: GpuFacts) -> Iterator[str]:
+def _gpu(gpu: GpuAtEnd) -> Iterator[str]:
     known = (
         ("in all", gpu.total_bytes),
         ("left at the least", gpu.last_room_bytes),
@@ -70,28 +70,28 @@ def _gpu(gpu: GpuFacts) -> Iterator[str]:
     yield f"leak detector: {gpu.leak}"
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Postmortem(Struct, frozen=True, kw_only=True):
     """What was found in a file, the surest first, and what shows it."""
 
     file: str
-    findings: tuple[Finding, ...]
-    facts: Facts | None
+    findings: tuple[Diagnosis, ...]
+    facts: Circumstances | None
     known: Known
     timeline: tuple[Moment, ...]
     curves: Curves
 
     @property
-    def answer(self) -> Finding:
+    def answer(self) -> Diagnosis:
         """What it was, as far as can be told."""
         return self.findings[0]
 
 
-def text(report: Report) -> Iterator[str]:
+def text(report: Postmortem) -> Iterator[str]:
     """Yield one page."""
     yield from paragraphs((_answer(report), _also(report), *(_section(*each) for each in sections(report, LAST_LINES))))
 
 
-def sections(report: Report, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
+def sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
     """Yield headings and what is known under each, which may be nothing."""
     yield "The sidecar said then", [("", each) for each in sentences(report.known)]
     yield "Timeline", [(instant(seconds), what) for seconds, what in report.timeline]
@@ -109,19 +109,19 @@ def _section(title: str, lines: list[Line]) -> Iterator[str]:
         yield from wrapped(f"  {head:<{columns}}  ", body) if head else (f"  {body}",)
 
 
-def _answer(report: Report) -> Iterator[str]:
+def _answer(report: Postmortem) -> Iterator[str]:
     when = "" if report.facts is None else f"{instant(report.facts.seconds)}: "
     yield from wrapped(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
     for evidence in report.answer.evidence:
         yield from headed("seen", evidence)
 
 
-def _also(report: Report) -> Iterator[str]:
+def _also(report: Postmortem) -> Iterator[str]:
     for finding in report.findings[1:]:
         yield from headed("or", f"{finding.sentence} ({finding.sureness})")
 
 
-def document(report: Report) -> dict[str, Any]:
+def document(report: Postmortem) -> dict[str, Any]:
     """Return the one object of --json."""
     facts = report.facts
     return {
@@ -138,7 +138,7 @@ def document(report: Report) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Diagnosis) -> dict[str, Any]:
     return {
         "cause": finding.cause,
         "sure": finding.sureness,

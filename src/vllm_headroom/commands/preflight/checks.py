@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import (
     LEAST_OWN_BYTES,
     Ask,
@@ -12,7 +13,6 @@ from vllm_headroom.commands.preflight.budget import (
     highest_utilization,
 )
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
@@ -43,7 +43,7 @@ LARGER_SHM: Final = (
 
 def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
     """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
-    verdict = Verdict.NOT_GOOD if failure.reason in CERTAIN else Verdict.CANNOT_TELL
+    verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
     silent = failure.reason is Reason.TIMEOUT
     return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
 
@@ -54,7 +54,7 @@ def memory(device: GpuReading, ask: Ask, held_by: str) -> Iterator[Finding]:
         yield failure_of(device.failure, device.index)
     elif device.memory is None:
         text = "the driver tells no memory of this GPU"
-        yield _of(device, Verdict.CANNOT_TELL, text, "look at what `free` calls available")
+        yield _of(device, Conclusion.CANNOT_TELL, text, "look at what `free` calls available")
     elif (spare_bytes := device.memory.free_bytes - asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
         yield _too_little(device, device.memory, ask, held_by)
     else:
@@ -75,14 +75,14 @@ def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> Iterator
     )
     highest = highest_utilization(ask, memory)
     less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
-    yield Finding(Kind.HOST, Verdict.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
+    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
 
 
 def swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
     """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
     if device.memory is not None and device.memory.unified and swap_bytes:
         text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
-        yield Finding(Kind.HOST, Verdict.GOOD, text, gpu=device.index)
+        yield Finding(Kind.HOST, Conclusion.GOOD, text, gpu=device.index)
 
 
 def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
@@ -92,12 +92,12 @@ def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -
             f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"
             f" this GPU has {gib(usable)} in all"
         )
-        return _of(device, Verdict.NOT_GOOD, text, "ask for less")
+        return _of(device, Conclusion.NOT_GOOD, text, "ask for less")
     text = (
         f"{gib(memory.free_bytes)} are free, and vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more"
         f" that it takes before it looks: {gib(asked + LEAST_OWN_BYTES - memory.free_bytes)} are missing{held_by}"
     )
-    return _of(device, Verdict.NOT_GOOD, text, _less(ask, memory), may_pass=True)
+    return _of(device, Conclusion.NOT_GOOD, text, _less(ask, memory), may_pass=True)
 
 
 def _less(ask: Ask, memory: GpuMemory) -> str:
@@ -114,10 +114,10 @@ def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> Iterator[Finding]:
             f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)}"
             f" to {gib(ask.most_own_bytes)} before it looks"
         )
-        yield _of(device, Verdict.GOOD, text, "should it refuse, ask for a little less")
+        yield _of(device, Conclusion.GOOD, text, "should it refuse, ask for a little less")
 
 
-def _of(device: GpuReading, verdict: Verdict, text: str, fix: str, *, may_pass: bool = False) -> Finding:
+def _of(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
     return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
@@ -139,13 +139,13 @@ def faults(faults: GpuFaults) -> Iterator[Finding]:
             ("a faulty row of its memory could not be remapped", "have it replaced: NVIDIA takes it back for this")
         )
     for text, fix in found:
-        yield Finding(Kind.ECC, Verdict.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
+        yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
 
 
 def unanswered(device: GpuReading) -> Finding:
     """Tell that a GPU which was read did not answer about its faults."""
     text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
-    return Finding(Kind.ECC, Verdict.CANNOT_TELL, text, gpu=device.index, may_pass=True)
+    return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
 
 
 def host_memory(host: HostMemory | None, ask: Ask) -> Iterator[Finding]:
@@ -159,23 +159,23 @@ def host_memory(host: HostMemory | None, ask: Ask) -> Iterator[Finding]:
         f" hold {gib(needed_bytes)} or more: the kernel would kill it while it starts"
     )
     fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
-    yield Finding(Kind.HOST, Verdict.NOT_GOOD, text, fix, may_pass=True)
+    yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
 def shared_memory(shm: Shm | None) -> Iterator[Finding]:
     """Compare /dev/shm with what several processes of vLLM need."""
     if shm is None:
-        yield Finding(Kind.SHM, Verdict.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
+        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
     told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
     if shm.free_bytes < LEAST_SHM_BYTES:
         text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
         left = shm.total_bytes >= ENOUGH_SHM_BYTES
         fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
-        yield Finding(Kind.SHM, Verdict.NOT_GOOD, text, f"{fix}; or --ignore shm")
+        yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
     elif shm.free_bytes < ENOUGH_SHM_BYTES:
         text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
-        yield Finding(Kind.SHM, Verdict.GOOD, text, LARGER_SHM)
+        yield Finding(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
 
 
 def _mib(n_bytes: int) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import GpuReading
 
 
@@ -52,7 +52,7 @@ def identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
         "name GPUs of one kind with --gpus and in vLLM's CUDA_VISIBLE_DEVICES; where only the bytes differ, so does"
         " their ECC mode; or --ignore identical"
     )
-    yield Finding(Kind.IDENTICAL, Verdict.NOT_GOOD, text, fix)
+    yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
 
 
 def _matching(
@@ -75,18 +75,18 @@ def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: 
         visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
         text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
         fix = f"name some of those that are: {visible}; or give this container more in NVIDIA_VISIBLE_DEVICES"
-        yield Finding(Kind.GPUS, Verdict.NOT_GOOD, text, fix)
+        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
 
 
 def _too_few(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
     if len(chosen) < count:
         text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
         fix = "lower --tensor-parallel-size, or give this container more GPUs"
-        yield Finding(Kind.GPUS, Verdict.NOT_GOOD, text, fix)
+        yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
 
 
 def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
     if not in_slot_order and len({device.name for device in devices}) > 1:
         text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
         fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"
-        yield Finding(Kind.GPUS, Verdict.CANNOT_TELL, text, fix)
+        yield Finding(Kind.GPUS, Conclusion.CANNOT_TELL, text, fix)

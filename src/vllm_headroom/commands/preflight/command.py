@@ -17,7 +17,7 @@ from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import look
-from vllm_headroom.commands.preflight.report import Report, judge
+from vllm_headroom.commands.preflight.report import Clearance, judge
 from vllm_headroom.commands.preflight.text import document, text
 from vllm_headroom.commands.preflight.wake import judge_wake
 from vllm_headroom.config.kinds import GPU, GPUS, RATIO, Value, choice, page_url, size, whole
@@ -81,7 +81,9 @@ def options(parser: Parser) -> None:
     add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
 
 
-async def settled(look: Callable[[], Awaitable[Report]], wait_seconds: float, say: Callable[[str], None]) -> Report:
+async def settled(
+    look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
+) -> Clearance:
     """Return the first report that waiting cannot better, or the last one.
 
     Meanwhile says every ten seconds what it waits for.
@@ -99,7 +101,7 @@ async def settled(look: Callable[[], Awaitable[Report]], wait_seconds: float, sa
     return replace(report, waited_seconds=now() - began)
 
 
-def _waits_for(report: Report, left_seconds: float) -> str:
+def _waits_for(report: Clearance, left_seconds: float) -> str:
     told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
     return f"waiting, {left_seconds:.0f} s left: {told}"
 
@@ -139,7 +141,7 @@ async def _page(url: str) -> EnginePage | Failure:
     return text if isinstance(text, Failure) else parse_engines(text)
 
 
-async def _run(given: Namespace) -> Report:
+async def _run(given: Namespace) -> Clearance:
     logs.configure("logfmt", "error")  # the readers log what is told here in full
     wanted = _wanted(given, os.environ)
     plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
@@ -153,11 +155,11 @@ async def _run(given: Namespace) -> Report:
     url = given.engine_url
     processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
 
-    async def report() -> Report:
-        sight = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
+    async def report() -> Clearance:
+        conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         if url is None:
-            return judge(sight, ask, wanted, ignored)
-        return judge_wake(sight, await _page(url), ask)
+            return judge(conditions, ask, wanted, ignored)
+        return judge_wake(conditions, await _page(url), ask)
 
     try:
         return await settled(report, given.wait, tell)
@@ -165,7 +167,7 @@ async def _run(given: Namespace) -> Report:
         await gpus.close()
 
 
-COMMAND: Final[Command[Report]] = Command(
+COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 
 
 class Kind(StrEnum):
@@ -29,7 +29,7 @@ class Finding(Struct, frozen=True):
     """
 
     kind: Kind
-    verdict: Verdict
+    verdict: Conclusion
     text: str
     fix: str | None = None
     gpu: int | None = None

@@ -18,7 +18,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.worker import Worker
 
 PROCESSES_SECONDS: Final = 2.0
 ENDED: Final = "a process that has ended"
@@ -36,7 +36,7 @@ class Holder(Struct, frozen=True, kw_only=True):
     used_bytes: int | None
 
 
-class Sight(Struct, frozen=True, kw_only=True):
+class Conditions(Struct, frozen=True, kw_only=True):
     """What was seen; `holders` are the processes on each GPU by UUID, absent where NVML does not list them.
 
     `shm` is None where there is no /dev/shm, `host` where nothing is known of the container that this runs in.
@@ -52,14 +52,14 @@ class Sight(Struct, frozen=True, kw_only=True):
     engine_pids: frozenset[int] = frozenset()
 
 
-async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Sight:
+async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeout_seconds: float) -> Conditions:
     """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
-        return Sight(readings=readings, faults=(), holders={}, shm=shm_of(shm))
+        return Conditions(readings=readings, faults=(), holders={}, shm=shm_of(shm))
     faults = await gpus.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
-    return Sight(
+    return Conditions(
         readings=readings,
         faults=faults,
         holders=await _holders(readings, listed, proc),

@@ -8,12 +8,12 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from vllm_headroom.commands.conclusion import Conclusion, worst
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes, highest_utilization
 from vllm_headroom.commands.preflight.choice import Wanted, choose, identical
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Holder, Sight
-from vllm_headroom.commands.verdict import Verdict, worst
+from vllm_headroom.commands.preflight.look import Conditions, Holder
 from vllm_headroom.model import Failure, GpuMemory, GpuReading
 from vllm_headroom.units import GIB, gib
 
@@ -34,23 +34,23 @@ class GpuReport(Struct, frozen=True, kw_only=True):
     unlisted_bytes: int | None
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class Clearance(Struct, frozen=True, kw_only=True):
     """What was seen and found; the findings with GOOD are remarks."""
 
-    sight: Sight
+    conditions: Conditions
     findings: tuple[Finding, ...]
     gpus: tuple[GpuReport, ...] = ()
     waited_seconds: float = 0.0
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Conclusion:
         """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
         return worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:
         """What is in the way of a go."""
-        return tuple(finding for finding in self.findings if finding.verdict is not Verdict.GOOD)
+        return tuple(finding for finding in self.findings if finding.verdict is not Conclusion.GOOD)
 
     @property
     def may_pass(self) -> bool:
@@ -64,18 +64,18 @@ class Report(Struct, frozen=True, kw_only=True):
         return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
-def judge(sight: Sight, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Report:
+def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
     """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
-    if isinstance(sight.readings, Failure):
-        return Report(sight=sight, findings=(checks.failure_of(sight.readings),))
-    devices, found = choose(sight.readings.devices, wanted)
-    gpus = tuple(gpu_report(device, sight, ask) for device in devices)
-    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, sight, ask))]
-    findings += checks.host_memory(sight.host, ask)
+    if isinstance(conditions.readings, Failure):
+        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
+    devices, found = choose(conditions.readings.devices, wanted)
+    gpus = tuple(gpu_report(device, conditions, ask) for device in devices)
+    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, conditions, ask))]
+    findings += checks.host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
-        findings += (*identical(devices), *checks.shared_memory(sight.shm))
+        findings += (*identical(devices), *checks.shared_memory(conditions.shm))
     told = tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings))
-    return Report(sight=sight, findings=told, gpus=gpus)
+    return Clearance(conditions=conditions, findings=told, gpus=gpus)
 
 
 def held_by(gpu: GpuReport) -> str:
@@ -94,9 +94,9 @@ def called(holder: Holder) -> str:
     return f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
 
 
-def gpu_report(device: GpuReading, sight: Sight, ask: Ask) -> GpuReport:
+def gpu_report(device: GpuReading, conditions: Conditions, ask: Ask) -> GpuReport:
     """Return what is known of a GPU that is asked for so much."""
-    memory, holders = device.memory, sight.holders.get(device.uuid)
+    memory, holders = device.memory, conditions.holders.get(device.uuid)
     return GpuReport(
         reading=device,
         asked_bytes=None if memory is None else asked_bytes(ask, memory),
@@ -113,13 +113,13 @@ def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | No
     return max(0, memory.used_bytes - sum(known))
 
 
-def _findings(gpu: GpuReport, sight: Sight, ask: Ask) -> Iterator[Finding]:
+def _findings(gpu: GpuReport, conditions: Conditions, ask: Ask) -> Iterator[Finding]:
     yield from checks.memory(gpu.reading, ask, held_by(gpu))
-    yield from checks.swap(gpu.reading, sight.swap_bytes)
+    yield from checks.swap(gpu.reading, conditions.swap_bytes)
     if gpu.reading.failure is None:
-        told = [faults for faults in sight.faults if faults.index == gpu.reading.index]
+        told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
         yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
 
 
 def _remark(finding: Finding) -> Finding:
-    return replace(finding, verdict=Verdict.GOOD, text=f"{finding.text} (ignored)")
+    return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")

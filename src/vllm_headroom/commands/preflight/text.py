@@ -8,16 +8,16 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Finding
-from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, GpuReport, Report, called
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, Clearance, GpuReport, called
 from vllm_headroom.model import Failure
 from vllm_headroom.units import gib
 
-SPOKEN: Final = {Verdict.GOOD: "GO", Verdict.NOT_GOOD: "NO GO", Verdict.CANNOT_TELL: "CANNOT TELL"}
+SPOKEN: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
 
 
-def text(report: Report) -> Iterator[str]:
+def text(report: Clearance) -> Iterator[str]:
     """Yield what a person reads."""
     for gpu in report.gpus:
         yield from _gpu(gpu)
@@ -48,23 +48,24 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
 
 
 def _finding(finding: Finding) -> str:
-    unsure = "cannot tell: " if finding.verdict is Verdict.CANNOT_TELL else ""
-    note = "note: " if finding.verdict is Verdict.GOOD else ""
+    unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
+    note = "note: " if finding.verdict is Conclusion.GOOD else ""
     of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
     return f"  {note}{unsure}{of}{finding.text}"
 
 
-def document(report: Report) -> dict[str, Any]:
+def document(report: Clearance) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
-    sight = report.sight
+    conditions = report.conditions
     return {
         "verdict": report.verdict,
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
-        "driver_version": None if isinstance(sight.readings, Failure) else sight.readings.driver_version,
+        "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,
         "gpus": [_gpu_document(gpu) for gpu in report.gpus],
-        "shm": sight.shm and asdict(sight.shm),
-        "host": sight.host and {"used_bytes": sight.host.used_bytes, "limit_bytes": sight.host.limit_bytes},
+        "shm": conditions.shm and asdict(conditions.shm),
+        "host": conditions.host
+        and {"used_bytes": conditions.host.used_bytes, "limit_bytes": conditions.host.limit_bytes},
         "findings": [
             {name: value for name, value in asdict(finding).items() if name != "may_pass"}
             for finding in report.findings

@@ -6,12 +6,12 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight import checks
 from vllm_headroom.commands.preflight.budget import Ask, asked_bytes
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Sight
-from vllm_headroom.commands.preflight.report import GpuReport, Report, gpu_report, held_by
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.preflight.look import Conditions
+from vllm_headroom.commands.preflight.report import Clearance, GpuReport, gpu_report, held_by
 from vllm_headroom.derive.page_facts import awake
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.units import gib
@@ -23,22 +23,22 @@ NO_SHARE: Final = "what it holds while it is awake is not told"
 SAY_IT: Final = "say it with --gpu-memory-utilization or --bytes; a sidecar's page knows it of an engine it saw awake"
 
 
-def judge_wake(sight: Sight, page: EnginePage | Failure, ask: Ask) -> Report:
+def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: Ask) -> Clearance:
     """Return whether each GPU has free what the engine gave back for its sleep; `ask` is what the operator told.
 
     What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
     """
-    if isinstance(sight.readings, Failure):
-        return Report(sight=sight, findings=(checks.failure_of(sight.readings),))
+    if isinstance(conditions.readings, Failure):
+        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
     told = _told(page, ask)
-    reports = (gpu_report(device, sight, told or ask) for device in sight.readings.devices)
-    gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & sight.engine_pids)
+    reports = (gpu_report(device, conditions, told or ask) for device in conditions.readings.devices)
+    gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids)
     shown = () if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
-    return Report(sight=sight, findings=_findings(sight, page, told, gpus), gpus=shown)
+    return Clearance(conditions=conditions, findings=_findings(conditions, page, told, gpus), gpus=shown)
 
 
 def _findings(
-    sight: Sight, page: EnginePage | Failure, told: Ask | None, gpus: tuple[GpuReport, ...]
+    conditions: Conditions, page: EnginePage | Failure, told: Ask | None, gpus: tuple[GpuReport, ...]
 ) -> tuple[Finding, ...]:
     if isinstance(page, Failure):
         return (_unknown(page.message),)
@@ -46,12 +46,12 @@ def _findings(
     if sleeps is None:
         return (_unknown(UNTOLD),)
     if sleeps:
-        return (_remark(f"the engine is awake: there is nothing to wake{_room_for_weights(sight)}"),)
+        return (_remark(f"the engine is awake: there is nothing to wake{_room_for_weights(conditions)}"),)
     if not gpus:
         return (_unknown(NOT_SEEN, SEE_IT),)
     if told is None:
         return (_unknown(NO_SHARE, SAY_IT),)
-    return tuple(_of(gpu, told, sight.engine_pids) for gpu in gpus)
+    return tuple(_of(gpu, told, conditions.engine_pids) for gpu in gpus)
 
 
 def _told(page: EnginePage | Failure, ask: Ask) -> Ask | None:
@@ -77,7 +77,7 @@ def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
     text = f"{text} only {gib(memory.free_bytes)} are free: {gib(to_wake - memory.free_bytes)} are missing"
     return Finding(
         Kind.MEMORY,
-        Verdict.NOT_GOOD,
+        Conclusion.NOT_GOOD,
         f"{text}{held_by(gpu)}",
         "end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
         gpu=index,
@@ -85,8 +85,8 @@ def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
     )
 
 
-def _room_for_weights(sight: Sight) -> str:
-    host = sight.host
+def _room_for_weights(conditions: Conditions) -> str:
+    host = conditions.host
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return ""
     left = f"{gib(host.room_bytes)} of {gib(host.limit_bytes)} are left"
@@ -94,8 +94,8 @@ def _room_for_weights(sight: Sight) -> str:
 
 
 def _remark(text: str) -> Finding:
-    return Finding(Kind.ENGINE, Verdict.GOOD, text)
+    return Finding(Kind.ENGINE, Conclusion.GOOD, text)
 
 
 def _unknown(text: str, fix: str | None = None) -> Finding:
-    return Finding(Kind.ENGINE, Verdict.CANNOT_TELL, text, fix)
+    return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix)

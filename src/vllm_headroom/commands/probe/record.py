@@ -27,7 +27,7 @@ MOST_STACKS: Final = 20
 MOST_FRAMES: Final = 16
 
 
-Answer = dict[str, Any]
+Recording = dict[str, Any]
 """A process's answer, as --json has it: a `note`, the `cost`, and the stacks of `host` and `gpu` that hold most.
 
 A stack has all `bytes` that are still held of what was allocated there; the line itself is first. The cost is what the
@@ -35,7 +35,7 @@ recording took of its process: `pause_seconds` is how long it stood still at the
 """
 
 
-def parse_answer(content: bytes, request: str) -> Answer | str | None:
+def parse_answer(content: bytes, request: str) -> Recording | str | None:
     """Return the answer to the request of this id, None where it answers another, or what is wrong with it."""
     try:
         document = json.loads(content)
@@ -102,7 +102,7 @@ async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> di
     return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
 
 
-def _told(process: ProbedProcess, answer: Answer | str | None) -> dict[str, Any]:
+def _told(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
     return {
         "pid": process.pid,
         "role": process.role,
@@ -137,10 +137,10 @@ def _ask(folder: Path, request: str, until: float) -> None:
 
 async def _answers(
     folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
-) -> dict[ProbedProcess, Answer | str]:
+) -> dict[ProbedProcess, Recording | str]:
     """Wait for all answers until the deadline, and keep the request alive meanwhile; a text says what is wrong."""
     waited_for = {each: f"{each.pid}-{int(each.started_at_seconds)}.record.json" for each in processes}
-    found: dict[ProbedProcess, Answer | str] = {}
+    found: dict[ProbedProcess, Recording | str] = {}
     touched = 0.0
     while len(found) < len(waited_for) and time.time() < deadline:
         if time.time() - touched >= TOUCH_SECONDS:

@@ -17,7 +17,7 @@ from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.read import recorded, usable
+from vllm_headroom.trace.read import recorded
 from vllm_headroom.trace.replay import Watch
 
 DESCRIPTION: Final = """\
@@ -90,7 +90,7 @@ def _past(given: Namespace) -> Iterator[Snapshot]:
     if given.from_prometheus is not None:
         from vllm_headroom.commands.replay.prometheus.records import records_from  # noqa: PLC0415 - a trace needs no HTTP client
 
-        yield from usable(map(snapshot_of, records_from(given)))
+        yield from map(snapshot_of, records_from(given))
     else:
         yield from recorded(given.trace, reading)
 

@@ -40,7 +40,7 @@ def run(read: Callable[[], NoReturn]) -> NoReturn:
         read()
     os.close(SENDING)
     with unhindered():
-        from vllm_headroom.daemon import main  # noqa: PLC0415 - beside the child
+        from vllm_headroom.daemon import app  # noqa: PLC0415 - beside the child
     with os.fdopen(RECEIVING, "rb") as pipe:
         handed_over = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -49,4 +49,4 @@ def run(read: Callable[[], NoReturn]) -> NoReturn:
     if status != 0 or not handed_over:
         os._exit(status if status >= 0 else KILLED)
     gc.freeze()  # what was imported stays: a full collection would look through it for 25 ms, and scrapes would wait
-    main.run(pickle.loads(handed_over))  # noqa: S301 - written by this program
+    app.serve(pickle.loads(handed_over))  # noqa: S301 - written by this program

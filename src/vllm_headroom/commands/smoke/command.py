@@ -5,19 +5,61 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.smoke.completion import completed, counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State, Step
+from vllm_headroom.config.fields import from_text, setting
 from vllm_headroom.config.options import Parser
+from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.model import Failure
-from vllm_headroom.units import duration
+from vllm_headroom.units import duration, duration_seconds, share
 from vllm_headroom.vocabulary import Reason
+
+USED: Final = frozenset({"gpus", "reported_bytes"})
+
+
+def _duration(default: float, shown: str, description: str) -> float:
+    """Declare a duration of at most a day."""
+    field: float = setting(
+        default,
+        description,
+        accepts="a duration above 0, at most a day, such as 90s or 15m",
+        word="DURATION",
+        shown=shown,
+        gt=0,
+        le=86400,
+    )
+    return field
+
+
+class SmokeSettings(Settings):
+    """The daemon's settings for how to reach the engine and its GPUs, and the smoke test's own."""
+
+    no_options: ClassVar = frozenset(
+        name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
+    )
+
+    deadline: Annotated[float, from_text(duration_seconds)] = _duration(
+        900, "15m", "How long vLLM may take until it is healthy; a large model loads for minutes."
+    )
+    completion_deadline: Annotated[float, from_text(duration_seconds)] = _duration(
+        120, "2m", "How long the one completion may take; the first compiles kernels."
+    )
+    max_discrepancy: Annotated[float, from_text(share)] = setting(
+        0.05,
+        "How much more GPU memory vLLM may hold than it was told to use.",
+        accepts="a share such as 5% or 0.05, at most 100%",
+        word="SHARE",
+        shown="5%",
+        ge=0,
+        le=1,
+    )
+
 
 DESCRIPTION: Final = """\
 Says whether a vLLM that was just started serves: waits until it is healthy,

@@ -12,7 +12,7 @@ from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.openai import error_of, first_model, json_object
 from vllm_headroom.parse.page import nothing_found, parse_engines
-from vllm_headroom.scrape.http.reader import Answer
+from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason
 
 MODELS: Final = "v1/models"
@@ -63,7 +63,7 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
     return Step(State.FAILED, troubles[0])
 
 
-def _tokens_or_trouble(answer: Answer | Failure, address: str) -> int | str:
+def _tokens_or_trouble(answer: Reply | Failure, address: str) -> int | str:
     """Return how many tokens were generated, or why this is no completion."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:

@@ -12,7 +12,7 @@ from vllm_headroom.daemon.parts import page_reader
 from vllm_headroom.daemon.sources import closed
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import without_secrets
-from vllm_headroom.scrape.http.reader import Answer, PageReader
+from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.vocabulary import Reason
 
 
@@ -36,7 +36,7 @@ class Reach:
         """Return the engine's page of metrics; never raise."""
         return await self.text("", self._settings.engine_timeout_seconds)
 
-    async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Answer | Failure:
+    async def post(self, path: str, body: Mapping[str, object], seconds: float) -> Reply | Failure:
         """Return what is answered to `body`; never raise."""
         reader = self._reader(path, seconds)
         try:

@@ -15,7 +15,7 @@ import msgspec
 from vllm_headroom.daemon.state.content import FORMAT, SavedState
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.expose.history import KeptHistory
-from vllm_headroom.trace.writing import make
+from vllm_headroom.trace.writing import make, put
 
 MOST_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""
@@ -78,14 +78,9 @@ class File(Generic[T]):
 
     def write(self, folder: Path, saved: T) -> None:
         """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
-        content, unfinished = self.encode(saved), folder / f"{self.name}.new"
+        content = self.encode(saved)
         make(folder)
-        unfinished.unlink(missing_ok=True)  # left by a process that was killed, or a link: made anew, never followed
-        with unfinished.open("xb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        unfinished.replace(folder / self.name)
+        put(folder / self.name, folder / f"{self.name}.new", (content,))
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -115,6 +110,3 @@ LIVES: Final = File("lives.json", Lives, 2)
 
 HISTORY: Final = File("history.json", KeptHistory, 2)
 """Apart from the rest: it is of whatever engine was there, and only shown."""
-
-NAME: Final = STATE.name
-encode, decode, read, write, set_aside = STATE.encode, STATE.decode, STATE.read, STATE.write, STATE.set_aside

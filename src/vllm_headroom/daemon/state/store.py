@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -17,6 +17,7 @@ from vllm_headroom.daemon.state.identity import Identity, foreign, identity
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.trace.writing import real
+from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -38,13 +39,6 @@ SET_ASIDE: Final = {
 }
 
 
-class Call(Protocol):
-    """Runs a blocking function elsewhere; raises TimeoutError when it takes too long."""
-
-    def __call__(self, function: Callable[[], Any], timeout_seconds: float) -> Coroutine[Any, Any, Any]:
-        """Return what `function` returns."""
-
-
 class Keeper:
     """Owns the files of state in `folder`, which is this daemon's alone.
 
@@ -52,9 +46,9 @@ class Keeper:
     seen, nothing is written over it.
     """
 
-    def __init__(self, *, folder: Path, call: Call, clock: Clock, version: str) -> None:
+    def __init__(self, *, folder: Path, clock: Clock, version: str) -> None:
         self._folder = folder
-        self._call = call
+        self._worker = Worker[Any]("state")
         self._clock = clock
         self._version = version
         self._is_read = False
@@ -132,11 +126,11 @@ class Keeper:
         if self._is_read:
             log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
 
-    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - see Call
+    async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - whatever the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
         try:
             # shielded: a call cancelled by the end would keep the last one from being made
-            value = await asyncio.shield(self._call(function, timeout_seconds))
+            value = await asyncio.shield(self._worker.call(function, timeout_seconds))
         except TimeoutError:
             problem = f"the volume does not answer within {timeout_seconds:g} s"
         except OSError as error:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.place import may_leave, share
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.model import Metric, Snapshot, Values
 from vllm_headroom.units import duration
@@ -39,21 +40,21 @@ class Live(Struct, frozen=True, kw_only=True):
     loads: tuple[float | None, ...] = (None,) * HOURS
 
 
-def live(
-    state: Live, snapshot: Snapshot, values: Values, *, least_between_seconds: float, turn_seconds: float, name: str
-) -> Live:
-    """Return the gate after a sample; what is not known never fails it.
+def live(state: Live, snapshot: Snapshot, values: Values, rules: Rules) -> Live:
+    """Return the gate after a sample; what is not known never fails it, nor does anything where it is not configured.
 
     Replicas whose turn it is to stay open do not fail before their end is minutes away.
     """
-    now = snapshot.monotonic_seconds
+    if rules.live_seconds is None:
+        return state
+    now, name, turn_seconds = snapshot.monotonic_seconds, rules.name, rules.ready_most_seconds
     began = None if snapshot.life is None else snapshot.life.began_seconds
     failed_at = now if state.failed_at is None or state.failed_at > now else state.failed_at
     following = replace(state, failed_at=failed_at, life=began, loads=_loads(state.loads, snapshot))
     if state.reason is not None:
         over = began != state.life or now - failed_at >= FAILS_SECONDS
         return replace(following, reason=None) if over else following
-    if now - failed_at < least_between_seconds:
+    if now - failed_at < rules.live_seconds:
         return following
     left = _left(values)
     if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name), 2 * turn_seconds):

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.gates.danger import Danger, Watched, danger, watched
 from vllm_headroom.derive.gates.place import has_the_watch
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot, Values
 
 CLOSE_AFTER_SECONDS: Final = 10.0
@@ -28,27 +29,22 @@ class Ready(Struct, frozen=True, kw_only=True):
     known: Watched = field(default_factory=Watched)
 
 
-def ready(
-    state: Ready,
-    snapshot: Snapshot,
-    values: Values,
-    *,
-    least_seconds: float,
-    most_seconds: float,
-    name: str,
-    ending: str | None = None,
-) -> Ready:
+def ready(state: Ready, snapshot: Snapshot, values: Values, rules: Rules, *, ending: str | None = None) -> Ready:
     """Return the gate after a sample; `ending` is why the engine is to be begun anew.
 
     Then it is closed: a kubelet leaves a container that it ends in its Service, where requests would go on to come.
-    Else it is closed for `most_seconds` at most and then stays open for as long. While it is this replica's turn it
-    stays open, unless its own end is minutes away: what befalls all replicas at once does not empty their Service.
+    Else it is closed for so long at most as the rules say, and then stays open for as long. While it is this replica's
+    turn it stays open, unless its own end is minutes away: what befalls all replicas at once does not empty their
+    Service. Where it is not configured it is never closed.
     """
+    if rules.ready_seconds is None:
+        return state
+    most_seconds = rules.ready_most_seconds
     known, now, closed = watched(state.known, snapshot), snapshot.monotonic_seconds, state.reason is not None
     if ending is not None:
         return replace(state, known=known, reason=ending, closed_at=now if state.closed_at is None else state.closed_at)
-    found = danger(known, snapshot, values, least_seconds=least_seconds, closed=closed)
-    if found is not None and not found.urgent and has_the_watch(name, snapshot.time_seconds, most_seconds):
+    found = danger(known, snapshot, values, least_seconds=rules.ready_seconds, closed=closed)
+    if found is not None and not found.urgent and has_the_watch(rules.name, snapshot.time_seconds, most_seconds):
         found = None
     state = replace(
         state,

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.derivation import State, StepFunction
 from vllm_headroom.derive.readings import gpu_labels, states
 from vllm_headroom.model import Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
-
-State = TypeVar("State")
-Step = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 _OUT_OF_SERVICE: Final = Failure(
     source=Source.ENGINE, reason=Reason.UNREACHABLE, message="the engine has not worked in this life, or its life ended"
@@ -26,7 +24,7 @@ _BEFORE_WORK: Final = {
 """What is said of a leak before an engine has worked, by what it does; in any other state nothing is known."""
 
 
-def in_service(step: Step[State]) -> Step[State]:
+def in_service(step: StepFunction[State]) -> StepFunction[State]:
     """Return the step over what belongs to a working life: of all else it sees no page, no process and no held memory.
 
     While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
@@ -35,7 +33,7 @@ def in_service(step: Step[State]) -> Step[State]:
     return lambda state, snapshot: step(state, of_service(snapshot))
 
 
-def leaks_in_service(step: Step[State]) -> Step[State]:
+def leaks_in_service(step: StepFunction[State]) -> StepFunction[State]:
     """Return the leak detector over what belongs to a working life; of any other it says what state that is in."""
     served = in_service(step)
 

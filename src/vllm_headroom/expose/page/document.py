@@ -7,7 +7,7 @@ from html import escape
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Answer, Header
+from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.page.figures import figures
 from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, icon
 from vllm_headroom.expose.view import Incident, View
@@ -30,9 +30,9 @@ LINKS: Final = " \N{MIDDLE DOT} ".join(
 )
 
 
-def html(page: str) -> Answer:
+def html(page: str) -> Response:
     """Return the page as an answer that may load nothing, and be shown in no frame."""
-    return Answer(
+    return Response(
         status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
     )
 

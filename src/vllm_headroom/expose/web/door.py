@@ -10,10 +10,11 @@ from typing import Final
 import structlog
 from msgspec import Struct
 
-from vllm_headroom.expose.answers import Answer, Request, text
+from vllm_headroom.expose.answers import Request, Response, text
 from vllm_headroom.expose.web.config import Tls, WebConfig, read_web_config
 from vllm_headroom.expose.web.document import WebConfigError
-from vllm_headroom.expose.web.users import Call, Users
+from vllm_headroom.expose.web.users import Users
+from vllm_headroom.worker import Worker
 
 log = structlog.get_logger()
 
@@ -30,12 +31,15 @@ class _Lock(Struct, frozen=True, kw_only=True):
 
 
 class Door:
-    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before."""
+    """Knows the web configuration in `file`; what cannot be used later leaves in force what was used before.
 
-    def __init__(self, file: Path, call: Call, check: Call) -> None:
+    Files may hang, and a password takes its time on purpose: each of the two has a thread of its own.
+    """
+
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._call = call
-        self._users = Users(check)
+        self._worker = Worker[_Lock]("web")
+        self._users = Users()
         self._lock = _read(file)
         self._problem: str | None = None
 
@@ -52,21 +56,21 @@ class Door:
         names = (certificate or {}).get("subjectAltName", ())
         return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
 
-    async def refusal(self, request: Request) -> Answer | None:
+    async def refusal(self, request: Request) -> Response | None:
         """Return what is answered to a request without the right login, None to one with it."""
         users = self._lock.config.users
         if not users or await self._users.knows(users, request.headers.get("authorization", "")):
             return None
         refused = text(401, "Unauthorized")
-        return Answer(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
+        return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
 
-    def dressed(self, answer: Answer) -> Answer:
+    def dressed(self, answer: Response) -> Response:
         """Return the answer with the headers that the file asks for."""
         headers = self._lock.config.headers
         if not headers:
             return answer
         others = (each for each in answer.headers if each[0] not in headers)
-        return Answer(
+        return Response(
             status=answer.status,
             body=answer.body,
             content_type=answer.content_type,
@@ -78,7 +82,7 @@ class Door:
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
-                found = await self._call(lambda: _again(self._file, self._lock), FILE_SECONDS)
+                found = await self._worker.call(lambda: _again(self._file, self._lock), FILE_SECONDS)
             except TimeoutError:
                 self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
             except WebConfigError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Final
+
+from vllm_headroom.worker import Worker
 
 CHECK_SECONDS: Final = 5.0
 """A hash of the usual cost takes 60 ms; who has to wait longer than this behind others' guesses may ask again."""
@@ -18,18 +20,11 @@ _NOBODY: Final = b"$2b$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 """What an unknown name is checked against, so that it takes as long as a known one (it is exporter-toolkit's)."""
 
 
-class Call(Protocol):
-    """Runs a blocking function elsewhere; raises TimeoutError when it takes too long."""
-
-    def __call__(self, function: Callable[[], Any], timeout_seconds: float) -> Coroutine[Any, Any, Any]:
-        """Return what `function` returns."""
-
-
 class Users:
     """Tells who may come in; checks off the loop, one after another."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self) -> None:
+        self._worker = Worker[bool]("passwords")
         self._key = secrets.token_bytes(32)
         self._right: dict[bytes, None] = {}
 
@@ -44,7 +39,7 @@ class Users:
         if wanted and seen in self._right:
             return True
         try:
-            is_right = await self._call(lambda: _is_right(password, wanted or _NOBODY), CHECK_SECONDS)
+            is_right = await self._worker.call(lambda: _is_right(password, wanted or _NOBODY), CHECK_SECONDS)
         except TimeoutError:
             return False
         if is_right and wanted:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, Node, is_driven
 from vllm_headroom.scrape.amd.files import line, number, told
-from vllm_headroom.scrape.amd.processes import Processes
+from vllm_headroom.scrape.amd.processes import CardProcesses
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.proc.host import machine_of
 
@@ -23,7 +23,7 @@ WHOLE: Final = "SPX"
 class Look(Struct, frozen=True, kw_only=True):
     """What the readings of one moment share; `peaks`, by UUID, outlive it."""
 
-    processes: Processes
+    processes: CardProcesses
     peaks: defaultdict[str, Peak]
     now: float
     proc: Path

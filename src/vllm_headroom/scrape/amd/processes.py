@@ -20,7 +20,7 @@ _KIB: Final = 1024
 Listed = Mapping[str, tuple[GpuProcess, ...]]
 
 
-class Processes:
+class CardProcesses:
     """What is listed at one moment, by KFD or by the processes' own files; a process is listed where it holds memory.
 
     KFD has a folder for each process that computes, with its bytes on each node, readable for all. It names them by the

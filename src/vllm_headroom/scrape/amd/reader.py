@@ -12,11 +12,11 @@ from typing import Any, Final
 from vllm_headroom.model import Failure, GpuReading, Vendor
 from vllm_headroom.scrape.amd.cards import Card, cards, signature
 from vllm_headroom.scrape.amd.device import Look, memory_of, readings
-from vllm_headroom.scrape.amd.processes import Processes
+from vllm_headroom.scrape.amd.processes import CardProcesses
 from vllm_headroom.scrape.peak import Peak
-from vllm_headroom.scrape.transitions import Transitions
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
 
 _REASONS: Final = {
     errno.ENODEV: Reason.DEVICE_LOST,
@@ -71,7 +71,7 @@ class Amd:
         self._seen: object = None
         self._look_again_at = float("-inf")
         self._peaks: defaultdict[str, Peak] = defaultdict(Peak)
-        self._transitions = Transitions()
+        self._transitions = GpuTransitions()
         self._worker = Worker[Any]("amd")
 
     async def read(self, timeout_seconds: float) -> tuple[GpuReading, ...]:
@@ -104,7 +104,7 @@ class Amd:
     def _read(self) -> tuple[GpuReading, ...]:
         self._find()
         look = Look(
-            processes=Processes(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
+            processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
         found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
         self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))

@@ -14,7 +14,7 @@ NOT_SERVED: Final = frozenset({Reason.NOT_FOUND, Reason.HTTP_STATUS})
 """How a server answers that has no such path; vLLM has `is_sleeping` in its development mode, as it has sleep."""
 
 
-class Canary:
+class CanaryRequest:
     """One request of the daemon's own, over readers of the server's `health`, `is_sleeping` and `v1/completions`."""
 
     def __init__(self, *, health: PageReader, sleep: PageReader, completion: PageReader) -> None:

@@ -12,8 +12,8 @@ import httpx
 
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import failure
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason
+from vllm_headroom.worker import Worker
 
 TOKEN: Final = re.compile(r"[\x21-\x7e]+")
 
@@ -24,7 +24,7 @@ _FILE_SECONDS: Final = 1.0
 """Reading takes microseconds; a FIFO without a writer or a network volume may take for ever."""
 
 
-class Unusable(Exception):  # noqa: N818 - it says what the file is
+class UnusableCredentials(Exception):  # noqa: N818 - it says what the file is
     """A file that cannot be used; the message is for the operator."""
 
 
@@ -35,10 +35,10 @@ def bearer_token(file: Path) -> str:
             token = stream.read(TOKEN_BYTES).decode("ascii", "replace").strip()
     except OSError as error:
         problem = f"the token file {file} cannot be read ({error.strerror})"
-        raise Unusable(f"{problem}: make it readable for this user") from None
+        raise UnusableCredentials(f"{problem}: make it readable for this user") from None
     if not TOKEN.fullmatch(token):
         problem = f"the token file {file} is empty or holds more than a token"
-        raise Unusable(f"{problem}: write one token to it")
+        raise UnusableCredentials(f"{problem}: write one token to it")
     return token
 
 
@@ -48,7 +48,7 @@ def trust(ca_file: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca_file)
     except OSError as error:
         problem = f"the CA file {ca_file} cannot be used ({error.strerror or error})"
-        raise Unusable(f"{problem}: make it a readable file of PEM certificates") from None
+        raise UnusableCredentials(f"{problem}: make it a readable file of PEM certificates") from None
 
 
 class CredentialReader:
@@ -90,5 +90,5 @@ class CredentialReader:
         except TimeoutError:
             advice = "make it a file that can be read at once"
             return failure(Reason.CREDENTIALS, f"{trouble} (no answer within {_FILE_SECONDS:g} s): {advice}")
-        except Unusable as problem:
+        except UnusableCredentials as problem:
             return failure(Reason.CREDENTIALS, str(problem))

@@ -41,7 +41,7 @@ def is_here(host: str) -> bool:
     return True
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class Reply(Struct, frozen=True, kw_only=True):
     """What a server answers to a request that is not for a page, whatever its status."""
 
     status: int
@@ -84,7 +84,7 @@ class PageReader:
         """
         return await self._in_time(self._page())
 
-    async def post(self, body: Mapping[str, object]) -> Answer | Failure:
+    async def post(self, body: Mapping[str, object]) -> Reply | Failure:
         """Send `body` as JSON to the URL and return what is answered to it; else like `fetch`."""
         return await self._in_time(self._answer(body))
 
@@ -113,12 +113,12 @@ class PageReader:
                 return refusal(response, self._shown)
             return await self._text(response)
 
-    async def _answer(self, body: Mapping[str, object]) -> Answer | Failure:
+    async def _answer(self, body: Mapping[str, object]) -> Reply | Failure:
         async with self._sent(httpx.Request("POST", self._url, headers=self._headers, json=body)) as response:
             if isinstance(response, Failure):
                 return response
             text = await self._text(response)
-        return text if isinstance(text, Failure) else Answer(status=response.status_code, text=text)
+        return text if isinstance(text, Failure) else Reply(status=response.status_code, text=text)
 
     @asynccontextmanager
     async def _sent(self, request: httpx.Request) -> AsyncIterator[httpx.Response | Failure]:

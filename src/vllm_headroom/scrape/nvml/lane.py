@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
 MOST_STUCK: Final = 8

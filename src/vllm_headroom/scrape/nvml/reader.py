@@ -25,7 +25,7 @@ from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane, loop_seconds
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
-from vllm_headroom.scrape.transitions import Transitions
+from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Nvml:
         self._lane = Lane()
         self._turn = asyncio.Lock()
         self._roster = Roster(self._session.xids)
-        self._transitions = Transitions()
+        self._transitions = GpuTransitions()
         self._failure = _SILENT
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         self._open_at = float("-inf")

@@ -8,8 +8,8 @@ from typing import Final
 
 from vllm_headroom.model import Failure, ProbedProcess
 from vllm_headroom.scrape.probe.folder import MOST_ENTRIES, Stamp, TooManyError, content, newest
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Source
+from vllm_headroom.worker import Worker
 
 BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 UNREADABLE: Final = "it is no file of at most 16 KiB that can be read"

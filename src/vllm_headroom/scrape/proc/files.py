@@ -14,7 +14,7 @@ from vllm_headroom.scrape.proc.servers import named_role
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
-"""Enough for the program and its first arguments, where a command line can be megabytes long; a stat has 600."""
+"""Holds a program and its first arguments, where a command line may be megabytes; a stat or a /sys file has less."""
 
 _FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
 """The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
@@ -86,7 +86,7 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
             return None
         if known is not None and _is_unchanged(known, name, fields):
             return known
-        command = _arguments(_start_of(proc, pid, "cmdline")) or (name,)
+        command = _arguments(start_of(f"{proc}/{pid}/cmdline")) or (name,)
     except (OSError, ValueError):
         return None
     parent, group = map(int, fields[1:3])
@@ -129,7 +129,7 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     A process that is exiting has no memory left and counts as gone.
     """
     try:
-        pages = int(_start_of(proc, process.pid, "statm").split()[1])
+        pages = int(start_of(f"{proc}/{process.pid}/statm").split()[1])
         _, fields = _stat(proc, process.pid)  # after statm: the same process still being there vouches for both
     except (OSError, ValueError, IndexError):
         return None
@@ -172,7 +172,7 @@ def own_pid(proc: Path) -> int:
 
 def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
     """Return the name and the fields after it, of which proc(5) calls the first one 3; a name may hold any byte."""
-    text = _start_of(proc, pid, "stat").decode(errors="replace")
+    text = start_of(f"{proc}/{pid}/stat").decode(errors="replace")
     name, _, rest = text.partition("(")[2].rpartition(") ")
     fields = rest.split(maxsplit=20)
     if len(fields) < 20:  # noqa: PLR2004 - up to field 22, the start time
@@ -180,9 +180,9 @@ def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
     return name, fields
 
 
-def _start_of(proc: Path, pid: int, name: str) -> bytes:
-    """Read without Path and without a buffer: a host may have 10,000 processes, and each costs three calls so."""
-    descriptor = os.open(f"{proc}/{pid}/{name}", os.O_RDONLY)
+def start_of(path: str) -> bytes:
+    """Read without Path or buffer, or raise OSError: a host may have 10,000 processes, each three calls so."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.read(descriptor, _START_BYTES)
     finally:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from vllm_headroom.model import EngineProcess, HostReading, Machine, Shm
+from vllm_headroom.model import EngineProcess, HostReading, MachineMemory, Shm
 from vllm_headroom.scrape.proc.cgroup import cgroup_of
 from vllm_headroom.scrape.proc.files import content, number
 
@@ -28,7 +28,7 @@ def reading_of(proc: Path, pid: int) -> HostReading:
     )
 
 
-def machine_of(proc: Path) -> Machine | None:
+def machine_of(proc: Path) -> MachineMemory | None:
     """Return the machine's memory, None where /proc does not tell it."""
     try:
         told = content(proc / "meminfo")
@@ -37,7 +37,7 @@ def machine_of(proc: Path) -> Machine | None:
     total_kib, available_kib = number(told, b"MemTotal:"), number(told, b"MemAvailable:")
     if total_kib is None or available_kib is None:
         return None
-    return Machine(
+    return MachineMemory(
         total_bytes=total_kib * _KIB,
         available_bytes=available_kib * _KIB,
         swap_bytes=(number(told, b"SwapTotal:") or 0) * _KIB,

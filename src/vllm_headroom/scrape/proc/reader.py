@@ -19,8 +19,8 @@ from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
 from vllm_headroom.scrape.proc.servers import served_port
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Reason, Role, Source
+from vllm_headroom.worker import Worker
 
 HIDDEN: Final = Failure(
     source=Source.PROCESS,

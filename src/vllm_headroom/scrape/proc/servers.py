@@ -15,7 +15,7 @@ _MODULE_OPTION: Final = re.compile(r"-[A-Za-z]*m")
 _OPTIONS_WITH_VALUE: Final = ("-X", "-W")
 
 
-class Server(Struct, frozen=True, kw_only=True):
+class ServerKind(Struct, frozen=True, kw_only=True):
     """A kind of server: what its command line begins with, past the interpreter, and where its port stands.
 
     `commands` are a program or module and, where it has several, its subcommand. `port_options` name the port,
@@ -35,7 +35,7 @@ class Server(Struct, frozen=True, kw_only=True):
 
 
 SERVERS: Final = (
-    Server(
+    ServerKind(
         product="vLLM",
         commands=(
             ("vllm.entrypoints.openai.api_server",),
@@ -61,7 +61,7 @@ SERVERS: Final = (
             ("ray::DPMoEEngin", Role.ENGINE_CORE),
         ),
     ),
-    Server(
+    ServerKind(
         product="SGLang",
         commands=(("sglang.launch_server",), ("sglang", "serve")),
         scripts=("/sglang/launch_server.py",),
@@ -69,14 +69,14 @@ SERVERS: Final = (
         elsewhere=frozenset({"--config"}),
         titles=(("sglang::schedul", Role.ENGINE_CORE), ("sglang::", Role.OTHER)),
     ),
-    Server(product="TensorRT-LLM", commands=(("trtllm-serve",),), port=8000),
-    Server(
+    ServerKind(product="TensorRT-LLM", commands=(("trtllm-serve",),), port=8000),
+    ServerKind(
         product="LMDeploy",
         commands=(("lmdeploy", "serve"),),
         port=23333,
         port_options=("--server-port",),
     ),
-    Server(
+    ServerKind(
         product="Text Generation Inference",
         commands=(("text-generation-launcher",), ("text-generation-router",)),
         port=3000,
@@ -84,14 +84,14 @@ SERVERS: Final = (
         variable="PORT",  # 80 in its image
         titles=(("text-generation-server", Role.WORKER),),
     ),
-    Server(product="llama.cpp", commands=(("llama-server",),), port=8080, variable="LLAMA_ARG_PORT"),
-    Server(
+    ServerKind(product="llama.cpp", commands=(("llama-server",),), port=8080, variable="LLAMA_ARG_PORT"),
+    ServerKind(
         product="Aphrodite",
         commands=(("aphrodite.endpoints.openai.api_server",), ("aphrodite", "run"), ("aphrodite", "serve")),
         port=2242,
         elsewhere=frozenset({"--config", "--uds"}),
     ),
-    Server(
+    ServerKind(
         product="Dynamo",
         commands=(("dynamo.frontend",), ("dynamo.vllm",), ("dynamo.sglang",), ("dynamo.trtllm",)),
         port=8000,
@@ -115,7 +115,7 @@ def named_role(command: tuple[str, ...]) -> Role | None:
     return Role.API_SERVER if server_of(command) else None
 
 
-def server_of(command: tuple[str, ...]) -> Server | None:
+def server_of(command: tuple[str, ...]) -> ServerKind | None:
     """Return the kind of server whose command line this is, and not only one that mentions it."""
     if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, told in a microsecond
         return None

@@ -10,25 +10,25 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change
-from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Flag, Settings
-from vllm_headroom.commands.advise.verdict import Answer, judge
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.advise.history.history import Past
+from vllm_headroom.commands.advise.settings import EngineArgs, Flag
+from vllm_headroom.commands.advise.verdict import Assessment, judge
+from vllm_headroom.commands.conclusion import Conclusion
 
-AS_SET = Settings(gpu_memory_utilization=0.92)
+AS_SET = EngineArgs(gpu_memory_utilization=0.92)
 Trace = Callable[[], Iterator[traces.Record]]
 
 
 @cache
-def seen(trace: Trace) -> History:
+def seen(trace: Trace) -> Past:
     return traces.history(trace())
 
 
-def answer(trace: Trace, settings: Settings = AS_SET) -> Answer:
+def answer(trace: Trace, settings: EngineArgs = AS_SET) -> Assessment:
     return judge(seen(trace).facts(settings))
 
 
-def only(trace: Trace, settings: Settings = AS_SET) -> Advice:
+def only(trace: Trace, settings: EngineArgs = AS_SET) -> Advice:
     (advice,) = answer(trace, settings).advice
     return advice
 
@@ -74,19 +74,19 @@ CAUSES: tuple[tuple[Trace, Cause], ...] = (
 
 
 @pytest.mark.parametrize("trace", HEALTHY)
-@pytest.mark.parametrize("settings", [AS_SET, Settings()])
-def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
+def test_a_healthy_engine_is_told_nothing(trace: Trace, settings: EngineArgs) -> None:
     told = answer(trace, settings)
 
-    assert (told.verdict, told.advice, told.missing) == (Verdict.GOOD, (), ())
+    assert (told.verdict, told.advice, told.missing) == (Conclusion.GOOD, (), ())
 
 
 @pytest.mark.parametrize(("trace", "cause"), CAUSES)
-@pytest.mark.parametrize("settings", [AS_SET, Settings()])
-def test_each_cause_is_found_and_no_other(trace: Trace, cause: Cause, settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [AS_SET, EngineArgs()])
+def test_each_cause_is_found_and_no_other(trace: Trace, cause: Cause, settings: EngineArgs) -> None:
     told = answer(trace, settings)
 
-    assert told.verdict is Verdict.NOT_GOOD
+    assert told.verdict is Conclusion.NOT_GOOD
     assert [advice.cause for advice in told.advice] == [cause]
     assert told.advice[0].changes
     assert told.advice[0].evidence
@@ -153,11 +153,11 @@ def test_blocks_that_come_back_or_stay_the_same_are_not_lost() -> None:
 
 
 def test_host_memory_that_is_short_names_the_option_that_there_is() -> None:
-    advice = only(traces.host_memory_short, Settings(version=(0, 32, 0)))
+    advice = only(traces.host_memory_short, EngineArgs(version=(0, 32, 0)))
 
     assert flags(advice) == [(Flag.MM_PROCESSOR_CACHE_GB, 1.0)]
     assert evidence(advice)["oom_kills"] == 1
-    assert flags(only(traces.host_memory_short, Settings(version=(0, 10, 0)))) == []
+    assert flags(only(traces.host_memory_short, EngineArgs(version=(0, 10, 0)))) == []
 
 
 def test_a_container_with_room_is_told_nothing() -> None:
@@ -189,7 +189,7 @@ def test_a_leak_is_told_with_its_rate_and_the_least_time_that_is_left() -> None:
 def test_a_host_leak_that_is_known_names_the_version_that_mends_it(
     version: tuple[int, int, int] | None, text: str
 ) -> None:
-    advice = only(traces.host_leak, Settings(version=version))
+    advice = only(traces.host_leak, EngineArgs(version=version))
 
     assert advice.changes[-1].text.startswith(text)
 
@@ -269,13 +269,13 @@ def test_180_mib_left_is_092_to_090() -> None:
 
 
 def test_where_what_is_set_is_not_known_the_difference_is_told() -> None:
-    (change,) = only(traces.configuration_overshoot, Settings()).changes
+    (change,) = only(traces.configuration_overshoot, EngineArgs()).changes
 
     assert (change.flag, change.value, change.difference) == (Flag.GPU_MEMORY_UTILIZATION, None, -0.02)
 
 
 def test_a_cache_that_is_sized_in_bytes_is_made_smaller_in_bytes() -> None:
-    sized = Settings(sizes_cache_in_bytes=True, kv_cache_memory_bytes=50 * 2**30, gpu_memory_utilization=0.92)
+    sized = EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=50 * 2**30, gpu_memory_utilization=0.92)
 
     (change,) = only(traces.configuration_overshoot, sized).changes
 
@@ -290,7 +290,7 @@ def test_a_slow_rise_is_chronic_and_needs_room_for_its_high_water_marks() -> Non
 
 
 def test_a_burst_is_bounded_before_vllm_takes_less() -> None:
-    told = Settings(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
+    told = EngineArgs(gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256)
 
     advice = only(traces.burst, told)
 
@@ -324,7 +324,7 @@ def test_6300_tokens_are_8192() -> None:
 
 
 def test_a_limit_on_length_that_is_set_lower_already_is_not_told_again() -> None:
-    advice = only(traces.kv_cache_blow_out, Settings(max_model_len=4096))
+    advice = only(traces.kv_cache_blow_out, EngineArgs(max_model_len=4096))
 
     assert Flag.MAX_MODEL_LEN not in dict(flags(advice))
 
@@ -338,7 +338,7 @@ def test_too_many_requests_are_as_many_as_ran_without_preemption() -> None:
 
 def test_a_full_cache_never_makes_vllm_take_less() -> None:
     for trace in (traces.kv_cache_blow_out, traces.too_many_requests, traces.too_small_a_cache):
-        for settings in (AS_SET, Settings()):
+        for settings in (AS_SET, EngineArgs()):
             changes = [change for change in only(trace, settings).changes if _takes(change)]
 
             assert all(change.value == 0.95 or (change.difference or 0) > 0 for change in changes)
@@ -367,7 +367,7 @@ def test_a_cache_of_three_requests_is_a_model_that_does_not_fit() -> None:
 
 def test_requests_that_wait_beside_an_empty_cache_may_be_more_at_once() -> None:
     assert flags(only(traces.too_few_requests)) == [(Flag.MAX_NUM_SEQS, 64)]
-    assert answer(traces.too_few_requests, Settings(max_num_seqs=128)).advice == ()
+    assert answer(traces.too_few_requests, EngineArgs(max_num_seqs=128)).advice == ()
 
 
 def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:
@@ -381,7 +381,7 @@ def test_a_prefix_cache_that_hits_12_percent_over_a_day() -> None:
 
 
 def test_starts_that_run_out_take_less_and_then_go_without_graphs() -> None:
-    advice = only(traces.start_up_runs_out, Settings(gpu_memory_utilization=0.92, max_num_seqs=256))
+    advice = only(traces.start_up_runs_out, EngineArgs(gpu_memory_utilization=0.92, max_num_seqs=256))
 
     assert evidence(advice)["failed_starts"] == 3
     assert flags(advice) == [

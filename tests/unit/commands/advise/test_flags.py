@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.settings import FIRST, OLDEST, Flag, Settings, Version, version_of
+from vllm_headroom.commands.advise.settings import FIRST, OLDEST, EngineArgs, Flag, Version, version_of
 from vllm_headroom.commands.advise.verdict import judge
 
 
@@ -64,7 +64,7 @@ def test_the_options_are_those_of_vllm() -> None:
 def test_an_option_that_a_version_does_not_have_is_left_out_and_told(
     version: Version | None, flags: list[Flag], note: str | None
 ) -> None:
-    told = judge(traces.facts(traces.prefix_cache(), Settings(version=version)))
+    told = judge(traces.facts(traces.prefix_cache(), EngineArgs(version=version)))
 
     (advice,) = told.advice
     assert [change.flag for change in advice.changes if change.flag] == flags
@@ -82,7 +82,7 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
             records.append(record)
         return records
 
-    told = judge(traces.facts(bare(), Settings(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
+    told = judge(traces.facts(bare(), EngineArgs(sizes_cache_in_bytes=True, kv_cache_memory_bytes=2**36)))
 
     assert told.facts.settings.known == OLDEST
     assert [change.flag for advice in told.advice for change in advice.changes] == []
@@ -90,6 +90,6 @@ def test_where_nothing_tells_the_version_only_options_that_all_have_are_advised(
 
 
 def test_a_version_newer_than_those_looked_at_is_told() -> None:
-    told = judge(traces.facts(traces.burst(), Settings(version=(0, 40, 0))))
+    told = judge(traces.facts(traces.burst(), EngineArgs(version=(0, 40, 0))))
 
     assert any(note.startswith("vLLM 0.40.0 is newer than 0.33.0") for note in told.notes)

@@ -10,9 +10,9 @@ from tests.unit.commands.advise import traces
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.facts import Shortage
 from vllm_headroom.commands.advise.finding import Cause
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.commands.advise.verdict import judge
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 
 
 def engine(records: traces.Records) -> EngineFacts:
@@ -76,7 +76,7 @@ def test_what_was_seen_under_other_settings_says_nothing_of_these() -> None:
 
     told = judge(traces.facts(changed()))
 
-    assert told.verdict is Verdict.GOOD
+    assert told.verdict is Conclusion.GOOD
     assert told.facts.span_seconds == pytest.approx(8 * 3600, abs=60)
     assert told.notes[0].startswith("Judged since 2025-10-09 16:53:20Z")
 
@@ -114,7 +114,7 @@ def test_one_start_that_failed_may_be_a_person_who_changed_their_mind() -> None:
 
     told = judge(traces.facts(records))
 
-    assert told.verdict is Verdict.CANNOT_TELL
+    assert told.verdict is Conclusion.CANNOT_TELL
     assert len(told.facts.failed_starts) == 1
 
 
@@ -138,13 +138,13 @@ def test_samples_without_gpus_or_engines_are_passed_over() -> None:
         for step, record in enumerate(traces.healthy())
     ]
 
-    assert judge(traces.facts(records)).verdict is Verdict.GOOD
+    assert judge(traces.facts(records)).verdict is Conclusion.GOOD
 
 
 def test_a_short_trace_is_not_called_healthy() -> None:
     told = judge(traces.facts(traces.healthy(0.5)))
 
-    assert told.verdict is Verdict.CANNOT_TELL
+    assert told.verdict is Conclusion.CANNOT_TELL
     assert "a longer history: there are 29 min 30 s of it, and an hour is the least" in told.missing
 
 
@@ -152,7 +152,7 @@ def test_a_prefix_cache_is_not_judged_while_requests_wait_in_an_old_version() ->
     records = [{**record, "engines": [record["engines"][0] | {"waiting": 5}]} for record in traces.prefix_cache()]
     seen = traces.history(records)
 
-    old, new = (judge(seen.facts(Settings(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
+    old, new = (judge(seen.facts(EngineArgs(version=version))) for version in ((0, 26, 0), (0, 27, 0)))
 
     assert old.advice == ()
     assert any("not to be believed" in note for note in old.notes)
@@ -164,14 +164,14 @@ def test_a_prefix_cache_is_not_judged_by_four_hours() -> None:
 
     told = judge(traces.facts(records))
 
-    assert told.verdict is Verdict.GOOD
+    assert told.verdict is Conclusion.GOOD
     assert any(note.startswith("Too little was looked up in the prefix cache") for note in told.notes)
 
 
 def test_a_trace_of_nothing_is_told_what_it_lacks() -> None:
     told = judge(traces.facts([{"t": 1.0}, {"t": 4000.0}]))
 
-    assert told.verdict is Verdict.CANNOT_TELL
+    assert told.verdict is Conclusion.CANNOT_TELL
     assert told.missing == (
         "memory of the engine's GPUs: none was read that is known to be the engine's",
         "the engine's own page: it was not read",

@@ -20,9 +20,9 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.facts import Extent, Facts
 from vllm_headroom.commands.advise.finding import Cause
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Flag, Settings
-from vllm_headroom.commands.advise.verdict import Answer, judge
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.advise.settings import EngineArgs, Flag
+from vllm_headroom.commands.advise.verdict import Assessment, judge
+from vllm_headroom.commands.conclusion import Conclusion
 
 FULL: Lines = {
     of_engine(catalog.ENGINE_KV_USED): 0.99,
@@ -31,13 +31,13 @@ FULL: Lines = {
 }
 
 
-def facts(lines: Lines, settings: Settings | None = None) -> Facts:
-    found = facts_of(text(lines), settings or Settings())
+def facts(lines: Lines, settings: EngineArgs | None = None) -> Facts:
+    found = facts_of(text(lines), settings or EngineArgs())
     assert isinstance(found, Facts), found
     return found
 
 
-def answer(lines: Lines) -> Answer:
+def answer(lines: Lines) -> Assessment:
     return judge(facts(lines))
 
 
@@ -48,13 +48,13 @@ def causes(lines: Lines) -> list[Cause]:
 def test_a_healthy_page_is_told_nothing_now() -> None:
     told = answer(healthy())
 
-    assert (told.verdict, told.missing) == (Verdict.GOOD, ())
+    assert (told.verdict, told.missing) == (Conclusion.GOOD, ())
     assert any(note.startswith("One page is a moment") for note in told.notes)
 
 
 def test_the_share_that_vllm_may_take_comes_from_its_budget() -> None:
     assert facts(healthy()).settings.gpu_memory_utilization == pytest.approx(0.92)
-    assert facts(healthy(), Settings(gpu_memory_utilization=0.8)).settings.gpu_memory_utilization == 0.8
+    assert facts(healthy(), EngineArgs(gpu_memory_utilization=0.8)).settings.gpu_memory_utilization == 0.8
 
 
 def test_what_is_on_the_page_shows_how_new_vllm_is_at_least() -> None:
@@ -67,7 +67,7 @@ def test_what_is_on_the_page_shows_how_new_vllm_is_at_least() -> None:
         7,
         3,
     )
-    assert facts(healthy(), Settings(version=(0, 6, 3))).settings.known == (0, 6, 3)
+    assert facts(healthy(), EngineArgs(version=(0, 6, 3))).settings.known == (0, 6, 3)
 
 
 def test_little_left_now_is_an_overshoot_with_a_value() -> None:
@@ -117,7 +117,7 @@ def test_memory_of_nobody_up_to_200_mib_is_the_drivers() -> None:
 
 
 def test_a_full_cache_that_hardly_preempts_is_no_trouble() -> None:
-    assert answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 500}).verdict is Verdict.GOOD
+    assert answer(healthy() | FULL | {of_engine(catalog.ENGINE_PREEMPTIONS): 500}).verdict is Conclusion.GOOD
 
 
 def test_a_full_cache_that_preempts_is_told_as_of_now() -> None:
@@ -181,7 +181,7 @@ def test_a_cache_sized_in_bytes_is_told_by_how_much_to_change_it() -> None:
 def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing: str) -> None:
     told = answer(healthy() | lines)
 
-    assert (told.verdict, told.missing) == (Verdict.CANNOT_TELL, (missing,))
+    assert (told.verdict, told.missing) == (Conclusion.CANNOT_TELL, (missing,))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_is_not_known_is_named_and_not_called_healthy(lines: Lines, missing
 def test_what_is_not_on_the_page_is_missing(gone: object, missing: str) -> None:
     told = answer({key: value for key, value in healthy().items() if key[0] is not gone})
 
-    assert (told.verdict, told.missing) == (Verdict.CANNOT_TELL, (missing,))
+    assert (told.verdict, told.missing) == (Conclusion.CANNOT_TELL, (missing,))
 
 
 def test_a_gpu_that_is_not_the_engines_is_left_out() -> None:
@@ -230,7 +230,7 @@ def test_ranks_are_named_where_there_are_several() -> None:
     ],
 )
 def test_another_page_is_refused_with_its_reason(page: str, why: str) -> None:
-    found = facts_of(page, Settings())
+    found = facts_of(page, EngineArgs())
 
     assert isinstance(found, str)
     assert found.startswith(why)

@@ -13,9 +13,9 @@ from vllm_headroom.commands.advise.engine_facts import CappedFacts, EngineFacts,
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell, Start
 from vllm_headroom.commands.advise.finding import Cause, Change
 from vllm_headroom.commands.advise.report import document, text
-from vllm_headroom.commands.advise.settings import FIRST, Flag, Settings
+from vllm_headroom.commands.advise.settings import FIRST, EngineArgs, Flag
 from vllm_headroom.commands.advise.verdict import judge
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
 
@@ -109,7 +109,7 @@ ENGINE = st.builds(
     ),
 )
 SETTINGS = st.builds(
-    Settings,
+    EngineArgs,
     version=maybe(VERSION),
     at_least=VERSION,
     gpu_memory_utilization=maybe(st.floats(0.01, 1)),
@@ -141,7 +141,7 @@ def facts(leak: st.SearchStrategy[Leak] = LEAK) -> st.SearchStrategy[Facts]:
 ENDED_BESIDE_OTHERS = Start(most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=2e9, room_before_bytes=2.1e9)
 MORE_WAS_FREE_THAN_IS_THERE = Facts(
     origin=Origin.TRACE,
-    settings=Settings(),
+    settings=EngineArgs(),
     gpus=(GpuFacts(index=0, uuid="GPU-a", leak=Leak(state=LeakState.STABLE), usable_bytes=1e9),),
     failed_starts=(ENDED_BESIDE_OTHERS, ENDED_BESIDE_OTHERS),
 )
@@ -216,6 +216,6 @@ def test_no_two_changes_pull_one_option_apart(found: Facts) -> None:
 def test_nothing_to_change_is_said_only_where_nothing_is_missing(found: Facts) -> None:
     told = judge(found)
 
-    assert (told.verdict is Verdict.NOT_GOOD) == bool(told.advice)
-    if told.verdict is Verdict.GOOD:
+    assert (told.verdict is Conclusion.NOT_GOOD) == bool(told.advice)
+    if told.verdict is Conclusion.GOOD:
         assert not told.missing

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom.commands.advise.settings import SIZES_CACHE_IN_BYTES, Settings
+from vllm_headroom.commands.advise.settings import SIZES_CACHE_IN_BYTES, EngineArgs
 from vllm_headroom.commands.advise.verdict import judge
 
 
-def told(settings: Settings = traces.UNTOLD, **said: Any) -> Settings:
+def told(settings: EngineArgs = traces.UNTOLD, **said: Any) -> EngineArgs:
     return traces.facts((traces.sample(step, **said) for step in range(3)), settings).settings
 
 
@@ -21,7 +21,7 @@ def test_the_share_of_the_gpu_is_the_engines_own() -> None:
 
 
 def test_what_the_operator_gives_wins() -> None:
-    assert told(Settings(gpu_memory_utilization=0.8), gpu_memory_utilization=0.92).gpu_memory_utilization == 0.8
+    assert told(EngineArgs(gpu_memory_utilization=0.8), gpu_memory_utilization=0.92).gpu_memory_utilization == 0.8
 
 
 def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:

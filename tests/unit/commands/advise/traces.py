@@ -8,15 +8,14 @@ from random import Random
 from typing import Any, Final
 
 from vllm_headroom.commands.advise.facts import Facts
-from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Settings
-from vllm_headroom.model import Snapshot
+from vllm_headroom.commands.advise.history.history import Past
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.trace.parse import snapshots
 
 Record = dict[str, Any]
 Records = Iterable[Record]
 
-UNTOLD: Final = Settings()
+UNTOLD: Final = EngineArgs()
 BEGAN: Final = 1_760_000_000.0
 STEP: Final = 30.0
 MIB: Final = 2**20
@@ -33,14 +32,13 @@ def text(records: Records) -> str:
     return "\n".join(('{"headroom_trace": 1}', *map(json.dumps, records))) + "\n"
 
 
-def facts(records: Records, settings: Settings = UNTOLD) -> Facts:
+def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
     return history(records).facts(settings)
 
 
-def history(records: Records) -> History:
-    seen = History()
+def history(records: Records) -> Past:
+    seen = Past()
     for snapshot in snapshots(text(records).encode().splitlines()):
-        assert isinstance(snapshot, Snapshot), snapshot
         seen.step(snapshot)
     return seen
 

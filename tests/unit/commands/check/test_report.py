@@ -12,7 +12,7 @@ import pytest
 from tests.unit.commands.check.checking import check
 from vllm_headroom.commands.check.judgement import Judgement, Unit
 from vllm_headroom.commands.check.text import commands, report
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.conclusion import Conclusion
 
 ATTRIBUTES: Final = {
     "testsuites": {"name", "time", "tests", "failures", "disabled", "errors"},
@@ -53,7 +53,7 @@ def well_formed(xml: str | bytes) -> ET.Element:
     return suite
 
 
-def judgement(verdict: Verdict, *, why: str = "", found: str = "2 GB") -> Judgement:
+def judgement(verdict: Conclusion, *, why: str = "", found: str = "2 GB") -> Judgement:
     return Judgement(
         limit="memory",
         of="GPU 0",
@@ -84,7 +84,7 @@ def test_the_junit_report_has_a_test_for_each_judgement(
 
 
 def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> None:
-    (case,) = well_formed(report((judgement(Verdict.NOT_GOOD, why="at the highest <&>"),)))
+    (case,) = well_formed(report((judgement(Conclusion.NOT_GOOD, why="at the highest <&>"),)))
 
     assert case[0].get("message") == "memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"
     assert case[0].text == "at the highest <&>"
@@ -101,7 +101,7 @@ def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> 
     ],
 )
 def test_a_figure_is_said_in_its_unit(unit: Unit, value: float | None, words: str) -> None:
-    assert Judgement(limit="x", verdict=Verdict.GOOD, unit=unit, value=value).words == (words, "", "")
+    assert Judgement(limit="x", verdict=Conclusion.GOOD, unit=unit, value=value).words == (words, "", "")
 
 
 def test_a_trace_that_cannot_be_read_leaves_no_older_report(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_annotation_of_a_pass(steady: str) -> None:
 
 
 def test_an_annotation_is_one_line_whatever_it_says() -> None:
-    (line,) = commands((judgement(Verdict.CANNOT_TELL, why="50%\r\n::error::x"),))
+    (line,) = commands((judgement(Conclusion.CANNOT_TELL, why="50%\r\n::error::x"),))
 
     assert line == (
         "::warning title=vllm-headroom check::memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"

@@ -15,7 +15,7 @@ from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.proc_tree import ProcTree
 from tests.settings import load
 from vllm_headroom.commands.doctor.command import examine
-from vllm_headroom.commands.doctor.fixes import Finding
+from vllm_headroom.commands.doctor.fixes import Check
 
 CONTAINER: Final = "pid:[4026532555]"
 CORE: Final = 4426
@@ -58,7 +58,7 @@ class Vllm(EngineServer):
         (self.version if asked == "/version" else self.metrics)(connection, closing)
 
 
-def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: str) -> dict[str, Finding]:
+def examined(proc: Path | None = None, sys: Path | None = None, /, **settings: str) -> dict[str, Check]:
     """Return the findings by name, with these settings without their prefix; nothing else is set.
 
     Without `proc` no process of a vLLM is seen and without `sys` no card of AMD's, whatever this machine has.
@@ -83,6 +83,6 @@ def proc(folder: Path, server: Vllm | None = None, *, namespace: str = CONTAINER
     return path
 
 
-def lines(finding: Finding) -> list[str]:
+def lines(finding: Check) -> list[str]:
     """Return the lines of all fixes."""
     return [line for fix in finding.fixes for line in fix.lines]

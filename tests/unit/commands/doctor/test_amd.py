@@ -13,7 +13,7 @@ from tests.fakes.nobody import nobody, open_folder
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import State
+from vllm_headroom.commands.doctor.fixes import Status
 
 CARDS = ("0000:c1:00.0", "0000:e5:00.0")
 
@@ -45,14 +45,14 @@ def test_cards_of_amds_need_no_nvml_and_are_the_engines_by_its_processes(
 
     nvml = findings["nvml"]
     assert (nvml.state, nvml.text) == (
-        State.NOT_APPLICABLE,
+        Status.NOT_APPLICABLE,
         "not needed: the GPUs are AMD's, whose driver tells of them in /sys",
     )
     assert findings["gpus"].details[0] == "GPU 0 (GPU-0000000000000000) AMD Instinct MI300X OAM"
     assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
     memory = findings["process_memory"]
     assert (memory.state, memory.text) == (
-        State.OK,
+        Status.OK,
         "AMD's driver tells each process's own memory, seen from the machine's first PID namespace",
     )
 
@@ -64,7 +64,7 @@ def test_a_container_that_may_trace_the_engine_needs_no_newer_driver(sys: AmdTre
     findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 
     assert findings["gpu_attribution"].text == "1 of 2 taken for the engine's"
-    assert findings["process_memory"].state is State.OK
+    assert findings["process_memory"].state is Status.OK
 
 
 def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vllm: Vllm, folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_container_that_may_not_trace_the_engine_is_told_how(sys: AmdTree, vll
         findings = examined(tree, sys.path, ENGINE_URL=vllm.url)
 
     owned, memory = findings["gpu_attribution"], findings["process_memory"]
-    assert owned.state is memory.state is State.MISSING
+    assert owned.state is memory.state is Status.MISSING
     assert "which alone tells a container who is on AMD's cards" in owned.text
     assert memory.text.startswith("the memory of each process is not told on GPU 0")
     for found in (owned, memory):
@@ -90,7 +90,7 @@ def test_a_card_whose_memory_kfd_does_not_tell_is_missing_it(sys: AmdTree, vllm:
 
     found = examined(proc(folder, vllm), sys.path, ENGINE_URL=vllm.url)["gpus"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "is not told by KFD, or not to this container" in found.details[0]
     assert "devices: [/dev/kfd, /dev/dri]" in lines(found)
 
@@ -101,7 +101,7 @@ def test_without_any_gpu_both_ways_are_told(sys: AmdTree) -> None:
 
     found = examined(None, sys.path)["nvml"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "nor is there a card of AMD's driver amdgpu" in found.text
     assert {"modprobe nvidia", "cat /sys/class/drm/card*/device/mem_info_vram_total"} <= set(lines(found))
 

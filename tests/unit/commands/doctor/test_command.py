@@ -7,8 +7,8 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.fixes import State
-from vllm_headroom.commands.doctor.text import document
+from vllm_headroom.commands.doctor.command import document
+from vllm_headroom.commands.doctor.fixes import Status
 
 
 def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
 
     assert document(findings, "0.1.0")["ok"] is True, findings
     unused = {"listen_port", "probe"}
-    assert {name for name, finding in findings.items() if finding.state is not State.OK} == unused
+    assert {name for name, finding in findings.items() if finding.state is not Status.OK} == unused
     assert not any(finding.fixes or finding.absent for finding in findings.values())
 
 
@@ -41,7 +41,7 @@ def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:
         LISTEN_PORT="9839",
     )
 
-    missing = {name for name, finding in findings.items() if finding.state is State.MISSING}
+    missing = {name for name, finding in findings.items() if finding.state is Status.MISSING}
     assert missing == {
         "engine",
         "kv_bytes",

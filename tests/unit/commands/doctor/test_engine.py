@@ -11,7 +11,7 @@ from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.commands.doctor.engine import engine
-from vllm_headroom.commands.doctor.fixes import State, engine_fixes, setting
+from vllm_headroom.commands.doctor.fixes import Status, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source
@@ -27,7 +27,7 @@ def test_a_vllm_is_told_with_its_version_and_model() -> None:
     with Vllm(version="0.32.0") as server:
         found = examined(ENGINE_URL=server.url)["engine"]
 
-    assert (found.state, found.fixes, found.absent) == (State.OK, (), ())
+    assert (found.state, found.fixes, found.absent) == (Status.OK, (), ())
     assert found.text == f"{server.url} answers: vllm, version 0.32.0, model tiny"
 
 
@@ -44,7 +44,7 @@ def test_a_version_that_is_not_told_is_not_made_up(version: Answer) -> None:
         server.version = version
         found = examined(ENGINE_URL=server.url)["engine"]
 
-    assert found.state is State.OK
+    assert found.state is Status.OK
     assert found.text == f"{server.url} answers: vllm, a version that it does not tell, model tiny"
 
 
@@ -61,7 +61,7 @@ def test_the_engine_is_asked_with_the_settings_that_the_daemon_has(tmp_path: Pat
 def test_a_dead_port_is_missing_with_the_failures_words_and_the_setting() -> None:
     found = examined(ENGINE_URL=f"http://127.0.0.1:{free_port()}")["engine"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "Connection refused" in found.text
     assert "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics" in lines(found)
     assert "headroom_engine_requests_*" in found.absent
@@ -83,17 +83,17 @@ def test_a_page_that_is_not_the_engines_is_missing(answer: Answer, words: str, l
         findings = examined(ENGINE_URL=server.url, ENGINE_TIMEOUT_SECONDS="0.3" if answer is hang else "30")
 
     found = findings["engine"]
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert words in found.text
     assert line in lines(found)
-    assert {findings[name].state for name in ("engine_inputs", "reported_memory")} == {State.UNKNOWN}
+    assert {findings[name].state for name in ("engine_inputs", "reported_memory")} == {Status.UNKNOWN}
 
 
 def test_a_vllm_without_its_statistics_is_told_the_option() -> None:
     with Vllm((FOLDER / "vllm-0.32.0-disable-log-stats" / "idle.prom").read_text()) as server:
         found = examined(ENGINE_URL=server.url)["engine"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert lines(found)[0] == "--disable-log-stats"
 
 
@@ -112,7 +112,7 @@ def test_a_vllm_that_runs_here_and_does_not_listen_may_be_loading(tmp_path: Path
 
     found = examined(tmp_path, ENGINE_URL=f"http://127.0.0.1:{port}")["engine"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "while an engine loads its model" in found.details[0]
     assert lines(found)[0] == "Application startup complete."
 
@@ -140,7 +140,7 @@ def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
 
     found = engine(sight)
 
-    assert found.state is State.UNKNOWN
+    assert found.state is Status.UNKNOWN
     assert found.details == ("the daemon waits 30 s, this command 6 s",)
 
 

@@ -6,31 +6,31 @@ from pathlib import Path
 import pytest
 
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, Status
 from vllm_headroom.trace.write import HEADER, line
 
 USER = f"user {os.getuid()}"
 
 
-def state_dir(path: Path) -> Finding:
+def state_dir(path: Path) -> Check:
     return examined(STATE_DIR=str(path))["state_dir"]
 
 
-def trace_file(path: Path) -> Finding:
+def trace_file(path: Path) -> Check:
     return examined(TRACE_FILE=str(path))["trace_file"]
 
 
 def test_what_is_not_configured_does_not_apply() -> None:
     findings = examined()
 
-    assert {findings[name].state for name in ("state_dir", "trace_file")} == {State.NOT_APPLICABLE}
+    assert {findings[name].state for name in ("state_dir", "trace_file")} == {Status.NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("below", [".", "made/by/the/daemon"])
 def test_a_state_directory_that_can_be_written_is_left_as_it_was(tmp_path: Path, below: str) -> None:
     found = state_dir(tmp_path / below)
 
-    assert (found.state, found.text) == (State.OK, f"{tmp_path / below} can be written by {USER}")
+    assert (found.state, found.text) == (Status.OK, f"{tmp_path / below} can be written by {USER}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,15 +41,15 @@ def test_a_state_directory_on_a_file_is_missing(tmp_path: Path, below: str) -> N
 
     found = state_dir(file / below)
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert found.text == f"{file / below} cannot be written by {USER}: Not a directory"
     assert "  env: [{name: HEADROOM_STATE_DIR, value: /var/lib/vllm-headroom}]" in lines(found)
 
 
 @pytest.mark.parametrize("folder", ["/proc/self", "/proc/vllm-headroom"])
 def test_a_file_system_that_takes_no_files_is_missing(folder: str) -> None:
-    assert state_dir(Path(folder)).state is State.MISSING
-    assert trace_file(Path(folder) / "trace.jsonl").state is State.MISSING
+    assert state_dir(Path(folder)).state is Status.MISSING
+    assert trace_file(Path(folder) / "trace.jsonl").state is Status.MISSING
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -58,7 +58,7 @@ def test_a_directory_of_another_user_is_missing(tmp_path: Path) -> None:
 
     found = state_dir(tmp_path)
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "Permission denied" in found.text
 
 
@@ -68,7 +68,7 @@ def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, content: 
     if content is not None:
         file.write_bytes(content)
 
-    assert trace_file(file).state is State.OK
+    assert trace_file(file).state is Status.OK
     assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if content is None else [content])
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
 
     found = trace_file(file)
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "the file is there and is no trace" in found.text
     assert lines(found) == [f"HEADROOM_TRACE_FILE={file}.jsonl"]
     assert file.read_text() == "root:x:0:0\n"
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
 def test_a_trace_in_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
     found = trace_file(tmp_path / "nowhere" / "trace.jsonl")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert found.text.endswith("No such file or directory")
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import State, gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import Status, gpu_fixes, nvml_fixes
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
 pytestmark = pytest.mark.usefixtures("nvml")
@@ -19,7 +19,7 @@ def test_a_lost_gpu_is_missing_and_named(nvml: FakeNvml) -> None:
 
     found = examined()["gpus"]
 
-    assert (found.state, found.text) == (State.MISSING, "2 visible, of which 1 cannot be read")
+    assert (found.state, found.text) == (Status.MISSING, "2 visible, of which 1 cannot be read")
     assert found.details[1].startswith("GPU 1 (UUID not known): the GPU is lost")
     assert lines(found) == ["dmesg --ctime | grep -e NVRM -e Xid -e amdgpu"]
 
@@ -30,7 +30,7 @@ def test_a_hung_gpu_is_missing_and_the_other_is_read(nvml: FakeNvml) -> None:
 
     findings = examined()
 
-    assert findings["nvml"].state is State.OK
+    assert findings["nvml"].state is Status.OK
     assert findings["gpus"].text == "2 visible, of which 1 cannot be read"
     assert "the GPU does not answer" in findings["gpus"].details[0]
 
@@ -41,7 +41,7 @@ def test_a_gpu_that_tells_no_memory_is_missing_it(nvml: FakeNvml) -> None:
 
     found = examined()["gpus"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "NVML tells no memory of it" in found.details[0]
     assert found.absent == ("headroom_gpu_memory_* of GPU 0 (GPU-a)",)
 
@@ -75,10 +75,10 @@ def test_a_driver_that_fails_is_missing_and_what_needs_it_unknown(
 
     findings = examined()
 
-    assert findings["nvml"].state is State.MISSING
+    assert findings["nvml"].state is Status.MISSING
     assert words in findings["nvml"].text
     assert line in lines(findings["nvml"])
-    assert all(findings[name].state is State.UNKNOWN for name in ("gpus", "gpu_attribution", "process_memory"))
+    assert all(findings[name].state is Status.UNKNOWN for name in ("gpus", "gpu_attribution", "process_memory"))
 
 
 @pytest.mark.parametrize("reason", REASONS[Source.NVML])

@@ -4,12 +4,12 @@ import pytest
 
 from tests.contract.recorded import FOLDER, OTHERS
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, Status
 
 SGLANG = ('sglang:num_running_reqs{model_name="m"} 1', 'sglang:prompt_tokens_total{model_name="m"} 5')
 
 
-def offers(metrics: str, name: str, **settings: str) -> Finding:
+def offers(metrics: str, name: str, **settings: str) -> Check:
     with Vllm(metrics) as server:
         return examined(ENGINE_URL=server.url, **settings)[name]
 
@@ -22,14 +22,14 @@ def recorded(name: str) -> str:
 def test_a_present_vllm_offers_all_that_is_needed(version: str) -> None:
     found = offers(recorded(f"vllm-{version}/load-waiting"), "engine_inputs")
 
-    assert (found.state, found.absent, found.fixes) == (State.OK, (), ())
+    assert (found.state, found.absent, found.fixes) == (Status.OK, (), ())
     assert "prefix_cache_hit_rate" in found.details[0]
 
 
 def test_what_an_older_vllm_does_not_offer_is_missing_with_its_series() -> None:
     found = offers(recorded("vllm-0.10.2.post2/load-waiting"), "engine_inputs")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert found.text == "14 of 17 inputs offered, not sleep_state"
     assert found.absent == ("headroom_engine_awake", "headroom_sleep_residue_bytes")
     assert lines(found) == ["# 0.11.1 or newer, which offers all of them"]
@@ -46,7 +46,7 @@ def test_a_hit_ratio_that_the_engine_tells_itself_is_not_called_absent() -> None
 def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
     found = offers(recorded(name), "engine_inputs")
 
-    assert found.state is State.UNKNOWN
+    assert found.state is Status.UNKNOWN
     assert "no request has been served yet" in found.text
     assert lines(found)[0].startswith("curl http://127.0.0.1:")
     assert "headroom_engine_requests_running" in found.absent
@@ -66,13 +66,13 @@ def test_before_the_first_request_nothing_is_called_missing(name: str) -> None:
 def test_what_memory_is_compared_with_is_told(metrics: str, settings: dict[str, str], text: str) -> None:
     found = offers(metrics, "reported_memory", **settings)
 
-    assert (found.state, found.text) == (State.OK, text)
+    assert (found.state, found.text) == (Status.OK, text)
 
 
 def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
     found = offers(recorded("vllm-0.32.0/load-waiting"), "reported_memory")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "--kv-cache-memory-bytes" in found.text
     assert lines(found) == [
         "HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU",
@@ -84,7 +84,7 @@ def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
 def test_a_budget_that_is_not_told_is_missing() -> None:
     found = offers(RECORDED.replace("gpu_memory_utilization=", "other="), "reported_memory")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "does not tell one gpu_memory_utilization" in found.text
     assert len(found.fixes) == 1
 
@@ -92,13 +92,13 @@ def test_a_budget_that_is_not_told_is_missing() -> None:
 def test_the_bytes_of_a_token_have_to_be_set() -> None:
     unset, given = examined()["kv_bytes"], examined(KV_BYTES_PER_TOKEN="131072")["kv_bytes"]
 
-    assert unset.state is State.MISSING
+    assert unset.state is Status.MISSING
     assert [line.partition("=")[0] for line in lines(unset)[:2]] == [
         "HEADROOM_MODEL_CONFIG",
         "HEADROOM_KV_BYTES_PER_TOKEN",
     ]
     assert "headroom_engine_kv_cache_capacity_bytes" in unset.absent
-    assert (given.state, given.text) == (State.OK, "131072 bytes per token are set")
+    assert (given.state, given.text) == (Status.OK, "131072 bytes per token are set")
 
 
 def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page_tells_its_dtype() -> None:
@@ -107,14 +107,14 @@ def test_bytes_of_the_kv_cache_come_from_the_models_configuration_where_the_page
     told = offers(recorded("vllm-0.32.0/load-waiting"), "kv_bytes", MODEL_CONFIG=model)
     untold = offers("vllm:num_requests_running 1\n", "kv_bytes", MODEL_CONFIG=model)
 
-    assert (told.state, untold.state) == (State.OK, State.MISSING)
+    assert (told.state, untold.state) == (Status.OK, Status.MISSING)
     assert any("HEADROOM_MODEL_CONFIG=" in line for line in lines(untold))
 
 
 def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
     found = offers((OTHERS / "llama-cpp-idle.prom").read_text(), "engine_inputs")
 
-    assert found.state is State.OK
+    assert found.state is Status.OK
     untold = "llama.cpp does not tell requests_finished: it counts none: growth per request cannot be told"
     assert untold in found.details
 
@@ -122,11 +122,11 @@ def test_what_another_engine_never_tells_is_said_with_the_reason() -> None:
 def test_another_engines_older_version_is_not_told_to_take_a_newer_vllm() -> None:
     found = offers("".join(f"{line}\n" for line in SGLANG), "engine_inputs")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert [fix.where for fix in found.fixes] == ["in SGLang's image"]
 
 
 def test_bytes_that_an_engine_tells_are_what_memory_is_compared_with() -> None:
     found = offers((OTHERS / "tensorrt-llm.prom").read_text(), "reported_memory")
 
-    assert (found.state, found.text) == (State.OK, "the engine reports 70.0 GiB on each GPU")
+    assert (found.state, found.text) == (Status.OK, "the engine reports 70.0 GiB on each GPU")

@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import State
+from vllm_headroom.commands.doctor.fixes import Status
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -24,7 +24,7 @@ def test_the_gpus_of_the_engines_processes_are_told_as_such(nvml: FakeNvml, vllm
         "GPU 1 (GPU-b) NVIDIA H100 80GB HBM3",
     )
     owned = findings["gpu_attribution"]
-    assert (owned.state, owned.text) == (State.OK, "1 of 2 taken for the engine's")
+    assert (owned.state, owned.text) == (Status.OK, "1 of 2 taken for the engine's")
     assert owned.details == (
         "GPU 0 (GPU-a) not taken for the engine's",
         "GPU 1 (GPU-b) the engine's (process: one of its processes is on it)",
@@ -36,7 +36,7 @@ def test_two_gpus_without_the_engines_processes_are_missing_an_owner(vllm: Vllm,
     findings = examined(proc(tmp_path), ENGINE_URL=vllm.url)
 
     owned, seen = findings["gpu_attribution"], findings["processes"]
-    assert (owned.state, seen.state) == (State.MISSING, State.MISSING)
+    assert (owned.state, seen.state) == (Status.MISSING, Status.MISSING)
     assert "cannot tell which GPUs the engine uses" in owned.text
     assert "which is not shared with vLLM's container" in seen.text
     assert lines(owned) == [
@@ -50,8 +50,8 @@ def test_two_gpus_without_the_engines_processes_are_missing_an_owner(vllm: Vllm,
 def test_while_the_engine_is_down_its_gpus_are_not_known_rather_than_missing(tmp_path: Path) -> None:
     findings = examined(proc(tmp_path), ENGINE_URL="http://127.0.0.1:1")
 
-    assert findings["gpu_attribution"].state is State.UNKNOWN
-    assert findings["processes"].state is State.UNKNOWN
+    assert findings["gpu_attribution"].state is Status.UNKNOWN
+    assert findings["processes"].state is Status.UNKNOWN
 
 
 def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml
 
     found = examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "cannot be matched with them in a container" in found.text
     assert lines(found)[-1].startswith("HEADROOM_GPUS=0,1 ")
 
@@ -69,7 +69,7 @@ def test_an_old_driver_in_a_container_leaves_the_gpus_to_be_named(nvml: FakeNvml
 def test_an_engine_on_gpus_that_are_not_visible_is_missing_them(vllm: Vllm, tmp_path: Path) -> None:
     found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "none of the engine's processes is on a visible GPU" in found.text
     assert "runtimeClassName: nvidia" in lines(found)
 
@@ -85,9 +85,9 @@ def test_the_only_gpu_is_doubted_where_the_engine_is_seen_and_is_not_on_it(
     nvml.write()
     there = examined(path, ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert elsewhere.state is State.UNKNOWN
+    assert elsewhere.state is Status.UNKNOWN
     assert "none of the engine's processes is on it" in elsewhere.text
-    assert there.state is State.OK
+    assert there.state is Status.OK
 
 
 def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
 
     found = examined(proc(tmp_path), ENGINE_URL=vllm.url)["gpu_attribution"]
 
-    assert found.state is State.OK
+    assert found.state is Status.OK
     assert found.details == ("GPU 0 (GPU-a) taken for the engine's (single: no other is visible)",)
 
 
@@ -104,14 +104,14 @@ def test_the_only_gpu_is_taken_where_processes_cannot_be_seen(nvml: FakeNvml, vl
 def test_named_gpus_are_told_as_named(gpus: str, how: str) -> None:
     found = examined(GPUS=gpus)["gpu_attribution"]
 
-    assert (found.state, found.text) == (State.OK, "2 of 2 taken for the engine's")
+    assert (found.state, found.text) == (Status.OK, "2 of 2 taken for the engine's")
     assert all(how in detail for detail in found.details)
 
 
 def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
     found = examined(GPUS="0,GPU-z")["gpu_attribution"]
 
-    assert (found.state, found.text) == (State.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
+    assert (found.state, found.text) == (Status.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
     assert found.absent == (), "the other one is there"
 
 

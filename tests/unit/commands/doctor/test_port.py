@@ -11,12 +11,12 @@ from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, Status
 
 SERVED = 'headroom_build_info{version="0.1.0",revision="",python_version="3.13.0"} 1.0\n'
 
 
-def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Finding:
+def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Check:
     return examined(LISTEN_PORT=str(port), LISTEN_HOST=host, **settings)["listen_port"]
 
 
@@ -26,7 +26,7 @@ def test_a_free_port_is_told_as_free_and_stays_so() -> None:
 
     found = listen_port(port)
 
-    assert (found.state, found.text) == (State.OK, f"port {port} is free: no daemon is running here")
+    assert (found.state, found.text) == (Status.OK, f"port {port} is free: no daemon is running here")
     socket.create_server(("127.0.0.1", port)).close()
 
 
@@ -35,7 +35,7 @@ def test_a_running_daemon_is_told_with_its_version(host: str) -> None:
     with EngineServer(page(SERVED)) as server:
         found = listen_port(server.port, host)
 
-    assert found.state is State.OK
+    assert found.state is Status.OK
     assert found.text == f"a daemon is running here and serves port {server.port}: vllm-headroom 0.1.0"
 
 
@@ -44,7 +44,7 @@ def test_a_port_that_another_program_has_is_missing(answer: Answer) -> None:
     with EngineServer(answer) as server:
         found = listen_port(server.port)
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert found.text == f"port {server.port} is taken by something that does not answer as vllm-headroom"
     assert lines(found) == ["HEADROOM_LISTEN_PORT=9839"]
 
@@ -67,8 +67,8 @@ def test_a_daemon_behind_tls_is_known_by_its_certificate(web_config: Path) -> No
         unknown = listen_port(port)
 
     text = f"a daemon is running here: port {port} speaks TLS with the certificate of HEADROOM_WEB_CONFIG_FILE"
-    assert (known.state, known.text) == (State.OK, text)
-    assert unknown.state is State.UNKNOWN
+    assert (known.state, known.text) == (Status.OK, text)
+    assert unknown.state is Status.UNKNOWN
     assert unknown.text.startswith(f"port {port} speaks TLS, as a daemon with HEADROOM_WEB_CONFIG_FILE does")
 
 
@@ -77,7 +77,7 @@ def test_another_certificate_is_another_server(web_config: Path) -> None:
         port = int(running.url.rpartition(":")[2])
         (web_config.parent / "server.crt").write_bytes((web_config.parent / "client.crt").read_bytes())
 
-        assert listen_port(port, WEB_CONFIG_FILE=str(web_config)).state is State.UNKNOWN
+        assert listen_port(port, WEB_CONFIG_FILE=str(web_config)).state is Status.UNKNOWN
 
 
 def test_a_daemon_with_users_is_told_to_ask_for_a_password(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_a_daemon_with_users_is_told_to_ask_for_a_password(tmp_path: Path) -> No
         port = int(running.url.rpartition(":")[2])
         found = listen_port(port, WEB_CONFIG_FILE=str(file))
 
-    assert found.state is State.UNKNOWN
+    assert found.state is Status.UNKNOWN
     assert found.text.startswith(f"port {port} asks for a user and a password, as a daemon")
 
 
 def test_an_address_of_another_machine_is_missing() -> None:
     found = listen_port(9839, "192.0.2.1")
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert "Cannot assign requested address" in found.text
     assert lines(found) == ["HEADROOM_LISTEN_HOST=  # nothing: all interfaces"]
 
@@ -105,4 +105,4 @@ def test_a_port_for_root_alone_is_missing_another() -> None:
 
 
 def test_any_port_does_not_apply() -> None:
-    assert listen_port(0).state is State.NOT_APPLICABLE
+    assert listen_port(0).state is Status.NOT_APPLICABLE

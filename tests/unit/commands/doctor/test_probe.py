@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import Finding, State
+from vllm_headroom.commands.doctor.fixes import Check, Status
 from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
 
@@ -31,14 +31,14 @@ def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
     (folder / f"{pid}-{int(report['started_at'])}.json").write_text(json.dumps(report))
 
 
-def found(folder: Path, proc: Path | None = None) -> Finding:
+def found(folder: Path, proc: Path | None = None) -> Check:
     return examined(proc, PROBE_DIR=str(folder))["probe"]
 
 
 def test_without_its_folder_it_does_not_apply() -> None:
     finding = examined()["probe"]
 
-    assert (finding.state, finding.text) == (State.NOT_APPLICABLE, OFF)
+    assert (finding.state, finding.text) == (Status.NOT_APPLICABLE, OFF)
 
 
 def test_it_is_there_and_answers(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_it_is_there_and_answers(tmp_path: Path) -> None:
 
     finding = found(tmp_path)
 
-    assert (finding.state, finding.text) == (State.OK, "it answers in 1 engine_core, 2 worker of vLLM 0.32.0")
+    assert (finding.state, finding.text) == (Status.OK, "it answers in 1 engine_core, 2 worker of vLLM 0.32.0")
     assert (finding.details, finding.absent, finding.fixes) == ((), (), ())
 
 
@@ -61,7 +61,7 @@ def test_without_figures_of_torch_it_says_so(tmp_path: Path) -> None:
 def test_a_folder_in_which_nobody_has_written_is_missing_the_probe(tmp_path: Path) -> None:
     finding = found(tmp_path)
 
-    assert finding.state is State.MISSING
+    assert finding.state is Status.MISSING
     assert finding.text.startswith(f"no probe has written into {tmp_path}")
     assert finding.absent == FROM_PROBE
     assert "  - {name: PYTHONPATH, value: /opt/headroom-probe}" in lines(finding)
@@ -70,7 +70,7 @@ def test_a_folder_in_which_nobody_has_written_is_missing_the_probe(tmp_path: Pat
 def test_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:
     finding = found(tmp_path / "nowhere")
 
-    assert finding.state is State.MISSING
+    assert finding.state is Status.MISSING
     assert "cannot be read (No such file or directory)" in finding.text
 
 
@@ -79,7 +79,7 @@ def test_what_wrote_long_ago_is_no_answer(tmp_path: Path) -> None:
 
     finding = found(tmp_path)
 
-    assert finding.state is State.MISSING
+    assert finding.state is Status.MISSING
     assert finding.text.startswith("none of vLLM's processes writes now")
 
 
@@ -91,7 +91,7 @@ def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> N
 
     finding = found(tmp_path)
 
-    assert finding.state is State.MISSING
+    assert finding.state is Status.MISSING
     assert finding.details == (
         "worker (pid 7 of its container) has stopped: /run/headroom-probe: No space left on device",
     )
@@ -108,5 +108,5 @@ def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm:
 
     finding = found(tmp_path / "files", tree)
 
-    assert finding.state is State.MISSING
+    assert finding.state is Status.MISSING
     assert finding.text == "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"

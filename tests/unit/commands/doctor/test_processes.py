@@ -7,7 +7,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST, ProcTree
 from tests.unit.commands.doctor.looking import CONTAINER, CORE, Vllm, examined, lines, proc
-from vllm_headroom.commands.doctor.fixes import State
+from vllm_headroom.commands.doctor.fixes import Status
 from vllm_headroom.scrape.proc.reader import HIDDEN
 
 pytestmark = pytest.mark.usefixtures("nvml")
@@ -16,21 +16,21 @@ pytestmark = pytest.mark.usefixtures("nvml")
 @pytest.mark.parametrize(
     ("namespace", "driver", "state", "words"),
     [
-        (CONTAINER, "530.30.02", State.MISSING, "the host's pids"),
-        (CONTAINER, "535.104.12", State.MISSING, "the host's pids"),
-        (CONTAINER, "535.113.01", State.MISSING, "another process's memory"),
-        (CONTAINER, "550.54.14", State.MISSING, "another process's memory"),
-        (CONTAINER, "560.35.03", State.MISSING, "another process's memory"),
-        (CONTAINER, "565.57.01", State.OK, "tells each process's own memory"),
-        (CONTAINER, "580.95.05", State.OK, "tells each process's own memory"),
-        (CONTAINER, None, State.UNKNOWN, "does not tell its version"),
-        (HOST, "530.30.02", State.OK, "tells each process's own memory"),
-        (HOST, "550.54.14", State.OK, "tells each process's own memory"),
-        (HOST, None, State.OK, "tells each process's own memory"),
+        (CONTAINER, "530.30.02", Status.MISSING, "the host's pids"),
+        (CONTAINER, "535.104.12", Status.MISSING, "the host's pids"),
+        (CONTAINER, "535.113.01", Status.MISSING, "another process's memory"),
+        (CONTAINER, "550.54.14", Status.MISSING, "another process's memory"),
+        (CONTAINER, "560.35.03", Status.MISSING, "another process's memory"),
+        (CONTAINER, "565.57.01", Status.OK, "tells each process's own memory"),
+        (CONTAINER, "580.95.05", Status.OK, "tells each process's own memory"),
+        (CONTAINER, None, Status.UNKNOWN, "does not tell its version"),
+        (HOST, "530.30.02", Status.OK, "tells each process's own memory"),
+        (HOST, "550.54.14", Status.OK, "tells each process's own memory"),
+        (HOST, None, Status.OK, "tells each process's own memory"),
     ],
 )
 def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
-    *, nvml: FakeNvml, vllm: Vllm, tmp_path: Path, namespace: str, driver: str | None, state: State, words: str
+    *, nvml: FakeNvml, vllm: Vllm, tmp_path: Path, namespace: str, driver: str | None, state: Status, words: str
 ) -> None:
     nvml.driver = driver
     nvml.gpus[0].processes = {CORE: GIB}
@@ -40,7 +40,7 @@ def test_the_memory_of_a_process_is_trusted_where_driver_and_namespace_allow_it(
 
     assert found.state is state
     assert words in found.text
-    if state is State.MISSING:
+    if state is Status.MISSING:
         assert lines(found) == ["# NVIDIA driver 565.57.01 or newer", "hostPID: true"]
         assert found.absent == ('headroom_gpu_memory_held_bytes{holder="engine"|"other"}',)
 
@@ -64,17 +64,17 @@ def test_memory_that_the_driver_does_not_tell_of_a_process_is_missing(
 
     found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["process_memory"]
 
-    assert found.state is State.MISSING
+    assert found.state is Status.MISSING
     assert found.text == "the memory of each process is not told on GPU 0 (GPU-a)"
 
 
 def test_a_proc_that_is_not_there_is_missing(tmp_path: Path) -> None:
     findings = examined(tmp_path / "nothing")
 
-    assert findings["processes"].state is State.MISSING
+    assert findings["processes"].state is Status.MISSING
     assert "cannot be read" in findings["processes"].text
     assert findings["processes"].fixes
-    assert findings["process_memory"].state is State.UNKNOWN
+    assert findings["process_memory"].state is Status.UNKNOWN
 
 
 @pytest.mark.parametrize("namespace", [CONTAINER, HOST])
@@ -90,7 +90,7 @@ def test_a_proc_that_hides_the_engine_is_missing_whether_its_page_answers_or_not
         assert findings["processes"].text == HIDDEN.message
         assert {"shareProcessNamespace: true", "ProtectProc=default"} <= set(lines(findings["processes"]))
         assert "shareProcessNamespace: true" in lines(findings["gpu_attribution"])
-        assert {findings[name].state for name in ("processes", "gpu_attribution")} == {State.MISSING}
+        assert {findings[name].state for name in ("processes", "gpu_attribution")} == {Status.MISSING}
 
 
 def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) -> None:
@@ -98,13 +98,13 @@ def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) 
 
     found = examined(tmp_path, ENGINE_URL="http://192.0.2.1:1")["processes"]
 
-    assert found.state is State.UNKNOWN
+    assert found.state is Status.UNKNOWN
     assert found.text.startswith("vLLM's are not among the ")
 
 
 def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
 
-    assert {findings[name].state for name in ("processes", "gpu_attribution")} == {State.MISSING}
+    assert {findings[name].state for name in ("processes", "gpu_attribution")} == {Status.MISSING}
     assert "engines' servers are visible" in findings["processes"].text
     assert "--port 8001  # another for each server" in lines(findings["processes"])

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_headroom.commands.doctor.fixes import Finding, Fix, State
-from vllm_headroom.commands.doctor.text import document, text
+from vllm_headroom.commands.doctor.command import document, text
+from vllm_headroom.commands.doctor.fixes import Check, Fix, Status
 from vllm_headroom.commands.terminal import WIDTH
 
-FINE = Finding(State.OK, "NVML answers, driver 580.95.05")
-UNSET = Finding(State.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
-UNKNOWN = Finding(State.UNKNOWN, "needs NVML, see nvml")
-MISSING = Finding(
-    State.MISSING,
+FINE = Check(Status.OK, "NVML answers, driver 580.95.05")
+UNSET = Check(Status.NOT_APPLICABLE, "HEADROOM_STATE_DIR is not set")
+UNKNOWN = Check(Status.UNKNOWN, "needs NVML, see nvml")
+MISSING = Check(
+    Status.MISSING,
     "vLLM answers, but none of its processes shows here " * 3,
     details=("a detail",),
     absent=("headroom_host_*",),
@@ -47,7 +47,7 @@ def test_that_nothing_is_missing_is_said() -> None:
 
 
 def test_the_text_fits() -> None:
-    told = text(document({"engine": Finding(State.MISSING, "model" + " word" * 99)}, "0.1.0"))
+    told = text(document({"engine": Check(Status.MISSING, "model" + " word" * 99)}, "0.1.0"))
 
     assert max(map(len, told)) <= WIDTH
 
@@ -58,7 +58,7 @@ def test_the_text_fits() -> None:
     ids=["not-set", "unknown", "missing"],
 )
 def test_everything_is_available_when_nothing_is_missing_or_unknown(
-    findings: tuple[Finding, ...],
+    findings: tuple[Check, ...],
     available: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     told = document({str(place): finding for place, finding in enumerate(findings)}, "0.1.0")

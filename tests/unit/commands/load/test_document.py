@@ -14,15 +14,14 @@ from tests.conftest import Golden
 from tests.samples import A_GPU, AN_ENGINE, failure, gpu, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.conclusion import Conclusion
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.options import order
-from vllm_headroom.commands.load.run import SHARES, Step
-from vllm_headroom.commands.load.stream import Answer, Outcome
+from vllm_headroom.commands.load.run import SHARES, Stage
+from vllm_headroom.commands.load.stream import Completion, Outcome
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.text import text
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Failure, Sample
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.trace.replay import Watch
@@ -44,7 +43,7 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
     for outcome, count in outcomes.items():
         for number in range(count):
             made.begin()
-            answer = Answer(outcome=outcome, text=said, prompt_tokens=512, generation_tokens=128)
+            answer = Completion(outcome=outcome, text=said, prompt_tokens=512, generation_tokens=128)
             if outcome is Outcome.SUCCEEDED:
                 answer = replace(answer, text="")
                 began = 100.0 + number
@@ -68,8 +67,8 @@ def observed(running: float) -> Observed:
     return made
 
 
-def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "") -> Step:
-    return Step(
+def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "") -> Stage:
+    return Stage(
         share=share, clients=round(8 * share), seconds=60.0, tally=tally(outcomes, said), observed=observed(8 * share)
     )
 
@@ -105,7 +104,7 @@ STABLE = watched(LeakState.STABLE, "GPU-a")
 LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 
 
-def report(*steps: Step, seen: Observed | None = None, watch: Watch = STABLE, stopped: bool = False) -> dict[str, Any]:
+def report(*steps: Stage, seen: Observed | None = None, watch: Watch = STABLE, stopped: bool = False) -> dict[str, Any]:
     given = order(parser_of(COMMAND, "load").read(WORDS, {}))
     return document(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
@@ -133,26 +132,26 @@ def test_a_bad_load_is_told(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("outcomes", "how", "verdict"),
     [
-        ({Outcome.SUCCEEDED: 1}, {}, Verdict.GOOD),
-        ({Outcome.SUCCEEDED: 99, Outcome.FAILED: 1}, {}, Verdict.GOOD),
-        ({Outcome.SUCCEEDED: 98, Outcome.FAILED: 1, Outcome.CLOSED: 1}, {}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 25, Outcome.REJECTED: 20, Outcome.UNFINISHED: 2}, {}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 1}, {"stopped": True}, Verdict.CANNOT_TELL),
-        ({Outcome.SUCCEEDED: 9, Outcome.UNFINISHED: 5}, {"stopped": True}, Verdict.CANNOT_TELL),
-        ({Outcome.SUCCEEDED: 99, Outcome.OUT_OF_MEMORY: 1}, {}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 99}, {"seen": whole(gone=True)}, Verdict.NOT_GOOD),
-        ({Outcome.SUCCEEDED: 99}, {"watch": LEAK}, Verdict.NOT_GOOD),
-        ({Outcome.REFUSED: 1}, {}, Verdict.NOT_GOOD),
-        ({Outcome.UNFINISHED: 1}, {}, Verdict.NOT_GOOD),
-        ({Outcome.UNFINISHED: 1}, {"stopped": True}, Verdict.CANNOT_TELL),
-        ({Outcome.SUCCEEDED: 9, Outcome.NOT_SENT: 1}, {}, Verdict.CANNOT_TELL),
-        ({Outcome.NOT_SENT: 1}, {}, Verdict.CANNOT_TELL),
-        ({Outcome.OUT_OF_MEMORY: 1, Outcome.NOT_SENT: 1}, {}, Verdict.NOT_GOOD),
-        ({}, {}, Verdict.CANNOT_TELL),
+        ({Outcome.SUCCEEDED: 1}, {}, Conclusion.GOOD),
+        ({Outcome.SUCCEEDED: 99, Outcome.FAILED: 1}, {}, Conclusion.GOOD),
+        ({Outcome.SUCCEEDED: 98, Outcome.FAILED: 1, Outcome.CLOSED: 1}, {}, Conclusion.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 25, Outcome.REJECTED: 20, Outcome.UNFINISHED: 2}, {}, Conclusion.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 1}, {"stopped": True}, Conclusion.CANNOT_TELL),
+        ({Outcome.SUCCEEDED: 9, Outcome.UNFINISHED: 5}, {"stopped": True}, Conclusion.CANNOT_TELL),
+        ({Outcome.SUCCEEDED: 99, Outcome.OUT_OF_MEMORY: 1}, {}, Conclusion.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 99}, {"seen": whole(gone=True)}, Conclusion.NOT_GOOD),
+        ({Outcome.SUCCEEDED: 99}, {"watch": LEAK}, Conclusion.NOT_GOOD),
+        ({Outcome.REFUSED: 1}, {}, Conclusion.NOT_GOOD),
+        ({Outcome.UNFINISHED: 1}, {}, Conclusion.NOT_GOOD),
+        ({Outcome.UNFINISHED: 1}, {"stopped": True}, Conclusion.CANNOT_TELL),
+        ({Outcome.SUCCEEDED: 9, Outcome.NOT_SENT: 1}, {}, Conclusion.CANNOT_TELL),
+        ({Outcome.NOT_SENT: 1}, {}, Conclusion.CANNOT_TELL),
+        ({Outcome.OUT_OF_MEMORY: 1, Outcome.NOT_SENT: 1}, {}, Conclusion.NOT_GOOD),
+        ({}, {}, Conclusion.CANNOT_TELL),
     ],
 )
 def test_the_verdict_says_whether_it_is_good(
-    outcomes: Mapping[Outcome, int], how: dict[str, object], verdict: Verdict
+    outcomes: Mapping[Outcome, int], how: dict[str, object], verdict: Conclusion
 ) -> None:
     made = report(step(outcomes), **how)  # type: ignore[arg-type]
 
@@ -163,14 +162,14 @@ def test_the_verdict_says_whether_it_is_good(
 def test_a_server_that_says_its_engine_died_is_not_good() -> None:
     made = step({Outcome.SUCCEEDED: 99})
     made.tally.begin()
-    made.tally.end(Answer(outcome=Outcome.FAILED, engine_dead=True))
+    made.tally.end(Completion(outcome=Outcome.FAILED, engine_dead=True))
 
     assert report(made)["faults"] == ["the engine died: its web server says so"]
 
 
 def test_an_answer_without_counts_makes_the_sum_unknown() -> None:
     made = step({Outcome.SUCCEEDED: 9})
-    made.tally.succeed(Answer(outcome=Outcome.SUCCEEDED, prompt_tokens=3), began=100.0, first=101.0, ended=102.0)
+    made.tally.succeed(Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=3), began=100.0, first=101.0, ended=102.0)
 
     (found,) = report(made)["steps"]
 

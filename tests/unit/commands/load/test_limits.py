@@ -8,10 +8,9 @@ import pytest
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.compose import _check_limits
 from vllm_headroom.commands.load.limits import MOST, STREAM_BYTES, TLS_STREAM_BYTES, limits, raise_descriptors
-from vllm_headroom.commands.load.options import order
 from vllm_headroom.trace.errors import BadInput
 
 MIB = 2**20

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND
-from vllm_headroom.commands.load.options import Order, order
+from vllm_headroom.commands.load.command import COMMAND, Order, order
 from vllm_headroom.commands.load.prompts import Api, Lengths
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom.derive.attribution import Selection

@@ -14,8 +14,7 @@ from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import parser_of
-from vllm_headroom.commands.load.command import COMMAND
-from vllm_headroom.commands.load.options import order
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection

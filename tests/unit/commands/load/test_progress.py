@@ -8,7 +8,7 @@ import pytest
 from tests.unit.commands.load.asking import tally
 from tests.unit.commands.screen import on_a_terminal, plain
 from vllm_headroom.commands.load.progress import Screen
-from vllm_headroom.commands.load.stream import Answer, Outcome
+from vllm_headroom.commands.load.stream import Completion, Outcome
 from vllm_headroom.commands.load.tally import Tally
 
 
@@ -16,7 +16,7 @@ def counted() -> Tally:
     made = tally()
     for outcome in (Outcome.SUCCEEDED, Outcome.SUCCEEDED, Outcome.CLOSED, Outcome.OUT_OF_MEMORY):
         made.begin()
-        made.end(Answer(outcome=outcome))
+        made.end(Completion(outcome=outcome))
     made.begin()
     return made
 

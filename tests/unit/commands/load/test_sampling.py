@@ -19,12 +19,11 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.clients import Clients, Pace
-from vllm_headroom.commands.load.command import COMMAND
+from vllm_headroom.commands.load.command import COMMAND, order
 from vllm_headroom.commands.load.compose import _parts
 from vllm_headroom.commands.load.observed import Observed
-from vllm_headroom.commands.load.options import order
 from vllm_headroom.commands.load.progress import Screen
-from vllm_headroom.commands.load.run import Run, Step, streams_at_most
+from vllm_headroom.commands.load.run import Run, Stage, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
@@ -149,10 +148,10 @@ def test_the_largest_step_is_a_fifth_above_what_was_asked_for() -> None:
     assert [streams_at_most(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
 
 
-def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Step, ...]:
+def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Stage, ...]:
     """Run the steps of ten clients, 0.2 s each; or an hour each, and stop when so many requests are being answered."""
 
-    async def steps() -> tuple[Step, ...]:
+    async def steps() -> tuple[Stage, ...]:
         made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)

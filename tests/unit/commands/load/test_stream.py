@@ -11,7 +11,7 @@ from tests.unit.commands.load.asking import usage
 from vllm_headroom.commands.load.stream import (
     LONGEST_LINE,
     LONGEST_TEXT,
-    Answer,
+    Completion,
     NotUnderstood,
     Outcome,
     Stream,
@@ -41,12 +41,12 @@ def test_times_are_of_events_with_a_choice() -> None:
 def test_the_servers_counts_are_kept() -> None:
     stream, _ = fed(TOKEN, usage(prompt_tokens=7, completion_tokens=3), DONE)
 
-    assert stream.answer() == Answer(outcome=Outcome.SUCCEEDED, prompt_tokens=7, generation_tokens=3)
+    assert stream.answer() == Completion(outcome=Outcome.SUCCEEDED, prompt_tokens=7, generation_tokens=3)
 
 
 @pytest.mark.parametrize("counts", [b"", usage(), b'data: {"choices":[],"usage":null}\n\n'])
 def test_counts_that_the_server_does_not_give_are_unknown(counts: bytes) -> None:
-    assert fed(TOKEN, counts, DONE)[0].answer() == Answer(outcome=Outcome.SUCCEEDED)
+    assert fed(TOKEN, counts, DONE)[0].answer() == Completion(outcome=Outcome.SUCCEEDED)
 
 
 @given(st.lists(st.integers(1, 200), max_size=8))
@@ -65,7 +65,7 @@ def test_it_does_not_matter_where_a_stream_is_cut(cuts: list[int]) -> None:
 
 
 def test_a_stream_without_its_end_has_failed() -> None:
-    assert fed(TOKEN)[0].answer() == Answer(outcome=Outcome.FAILED, text="no [DONE] at the end")
+    assert fed(TOKEN)[0].answer() == Completion(outcome=Outcome.FAILED, text="no [DONE] at the end")
     assert fed(b'{"choices": []}')[0].answer().text == "it answered 200 with no stream of events"
 
 
@@ -87,7 +87,7 @@ def test_a_stream_without_its_end_has_failed() -> None:
 def test_an_error_in_a_stream_is_no_success(event: object, outcome: Outcome, text: str, *, dead: bool) -> None:
     stream, _ = fed(TOKEN, b"data: " + json.dumps(event).encode() + b"\n\n", DONE)
 
-    assert stream.answer() == Answer(outcome=outcome, text=text, engine_dead=dead)
+    assert stream.answer() == Completion(outcome=outcome, text=text, engine_dead=dead)
 
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b"1", b"[" * 100_000, b"\xff"])
@@ -123,11 +123,11 @@ def test_a_line_without_an_end_is_not_held() -> None:
 def test_what_a_refusal_means(status: int, body: object, outcome: Outcome, text: str) -> None:
     answer = refusal(status, json.dumps(body).encode())
 
-    assert answer == Answer(outcome=outcome, text=f"{status}: {text}", engine_dead=text == ENGINE_DEAD)
+    assert answer == Completion(outcome=outcome, text=f"{status}: {text}", engine_dead=text == ENGINE_DEAD)
 
 
 def test_a_refusal_without_words_is_its_status() -> None:
-    assert refusal(502, b"") == Answer(outcome=Outcome.FAILED, text="502")
+    assert refusal(502, b"") == Completion(outcome=Outcome.FAILED, text="502")
 
 
 def test_words_are_shown_in_a_short_line_without_what_moves_a_terminal() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom.commands.load.stream import Answer, Outcome
+from vllm_headroom.commands.load.stream import Completion, Outcome
 from vllm_headroom.commands.load.tally import MOST_TEXTS, OTHERS, Tally
 
 
@@ -8,9 +8,9 @@ def test_a_server_that_always_says_something_new_is_quoted_so_often_only() -> No
     made = Tally(0.0)
     for number in range(100):
         made.begin()
-        made.end(Answer(outcome=Outcome.FAILED, text=f"error {number}"))
+        made.end(Completion(outcome=Outcome.FAILED, text=f"error {number}"))
     made.begin()
-    made.end(Answer(outcome=Outcome.FAILED, text="error 3"))
+    made.end(Completion(outcome=Outcome.FAILED, text="error 3"))
 
     assert len(made.texts) == MOST_TEXTS + 1
     assert made.texts[Outcome.FAILED, OTHERS] == 100 - MOST_TEXTS

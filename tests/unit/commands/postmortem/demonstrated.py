@@ -12,7 +12,7 @@ from tests.unit.commands.postmortem.scenes import BEGAN, Record, Scene
 from vllm_headroom.commands.demo.memory import MIB
 from vllm_headroom.commands.demo.scenario import TABLE, Scenario, Visits
 from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
-from vllm_headroom.commands.postmortem.finding import Cause
+from vllm_headroom.commands.postmortem.finding import EndCause
 from vllm_headroom.units import GIB
 
 STEP: Final = 15.0
@@ -22,14 +22,14 @@ GREEDY: Final = Scenario(
     neighbours=Visits(pause_seconds=(600.0, 900.0), stay_seconds=(900.0, 1_200.0), size=(8.0 * GIB, 9.0 * GIB)),
 )
 DEMONSTRATED: Final = (
-    (TABLE["crash"], Cause.CRASH, 0.6),
-    (TABLE["hang"], Cause.HANG, 0.5),
-    (LEAKY, Cause.LEAK, 3.0),
-    (GREEDY, Cause.NEIGHBOUR, 0.6),
-    (TABLE["sleep"], Cause.NOTHING, 0.6),
-    (TABLE["neighbour"], Cause.NOTHING, 0.5),
-    (TABLE["burst"], Cause.NOTHING, 0.5),
-    (TABLE["slow-start"], Cause.NOTHING, 0.5),
+    (TABLE["crash"], EndCause.CRASH, 0.6),
+    (TABLE["hang"], EndCause.HANG, 0.5),
+    (LEAKY, EndCause.LEAK, 3.0),
+    (GREEDY, EndCause.NEIGHBOUR, 0.6),
+    (TABLE["sleep"], EndCause.NOTHING, 0.6),
+    (TABLE["neighbour"], EndCause.NOTHING, 0.5),
+    (TABLE["burst"], EndCause.NOTHING, 0.5),
+    (TABLE["slow-start"], EndCause.NOTHING, 0.5),
 )
 """What happens, its truth, and hours in which it does."""
 
@@ -47,13 +47,13 @@ def incidents() -> Iterator[Scene]:
         for seed in range(2):
             yield Scene(cause=cause, samples=_until_an_end(scenario, seed, hours))
     for name in LEAKS:
-        yield Scene(cause=Cause.LEAK, samples=_ended(_full(traces.generated(name, 1, 3.0, STEP).samples)))
+        yield Scene(cause=EndCause.LEAK, samples=_ended(_full(traces.generated(name, 1, 3.0, STEP).samples)))
     for name, each in MECHANISMS.items():
-        yield Scene(cause=Cause.LEAK, samples=_ended(_full(traces.simulated(name, 1).samples[::each])))
+        yield Scene(cause=EndCause.LEAK, samples=_ended(_full(traces.simulated(name, 1).samples[::each])))
     for name in WELL:
-        yield Scene(cause=Cause.CRASH, samples=_ended(traces.simulated(name, 1).samples[::12]))
+        yield Scene(cause=EndCause.CRASH, samples=_ended(traces.simulated(name, 1).samples[::12]))
     for name in AT_EASE:
-        yield Scene(cause=Cause.CRASH, samples=_ended(_busy(traces.generated(name, 1, 0.7, STEP).samples)))
+        yield Scene(cause=EndCause.CRASH, samples=_ended(_busy(traces.generated(name, 1, 0.7, STEP).samples)))
 
 
 def _until_an_end(scenario: Scenario, seed: int, hours: float) -> list[Record]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom.commands.postmortem.finding import Cause
+from vllm_headroom.commands.postmortem.finding import EndCause
 
 GIB: Final = 2**30
 MIB: Final = 2**20
@@ -21,7 +21,7 @@ Record = dict[str, Any]
 class Scene:
     """An incident: its samples, its truth, and the header that the daemon would have given it, or none."""
 
-    cause: Cause
+    cause: EndCause
     samples: list[Record] = field(default_factory=list)
     header: Record | None = None
 
@@ -224,18 +224,18 @@ def orderly(rng: Random) -> Iterator[Engine]:
     yield engine
 
 
-ALL: Final[dict[Callable[[Random], Iterator[Engine]], Cause]] = {
-    leak: Cause.LEAK,
-    burst: Cause.BURST,
-    failed_allocation: Cause.BURST,
-    young_burst: Cause.BURST,
-    neighbour: Cause.NEIGHBOUR,
-    killed: Cause.KILLED,
-    never_fitted: Cause.NEVER_FITTED,
-    hang: Cause.HANG,
-    silent_hang: Cause.HANG,
-    crash: Cause.CRASH,
-    orderly: Cause.ORDERLY,
+ALL: Final[dict[Callable[[Random], Iterator[Engine]], EndCause]] = {
+    leak: EndCause.LEAK,
+    burst: EndCause.BURST,
+    failed_allocation: EndCause.BURST,
+    young_burst: EndCause.BURST,
+    neighbour: EndCause.NEIGHBOUR,
+    killed: EndCause.KILLED,
+    never_fitted: EndCause.NEVER_FITTED,
+    hang: EndCause.HANG,
+    silent_hang: EndCause.HANG,
+    crash: EndCause.CRASH,
+    orderly: EndCause.ORDERLY,
 }
 
 
@@ -251,4 +251,4 @@ def scene(make: Callable[[Random], Iterator[Engine]], seed: int) -> Scene:
         header = {"t": ends, "what": "ended", "reason": reason}
         if make is leak:
             header["before"] = {"leaks": [{"uuid": "GPU-a", "state": "leaking"}]}
-    return Scene(cause=ALL.get(make, Cause.NEIGHBOUR), samples=engine.samples, header=header)
+    return Scene(cause=ALL.get(make, EndCause.NEIGHBOUR), samples=engine.samples, header=header)

@@ -14,11 +14,10 @@ import pytest
 
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
-from vllm_headroom.commands.advise.history.history import History
-from vllm_headroom.commands.advise.settings import Settings
+from vllm_headroom.commands.advise.history.history import Past
+from vllm_headroom.commands.advise.settings import EngineArgs
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.postmortem.command import COMMAND
-from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.flight import set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of
 from vllm_headroom.trace.parse import snapshot_of
@@ -242,10 +241,10 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     """`replay`, `check` and `advise` see in it what they see in the samples without its header."""
     snapshots = list(recorded(str(leaked)))
     samples = [json.loads(each) for each in leaked.read_bytes().splitlines()[1:]]
-    plain = [snapshot for each in samples if isinstance(snapshot := snapshot_of(each), Snapshot)]
+    plain = list(map(snapshot_of, samples))
     assert snapshots == plain
 
-    watches, histories = [Watch(), Watch()], [History(), History()]
+    watches, histories = [Watch(), Watch()], [Past(), Past()]
     for found, watch, history in zip((snapshots, plain), watches, histories, strict=True):
         for snapshot in found:
             watch.step(snapshot)
@@ -254,7 +253,7 @@ def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     courses = [watch.gpus[0][2].leaking for watch in watches]
     assert courses[0] == courses[1]
     assert courses[0]
-    assert histories[0].facts(Settings()) == histories[1].facts(Settings())
+    assert histories[0].facts(EngineArgs()) == histories[1].facts(EngineArgs())
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,18 @@ from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
 from vllm_headroom.commands.postmortem.command import judge
-from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.follow import Follower
-from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.parse import snapshot_of
 
 EACH = 20
 LEAST_RIGHT = 0.95
 
 
-def named(scene: Scene) -> Finding:
+def named(scene: Scene) -> Diagnosis:
     follower = Follower(scene.header)
     for record in scene.samples:
-        snapshot = snapshot_of(record)
-        assert isinstance(snapshot, Snapshot), snapshot
-        follower.step(snapshot)
+        follower.step(snapshot_of(record))
     return judge(follower.facts, told=scene.header is not None or follower.silent)[0]
 
 
@@ -46,11 +43,11 @@ def test_the_named_cause_is_right_and_never_surely_wrong() -> None:
 def test_what_was_only_seen_between_two_samples_may_be_a_neighbours() -> None:
     said = [named(scenes.scene(scenes.hasty_neighbour, seed)) for seed in range(10)]
 
-    assert {str(finding.cause) for finding in said} == {Cause.BURST}
+    assert {str(finding.cause) for finding in said} == {EndCause.BURST}
     assert Sureness.SURE not in {finding.sureness for finding in said}
 
 
-def told(spoil: Spoil) -> list[tuple[Cause, Finding]]:
+def told(spoil: Spoil) -> list[tuple[EndCause, Diagnosis]]:
     """Return the truth and what is said of each kind of incident where a sidecar saw less of it."""
     seeds = [(make, seed) for make in scenes.ALL for seed in range(6)]
     rngs = {each: Random(f"{spoil.__name__} {each[0].__name__} {each[1]}") for each in seeds}  # noqa: S311 - no secret

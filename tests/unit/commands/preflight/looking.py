@@ -10,13 +10,13 @@ from typing import Final
 
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.proc_tree import ProcTree
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.command import settled
 from vllm_headroom.commands.preflight.finding import Finding, Kind
-from vllm_headroom.commands.preflight.look import Sight, look
-from vllm_headroom.commands.preflight.report import Report, judge
-from vllm_headroom.commands.verdict import Verdict
+from vllm_headroom.commands.preflight.look import Conditions, look
+from vllm_headroom.commands.preflight.report import Clearance, judge
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 
@@ -49,13 +49,13 @@ class Preflight:
         ignored: Collection[Kind] = (),
         *,
         patience_seconds: float = 20,
-    ) -> Report:
+    ) -> Clearance:
         return self.wait(0, ask, wanted, ignored, patience_seconds=patience_seconds)
 
-    def sight(self, *, port: int = 0, patience_seconds: float = 20) -> Sight:
+    def conditions(self, *, port: int = 0, patience_seconds: float = 20) -> Conditions:
         """Look once; with a port, for the engine that serves it."""
 
-        async def main() -> Sight:
+        async def main() -> Conditions:
             gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
             processes = Processes(engine_port=port, proc=self.tree.path, monotonic=time.monotonic)
             try:
@@ -74,20 +74,22 @@ class Preflight:
         *,
         patience_seconds: float = 20,
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> Report:
+    ) -> Clearance:
         """Return the report after waiting so long at most; `meanwhile` is done whenever it says that it waits."""
 
         def say(line: str) -> None:
             self.said.append(line)
             meanwhile()
 
-        async def main() -> Report:
+        async def main() -> Clearance:
             gpus = Gpus(monotonic=time.monotonic, process_interval_seconds=0, proc=self.tree.path, sys=self.sys)
             processes = Processes(engine_port=0, proc=self.tree.path, monotonic=time.monotonic)
 
-            async def once() -> Report:
-                sight = await look(gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds)
-                return judge(sight, ask, wanted or Wanted(), ignored)
+            async def once() -> Clearance:
+                conditions = await look(
+                    gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds
+                )
+                return judge(conditions, ask, wanted or Wanted(), ignored)
 
             try:
                 return await settled(once, seconds, say)
@@ -97,8 +99,8 @@ class Preflight:
         return asyncio.run(main())
 
 
-def only(report: Report) -> Finding:
+def only(report: Clearance) -> Finding:
     """Return the one finding, which is why it is no go."""
     (finding,) = report.findings
-    assert report.verdict is finding.verdict is Verdict.NOT_GOOD
+    assert report.verdict is finding.verdict is Conclusion.NOT_GOOD
     return finding

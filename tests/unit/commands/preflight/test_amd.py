@@ -8,9 +8,9 @@ import pytest
 from tests.fakes.amd_tree import GIB, MI300X_BYTES, AmdTree
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
 from tests.unit.commands.preflight.test_host import meminfo
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.text import document
-from vllm_headroom.commands.verdict import Verdict
 
 CARD = "0000:c1:00.0"
 
@@ -29,7 +29,7 @@ def test_a_free_card_is_a_go_though_it_tells_no_faults(preflight: Preflight, sys
 
     report = preflight.report()
 
-    assert (report.verdict, report.findings) == (Verdict.GOOD, ())
+    assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
     (gpu,) = document(report)["gpus"]
     assert (gpu["uuid"], gpu["total_bytes"]) == ("GPU-fc1d2a3b4c5d6e7f", MI300X_BYTES)
 
@@ -52,7 +52,7 @@ def test_an_apu_is_asked_what_it_leaves_to_its_machine(preflight: Preflight, sys
     sys.add_node(CARD, 7, 62 * GIB)
     meminfo(preflight, total_gib=125, available_gib=90)
 
-    assert preflight.report(DEFAULT).verdict is Verdict.GOOD
+    assert preflight.report(DEFAULT).verdict is Conclusion.GOOD
 
     meminfo(preflight, total_gib=125, available_gib=63)
 

@@ -2,10 +2,10 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.verdict import Verdict
 
 LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
 
@@ -13,14 +13,14 @@ LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
 @pytest.mark.parametrize(
     ("code", "verdict", "words"),
     [
-        (LIBRARY_MISSING, Verdict.CANNOT_TELL, "libnvidia-ml.so.1 cannot be loaded"),
-        (DRIVER_MISSING, Verdict.NOT_GOOD, "driver is not loaded"),
-        (MISMATCH, Verdict.NOT_GOOD, "not of the loaded driver's version"),
-        (UNKNOWN, Verdict.CANNOT_TELL, "NVML fails on every GPU"),
+        (LIBRARY_MISSING, Conclusion.CANNOT_TELL, "libnvidia-ml.so.1 cannot be loaded"),
+        (DRIVER_MISSING, Conclusion.NOT_GOOD, "driver is not loaded"),
+        (MISMATCH, Conclusion.NOT_GOOD, "not of the loaded driver's version"),
+        (UNKNOWN, Conclusion.CANNOT_TELL, "NVML fails on every GPU"),
     ],
 )
 def test_a_driver_that_fails_is_told_with_what_to_do(
-    preflight: Preflight, nvml: FakeNvml, code: int, verdict: Verdict, words: str
+    preflight: Preflight, nvml: FakeNvml, code: int, verdict: Conclusion, words: str
 ) -> None:
     nvml.errors = {"nvmlInitWithFlags": code}
     nvml.write()
@@ -38,7 +38,7 @@ def test_a_driver_that_hangs_cannot_be_told(preflight: Preflight, nvml: FakeNvml
 
     report = preflight.report(patience_seconds=0.5)
 
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.verdict is Conclusion.CANNOT_TELL
     assert "NVML does not answer" in report.findings[0].text
 
 
@@ -50,12 +50,12 @@ def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight
     both = preflight.report()
     first = preflight.report(wanted=Wanted(named=("0",)))
 
-    assert both.verdict is Verdict.NOT_GOOD
+    assert both.verdict is Conclusion.NOT_GOOD
     assert [(finding.gpu, finding.verdict) for finding in both.findings] == [
-        (0, Verdict.CANNOT_TELL),
-        (1, Verdict.NOT_GOOD),
+        (0, Conclusion.CANNOT_TELL),
+        (1, Conclusion.NOT_GOOD),
     ]
-    assert first.verdict is Verdict.CANNOT_TELL
+    assert first.verdict is Conclusion.CANNOT_TELL
     assert first.findings[0].text.startswith("the GPU does not answer: ")
 
 

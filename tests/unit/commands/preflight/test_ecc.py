@@ -3,8 +3,8 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import run
 from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import GpuReadings
 from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -50,9 +50,9 @@ def test_what_is_ignored_is_still_told(preflight: Preflight, nvml: FakeNvml) -> 
 
     report = preflight.report(ignored={Kind.ECC})
 
-    assert report.verdict is Verdict.GOOD
+    assert report.verdict is Conclusion.GOOD
     assert report.findings[0].text == "a faulty row of its memory waits to be remapped (ignored)"
-    assert preflight.report(ignored={Kind.SHM, Kind.IDENTICAL}).verdict is Verdict.NOT_GOOD
+    assert preflight.report(ignored={Kind.SHM, Kind.IDENTICAL}).verdict is Conclusion.NOT_GOOD
 
 
 def test_a_gpu_without_ecc_has_nothing_pending(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -80,7 +80,7 @@ def test_a_gpu_that_hangs_when_it_is_asked_for_faults_cannot_be_told(preflight: 
 
     report = preflight.report()
 
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.verdict is Conclusion.CANNOT_TELL
     assert [(finding.kind, finding.may_pass) for finding in report.findings] == [(Kind.ECC, True)]
 
 

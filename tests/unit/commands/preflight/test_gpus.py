@@ -2,10 +2,10 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.verdict import Verdict
 
 PARALLEL = Ask(utilization_ratio=0.92, tensor_parallel_size=2)
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -33,7 +33,7 @@ def test_of_the_visible_ones_vllm_takes_the_first(preflight: Preflight) -> None:
 
 def test_those_that_are_named_are_all_looked_at(preflight: Preflight) -> None:
     assert chosen(preflight, Wanted(count=1, named=("2", "gpu-A"))) == ["GPU-c", "GPU-a"]
-    assert preflight.report(PARALLEL, Wanted(named=("0", "2"), count=2)).verdict is Verdict.GOOD
+    assert preflight.report(PARALLEL, Wanted(named=("0", "2"), count=2)).verdict is Conclusion.GOOD
 
 
 def test_cuda_takes_the_beginning_of_a_uuid(preflight: Preflight) -> None:
@@ -68,8 +68,8 @@ def test_mixed_gpus_are_no_go_in_parallel(preflight: Preflight, nvml: FakeNvml, 
 
     assert finding.kind is Kind.IDENTICAL
     assert finding.text.startswith("tensor parallelism needs GPUs of one kind, and these are 2: NVIDIA ")
-    assert preflight.report(PARALLEL, Wanted(count=2), {Kind.IDENTICAL}).verdict is Verdict.GOOD
-    assert preflight.report(Ask(utilization_ratio=0.92)).verdict is Verdict.GOOD
+    assert preflight.report(PARALLEL, Wanted(count=2), {Kind.IDENTICAL}).verdict is Conclusion.GOOD
+    assert preflight.report(Ask(utilization_ratio=0.92)).verdict is Conclusion.GOOD
 
 
 def test_which_of_mixed_gpus_vllm_takes_cannot_be_told_unless_cuda_counts_as_nvml(
@@ -80,11 +80,11 @@ def test_which_of_mixed_gpus_vllm_takes_cannot_be_told_unless_cuda_counts_as_nvm
     ask = Ask(utilization_ratio=0.92)
 
     for wanted in (Wanted(count=1), Wanted(visible=("1",))):
-        assert preflight.report(ask, wanted).verdict is Verdict.CANNOT_TELL
+        assert preflight.report(ask, wanted).verdict is Conclusion.CANNOT_TELL
     for wanted in (
         Wanted(count=1, in_slot_order=True),
         Wanted(visible=("GPU-b",)),
         Wanted(named=("1",)),
         Wanted(visible=("0", "1")),
     ):
-        assert preflight.report(ask, wanted).verdict is Verdict.GOOD
+        assert preflight.report(ask, wanted).verdict is Conclusion.GOOD

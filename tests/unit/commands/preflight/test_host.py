@@ -7,10 +7,10 @@ import pytest
 from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB, FakeGpu
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.text import document
-from vllm_headroom.commands.verdict import Verdict
 
 OWN_PID = 9999
 
@@ -32,7 +32,7 @@ def test_a_container_that_is_full_of_page_cache_has_room(preflight: Preflight) -
 
     report = preflight.report()
 
-    assert report.verdict is Verdict.GOOD
+    assert report.verdict is Conclusion.GOOD
     assert document(report)["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
 
 
@@ -46,13 +46,13 @@ def test_a_container_without_room_for_vllms_processes_is_no_go(preflight: Prefli
         "1.00 GiB of 32.00 GiB of host memory are left, and vLLM's server, core and workers hold 1.80 GiB or more: the"
         " kernel would kill it while it starts"
     )
-    assert preflight.report(ignored=(Kind.HOST,)).verdict is Verdict.GOOD
+    assert preflight.report(ignored=(Kind.HOST,)).verdict is Conclusion.GOOD
 
 
 def test_more_workers_need_more(preflight: Preflight) -> None:
     contained(preflight, used_gib=30, file_gib=0, limit_gib=32)
 
-    assert preflight.report().verdict is Verdict.GOOD
+    assert preflight.report().verdict is Conclusion.GOOD
     parallel = Ask(utilization_ratio=0.9, tensor_parallel_size=4)
     assert [each.kind for each in preflight.report(parallel).findings if each.kind is Kind.HOST] == [Kind.HOST]
 
@@ -79,7 +79,7 @@ def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Prefl
         " processes: 8.00 GiB are the least, or it swaps and hangs"
     )
     assert found.fix == "start with --gpu-memory-utilization 0.89; or --ignore host"
-    assert unified.report(Ask(utilization_ratio=0.89)).verdict is Verdict.GOOD
+    assert unified.report(Ask(utilization_ratio=0.89)).verdict is Conclusion.GOOD
 
 
 def test_swap_of_a_machine_of_one_memory_is_told_and_counts_as_no_room(unified: Preflight) -> None:

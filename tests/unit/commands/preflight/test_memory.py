@@ -2,11 +2,11 @@ import pytest
 
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.commands.preflight.look import Holder
 from vllm_headroom.commands.preflight.text import document, text
-from vllm_headroom.commands.verdict import Verdict
 
 RESERVED = 600 * MIB
 USABLE = 80 * GIB - RESERVED
@@ -15,7 +15,7 @@ USABLE = 80 * GIB - RESERVED
 def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     report = preflight.report()
 
-    assert (report.verdict, report.findings) == (Verdict.GOOD, ())
+    assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
     assert document(report)["driver_version"] == "580.95.05"
@@ -74,11 +74,11 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
     short = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 200 * MIB))
     parallel = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 700 * MIB, tensor_parallel_size=2))
 
-    assert tight.verdict is Verdict.GOOD
+    assert tight.verdict is Conclusion.GOOD
     assert tight.findings[0].text == (
         "it is close: 0.39 GiB are left beside what vLLM asks for, and it takes 0.30 GiB to 0.60 GiB before it looks"
     )
-    assert short.verdict is Verdict.NOT_GOOD
+    assert short.verdict is Conclusion.NOT_GOOD
     assert "0.30 GiB to 1.00 GiB" in parallel.findings[0].text
 
 
@@ -141,7 +141,7 @@ def test_memory_that_nobody_tells_cannot_be_judged(preflight: Preflight, nvml: F
 
     report = preflight.report()
 
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.verdict is Conclusion.CANNOT_TELL
     assert report.highest_utilization_ratio is None
 
 

@@ -7,25 +7,25 @@ import pytest
 
 from tests.fakes.nvml.library import MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.checks import shared_memory
 from vllm_headroom.commands.preflight.choice import Wanted
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import Shm
 from vllm_headroom.scrape.proc.host import shm_of
 
 
-def verdict(free: int, total: int) -> Verdict | None:
+def verdict(free: int, total: int) -> Conclusion | None:
     found = list(shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
     return found[0].verdict if found else None
 
 
 def test_less_than_vllms_largest_queue_is_no_go_and_less_than_nccl_asks_for_is_a_remark() -> None:
-    assert verdict(64, 64) is Verdict.NOT_GOOD
-    assert verdict(255, 255) is Verdict.NOT_GOOD
-    assert verdict(256, 256) is Verdict.GOOD
-    assert verdict(1023, 1024) is Verdict.GOOD
+    assert verdict(64, 64) is Conclusion.NOT_GOOD
+    assert verdict(255, 255) is Conclusion.NOT_GOOD
+    assert verdict(256, 256) is Conclusion.GOOD
+    assert verdict(1023, 1024) is Conclusion.GOOD
     assert verdict(1024, 1024) is None
 
 
@@ -49,8 +49,8 @@ def test_a_machine_without_it_is_no_go_in_parallel_only(preflight: Preflight, nv
     parallel, wanted = Ask(utilization_ratio=0.92, tensor_parallel_size=2), Wanted(count=2)
 
     assert only(preflight.report(parallel, wanted)).kind is Kind.SHM
-    assert preflight.report(parallel, wanted, {Kind.SHM}).verdict is Verdict.GOOD
-    assert preflight.report().verdict is Verdict.GOOD
+    assert preflight.report(parallel, wanted, {Kind.SHM}).verdict is Conclusion.GOOD
+    assert preflight.report().verdict is Conclusion.GOOD
 
 
 def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.verdict import Verdict
 
 
 def test_memory_that_is_given_back_while_it_waits_is_a_go_at_once(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -14,7 +14,7 @@ def test_memory_that_is_given_back_while_it_waits_is_a_go_at_once(preflight: Pre
 
     report = preflight.wait(600, meanwhile=give_back)
 
-    assert report.verdict is Verdict.GOOD
+    assert report.verdict is Conclusion.GOOD
     assert 0 < report.waited_seconds < 60
     (said,) = preflight.said
     assert said.startswith("waiting, ")
@@ -27,7 +27,7 @@ def test_memory_that_is_never_given_back_is_no_go_when_the_time_is_over(prefligh
 
     report = preflight.wait(2)
 
-    assert report.verdict is Verdict.NOT_GOOD
+    assert report.verdict is Conclusion.NOT_GOOD
     assert report.waited_seconds > 0
     assert len(preflight.said) == 1
 
@@ -53,5 +53,5 @@ def test_a_driver_that_answers_late_is_waited_for(preflight: Preflight, nvml: Fa
 
     report = preflight.wait(600, patience_seconds=1, meanwhile=answer)
 
-    assert report.verdict is Verdict.GOOD
+    assert report.verdict is Conclusion.GOOD
     assert "NVML does not answer" in preflight.said[0]

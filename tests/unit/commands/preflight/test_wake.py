@@ -11,12 +11,12 @@ from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB
 from tests.samples import engine, failure, page
 from tests.unit.commands.preflight.looking import Preflight
+from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.budget import Ask
 from vllm_headroom.commands.preflight.command import IGNORABLE
 from vllm_headroom.commands.preflight.finding import Kind
-from vllm_headroom.commands.preflight.report import Report
+from vllm_headroom.commands.preflight.report import Clearance
 from vllm_headroom.commands.preflight.wake import judge_wake
-from vllm_headroom.commands.verdict import Verdict
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import Source
 
@@ -41,14 +41,14 @@ def _held(preflight: Preflight, processes: dict[int, int | None]) -> None:
     preflight.nvml.write()
 
 
-def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: Ask = UNTOLD) -> Report:
-    return judge_wake(preflight.sight(port=8000), page(ASLEEP) if told is None else told, ask)
+def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: Ask = UNTOLD) -> Clearance:
+    return judge_wake(preflight.conditions(port=8000), page(ASLEEP) if told is None else told, ask)
 
 
 def test_what_it_gave_back_is_free(sleeping: Preflight) -> None:
     report = judged(sleeping)
 
-    assert report.verdict is Verdict.GOOD
+    assert report.verdict is Conclusion.GOOD
     assert [each.text for each in report.findings] == [
         "the engine sleeps and holds 3.00 GiB; to wake takes about 68.47 GiB, and 76.41 GiB are free"
     ]
@@ -59,7 +59,7 @@ def test_what_another_took_meanwhile_is_missing_and_may_be_waited_for(sleeping: 
 
     report = judged(sleeping)
 
-    assert report.verdict is Verdict.NOT_GOOD
+    assert report.verdict is Conclusion.NOT_GOOD
     assert report.may_pass
     (found,) = report.findings
     assert found.text == (
@@ -83,7 +83,7 @@ def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_told_what_its_weight
 
     (found,) = judged(sleeping, page(replace(ASLEEP, awake=True))).findings
 
-    assert found.verdict is Verdict.GOOD
+    assert found.verdict is Conclusion.GOOD
     assert found.text.endswith("its weights into host memory, of which 50.00 GiB of 64.00 GiB are left")
 
 
@@ -99,7 +99,7 @@ def test_an_engine_that_is_awake_has_nothing_to_wake_and_is_told_what_its_weight
 def test_what_is_not_known_is_no_go_and_no_go_ahead(sleeping: Preflight, told: EnginePage | Failure, text: str) -> None:
     report = judged(sleeping, told)
 
-    assert report.verdict is Verdict.CANNOT_TELL
+    assert report.verdict is Conclusion.CANNOT_TELL
     assert text in report.findings[0].text
 
 
@@ -108,7 +108,7 @@ def test_an_engine_that_is_not_seen_on_a_gpu_cannot_be_told(sleeping: Preflight)
     assert judged(sleeping).findings[0].text == "none of its processes is seen on a visible GPU"
 
     _held(sleeping, {CORE: None})
-    assert judged(sleeping).verdict is Verdict.CANNOT_TELL
+    assert judged(sleeping).verdict is Conclusion.CANNOT_TELL
 
 
 def test_host_can_be_ignored_as_its_findings_say() -> None:

@@ -18,8 +18,7 @@ import pytest
 from tests.process import eventually
 from tests.unit.probe.running import INSIDE, Vllm, vllm
 from vllm_headroom.commands.probe import record as asking
-from vllm_headroom.commands.probe.command import text
-from vllm_headroom.commands.probe.install import install
+from vllm_headroom.commands.probe.command import install, text
 from vllm_headroom.commands.probe.record import parse_answer, record
 from vllm_headroom.trace.errors import BadInput
 

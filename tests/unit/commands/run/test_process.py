@@ -57,7 +57,7 @@ def test_the_daemon_stops_when_told_while_its_settings_are_read(reading: subproc
 
 
 def test_the_daemon_has_nothing_of_what_reads_settings() -> None:
-    code = "import sys; import vllm_headroom.daemon.main; print(*sys.modules)"
+    code = "import sys; import vllm_headroom.daemon.app; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=OWN)
 
     assert not {"pydantic", "pydantic_settings", "argparse", "yaml"} & set(imported.stdout.split())

@@ -8,10 +8,10 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
+from vllm_headroom.commands.smoke.command import SmokeSettings
 from vllm_headroom.commands.smoke.completion import counted, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State, Step
 
 pytestmark = pytest.mark.usefixtures("nvml")

@@ -10,13 +10,12 @@ from tests.fakes.engine_server import LOOPBACK, hang, page, reset
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
-from vllm_headroom.commands.smoke.command import healthy
+from vllm_headroom.commands.smoke.command import SmokeSettings, healthy
 from vllm_headroom.commands.smoke.completion import completed
 from vllm_headroom.commands.smoke.reach import Reach
-from vllm_headroom.commands.smoke.settings import SmokeSettings
 from vllm_headroom.commands.smoke.step import State
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.reader import Answer
+from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
 
 pytestmark = pytest.mark.usefixtures("nvml")
@@ -139,10 +138,10 @@ class Asked(Reach):
         self.seconds.append(seconds)
         return Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="busy")
 
-    async def post(self, path: str, _body: Mapping[str, object], seconds: float) -> Answer:
+    async def post(self, path: str, _body: Mapping[str, object], seconds: float) -> Reply:
         self.seconds.append(seconds)
         await asyncio.sleep(0.01)  # some of the time is gone
-        return Answer(status=404, text=path)
+        return Reply(status=404, text=path)
 
 
 def test_the_last_question_is_given_as_long_as_the_first() -> None:

@@ -19,7 +19,6 @@ from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Life, Sample, Snapshot
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import EngineState, Role
 
 GIB: Final = 2**30
@@ -104,7 +103,7 @@ class FixedClock:
 
 
 def keeper(folder: Path, now: Snapshot) -> Keeper:
-    return Keeper(folder=folder, call=Worker[Any]("state").call, clock=FixedClock(now), version="0")
+    return Keeper(folder=folder, clock=FixedClock(now), version="0")
 
 
 async def recalled(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[str]]:

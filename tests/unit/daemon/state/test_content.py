@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from tests.samples import failure
 from tests.unit.daemon.state.engine import ALARM_STEPS, STEP_SECONDS, after, device, followed, kept, seen
 from vllm_headroom.daemon.state.content import Memory, taken_up
-from vllm_headroom.daemon.state.file import decode, encode
+from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.vocabulary import Source
 
@@ -20,7 +20,7 @@ def test_the_samples_after_a_restart_are_those_of_a_process_that_never_stopped(s
     saved = kept(after(seen(step) for step in range(1, stopped + 1)), seen(stopped))
     steps = range(stopped + 1, stopped + 121)
 
-    memory = taken_up(decode(encode(saved)), seen(stopped + 1, shift=shift))
+    memory = taken_up(STATE.decode(STATE.encode(saved)), seen(stopped + 1, shift=shift))
     through = [samples for _, samples in followed(memory, (seen(step, shift=shift) for step in steps))]
     unbroken = [samples for _, samples in followed(saved.memory, (seen(step) for step in steps))]
 

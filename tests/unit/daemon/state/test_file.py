@@ -19,18 +19,18 @@ from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
 from vllm_headroom.daemon.state.content import FORMAT, Memory, SavedState
-from vllm_headroom.daemon.state.file import MOST_BYTES, NAME, Unusable, decode, encode, read, set_aside, write
+from vllm_headroom.daemon.state.file import MOST_BYTES, STATE, Unusable
 from vllm_headroom.derive.leak.facts import Verdict
 
 SAVES = """
 import sys
 from msgspec.structs import replace
 from pathlib import Path
-from vllm_headroom.daemon.state.file import read, write
+from vllm_headroom.daemon.state.file import STATE
 folder = Path(sys.argv[1])
-kept = read(folder)
+kept = STATE.read(folder)
 for number in range(int(sys.argv[2]), 10**9):
-    write(folder, replace(kept, saved_at_seconds=float(number)))
+    STATE.write(folder, replace(kept, saved_at_seconds=float(number)))
     print(number, flush=True)
 """
 
@@ -39,8 +39,8 @@ def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
 
     assert alarmed.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
-    assert decode(encode(saved)) == saved
-    assert decode(encode(saved)).memory.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
+    assert STATE.decode(STATE.encode(saved)) == saved
+    assert STATE.decode(STATE.encode(saved)).memory.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
 
 
 @settings(max_examples=30, deadline=None)
@@ -64,13 +64,13 @@ def test_whatever_was_seen_comes_back_exactly(readings: list[tuple[float, int, f
         snapshots.append(seen(0, shift=now, engines=(reading(0, finished_total=finished),), gpus=(gpu,)))
     saved = kept(after(snapshots), snapshots[-1])
 
-    assert decode(encode(saved)) == saved
+    assert STATE.decode(STATE.encode(saved)) == saved
 
 
 @pytest.mark.parametrize("value", [inf, -inf, nan])
 def test_what_is_no_number_is_not_written(alarmed: Memory, value: float) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        encode(kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=value))
+        STATE.encode(kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=value))
 
 
 def changed(**changes: Any) -> Callable[[bytes], bytes]:
@@ -112,29 +112,29 @@ BAD: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", BAD.values(), ids=BAD)
 def test_a_bad_file_is_told_from_a_state(damage: Callable[[bytes], bytes], alarmed: Memory, tmp_path: Path) -> None:
-    content = damage(encode(kept(alarmed, seen(ALARM_STEPS))))
-    (tmp_path / NAME).write_bytes(content)
+    content = damage(STATE.encode(kept(alarmed, seen(ALARM_STEPS))))
+    (tmp_path / STATE.name).write_bytes(content)
 
     with pytest.raises(Unusable):
-        read(tmp_path)
+        STATE.read(tmp_path)
 
 
 def test_where_nothing_was_saved_nothing_is_read(tmp_path: Path) -> None:
-    assert read(tmp_path) is None
-    assert read(tmp_path / "no-folder") is None
+    assert STATE.read(tmp_path) is None
+    assert STATE.read(tmp_path / "no-folder") is None
 
 
 def test_a_file_that_is_set_aside_replaces_an_older_one(tmp_path: Path) -> None:
     for content in ("first", "second"):
-        (tmp_path / NAME).write_text(content)
-        set_aside(tmp_path)
+        (tmp_path / STATE.name).write_text(content)
+        STATE.set_aside(tmp_path)
 
-    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.bad"]
-    assert (tmp_path / f"{NAME}.bad").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == [f"{STATE.name}.bad"]
+    assert (tmp_path / f"{STATE.name}.bad").read_text() == "second"
 
 
 def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memory, tmp_path: Path) -> None:
-    write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=0.0))
+    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=0.0))
     chance, done = random.Random(1), 0  # noqa: S311 - moments, not secrets
     for _ in range(10):
         process = subprocess.Popen([sys.executable, "-c", SAVES, tmp_path, str(done + 1)], stdout=subprocess.PIPE)
@@ -149,7 +149,7 @@ def test_kill_9_during_a_write_leaves_the_old_state_or_the_new_one(alarmed: Memo
         assert process.returncode == -signal.SIGKILL
         before = int(numbers.split()[-1]) if numbers.split() else done
 
-        found = read(tmp_path)
+        found = STATE.read(tmp_path)
 
         assert found is not None
         assert found.saved_at_seconds >= max(before, done + 1), "what was reported saved is saved"

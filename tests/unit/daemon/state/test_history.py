@@ -15,7 +15,6 @@ from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.expose.history import Event, History, KeptHistory
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Level
 
 
@@ -26,7 +25,7 @@ def past() -> History:
 
 
 def keeper(folder: Path) -> Keeper:
-    return Keeper(folder=folder, call=Worker[Any]("test").call, clock=SystemClock(), version="1")
+    return Keeper(folder=folder, clock=SystemClock(), version="1")
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from tests.unit.daemon.state.engine import (
 )
 from vllm_headroom import catalog
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import NAME, File, encode, read, write
+from vllm_headroom.daemon.state.file import STATE, File
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.facts import Verdict
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
-from vllm_headroom.scrape.worker import Worker
 from vllm_headroom.vocabulary import Source
+from vllm_headroom.worker import Worker
 
 LAST = seen(ALARM_STEPS)
 NEXT = ALARM_STEPS + 10
@@ -55,7 +55,7 @@ def test_the_verdict_is_there_at_the_first_sample_after_a_restart(alarmed: Memor
 
 
 def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory, tmp_path: Path) -> None:
-    write(tmp_path, kept(alarmed, LAST))
+    STATE.write(tmp_path, kept(alarmed, LAST))
 
     nameless = seen(NEXT, engines=(EngineReading(model_name="", engine="0"),))
     waiting = [NO_ENGINE, nameless, seen(NEXT, gpus=failure(Source.NVML))]
@@ -67,8 +67,8 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
 
 @pytest.mark.parametrize("now", [NO_ENGINE, seen(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"])
 def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, tmp_path: Path) -> None:
-    write(tmp_path, kept(alarmed, LAST))
-    before = (tmp_path / NAME).read_bytes()
+    STATE.write(tmp_path, kept(alarmed, LAST))
+    before = (tmp_path / STATE.name).read_bytes()
 
     async def down() -> None:
         subject = keeper(tmp_path, now)
@@ -78,7 +78,7 @@ def test_a_state_that_waits_is_not_written_over(now: Snapshot, alarmed: Memory, 
 
     asyncio.run(down())
 
-    assert (tmp_path / NAME).read_bytes() == before
+    assert (tmp_path / STATE.name).read_bytes() == before
 
 
 def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_nothing_is_saved_of_an_engine_that_was_never_seen(tmp_path: Path) -> No
 
 
 def test_it_is_taken_up_once(alarmed: Memory, tmp_path: Path) -> None:
-    write(tmp_path, kept(alarmed, LAST))
+    STATE.write(tmp_path, kept(alarmed, LAST))
 
     async def twice() -> None:
         subject = keeper(tmp_path, seen(NEXT))
@@ -122,15 +122,15 @@ def test_anothers_past_is_set_aside(
     tmp_path: Path,
 ) -> None:
     saved = kept(alarmed, LAST)
-    write(tmp_path, saved)
+    STATE.write(tmp_path, saved)
 
     found, events = outcome(tmp_path, seen(NEXT, engines=engines, gpus=gpus), seen(NEXT + 1))
 
     assert found == {}
     (event,) = events
     assert reason in event
-    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.bad"]
-    assert (tmp_path / f"{NAME}.bad").read_bytes() == encode(saved)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{STATE.name}.bad"]
+    assert (tmp_path / f"{STATE.name}.bad").read_bytes() == STATE.encode(saved)
 
 
 def uncounted(step: int, finished_total: float | None) -> Snapshot:
@@ -151,7 +151,7 @@ def uncounted(step: int, finished_total: float | None) -> Snapshot:
 def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
     before: float | None, now: float | None, gap_steps: int, *, same: bool, alarmed: Memory, tmp_path: Path
 ) -> None:
-    write(tmp_path, kept(alarmed, uncounted(ALARM_STEPS, before)))
+    STATE.write(tmp_path, kept(alarmed, uncounted(ALARM_STEPS, before)))
 
     found, events = outcome(tmp_path, uncounted(ALARM_STEPS + gap_steps, now))
 
@@ -165,11 +165,11 @@ def test_without_a_start_time_a_counter_that_goes_on_vouches_for_a_short_gap(
 def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
     age_seconds: float, reason: str, alarmed: Memory, tmp_path: Path
 ) -> None:
-    write(tmp_path, kept(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
+    STATE.write(tmp_path, kept(alarmed, LAST, saved_at_seconds=NO_ENGINE.time_seconds - age_seconds))
 
     _, events = outcome(tmp_path, NO_ENGINE)
 
-    assert (tmp_path / NAME).exists() == (not reason)
+    assert (tmp_path / STATE.name).exists() == (not reason)
     assert len(events) == bool(reason)
     assert reason in "".join(events)
 
@@ -178,8 +178,8 @@ def test_a_file_that_is_stale_or_from_the_future_is_set_aside(
 def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
     content: bytes, alarmed: Memory, tmp_path: Path
 ) -> None:
-    (tmp_path / NAME).write_bytes(content)
-    (tmp_path / f"{NAME}.bad").write_text("an older one")
+    (tmp_path / STATE.name).write_bytes(content)
+    (tmp_path / f"{STATE.name}.bad").write_text("an older one")
 
     async def live() -> None:
         subject = keeper(tmp_path, LAST)
@@ -190,12 +190,12 @@ def test_a_bad_file_is_set_aside_with_one_line_and_the_next_one_is_good(
         asyncio.run(live())
 
     assert [line["event"] for line in lines] == ["saved state set aside, the leak detector starts afresh"]
-    assert (tmp_path / f"{NAME}.bad").read_bytes() == content
-    assert read(tmp_path) == kept(alarmed, LAST)
+    assert (tmp_path / f"{STATE.name}.bad").read_bytes() == content
+    assert STATE.read(tmp_path) == kept(alarmed, LAST)
 
 
 def blocked(folder: Path) -> None:
-    (folder / f"{NAME}.new").mkdir()
+    (folder / f"{STATE.name}.new").mkdir()
 
 
 def no_folder(folder: Path) -> None:
@@ -204,7 +204,7 @@ def no_folder(folder: Path) -> None:
 
 
 def occupied(folder: Path) -> None:
-    (folder / NAME).mkdir()
+    (folder / STATE.name).mkdir()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_folder_that_cannot_be_used_is_one_line_until_it_can(
 
     assert [line["event"].partition(":")[0] for line in lines] == ["state is not kept", "state is kept again"]
     assert lines[0]["problem"] == problem
-    assert read(folder) == kept(alarmed, LAST)
+    assert STATE.read(folder) == kept(alarmed, LAST)
 
 
 def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
@@ -255,19 +255,23 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
     assert [line["problem"] for line in lines] == ["the volume does not answer within 0.05 s"]
 
 
-def test_the_last_save_is_made_though_the_end_came_during_another(alarmed: Memory, tmp_path: Path) -> None:
-    worker, begun, go_on = Worker[Any]("state"), threading.Event(), threading.Event()
+def test_the_last_save_is_made_though_the_end_came_during_another(
+    alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, begun, go_on = Worker.call, threading.Event(), threading.Event()
 
-    async def call(function: Callable[[], Any], timeout_seconds: float) -> Any:
+    async def call(worker: Worker[Any], function: Callable[[], Any], timeout_seconds: float) -> Any:
         def slowly() -> Any:
             begun.set()
             go_on.wait(30)
             return function()
 
-        return await worker.call(slowly, timeout_seconds + 30)
+        return await calls(worker, slowly, timeout_seconds + 30)
+
+    monkeypatch.setattr(Worker, "call", call)
 
     async def live() -> None:
-        subject = Keeper(folder=tmp_path, call=call, clock=FixedClock(LAST), version="0")
+        subject = Keeper(folder=tmp_path, clock=FixedClock(LAST), version="0")
         go_on.set()
         await subject.recall(LAST)
         begun.clear()
@@ -284,4 +288,4 @@ def test_the_last_save_is_made_though_the_end_came_during_another(alarmed: Memor
         asyncio.run(live())
 
     assert lines == []
-    assert read(tmp_path) == kept(alarmed, LAST)
+    assert STATE.read(tmp_path) == kept(alarmed, LAST)

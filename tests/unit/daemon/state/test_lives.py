@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import LIVES, NAME, write
+from vllm_headroom.daemon.state.file import LIVES, STATE
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.vocabulary import ExitReason
 
@@ -65,12 +65,12 @@ def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> 
 def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: Memory, tmp_path: Path) -> None:
     saved(tmp_path, **{LIFE: crashed()})
     old = kept(alarmed, seen(ALARM_STEPS))
-    write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
+    STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
 
     found, _ = taken_up(tmp_path, ALARM_STEPS + 10)
 
     assert found[LIFE].lives.restarts == 1
-    assert (tmp_path / NAME).exists(), "it waits until an engine is seen"
+    assert (tmp_path / STATE.name).exists(), "it waits until an engine is seen"
 
 
 def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
 from vllm_headroom.daemon.state.content import Memory
-from vllm_headroom.daemon.state.file import NAME, File, Unusable, read, write
+from vllm_headroom.daemon.state.file import STATE, File, Unusable
 
 NEXT = seen(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400
@@ -20,8 +20,8 @@ YEARS = 365.25 * 86400
 def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
     alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
-    before = (tmp_path / NAME).read_bytes()
+    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
+    before = (tmp_path / STATE.name).read_bytes()
 
     def broken(_file: File[object], _folder: Path) -> None:
         raise OSError(5, "Input/output error")
@@ -34,7 +34,7 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
                 assert await subject.recall(NEXT) == {}
                 await subject.save(states(Memory()))
         assert [line["problem"] for line in lines] == ["Input/output error"]
-        assert (tmp_path / NAME).read_bytes() == before
+        assert (tmp_path / STATE.name).read_bytes() == before
 
         assert "leak" in await subject.recall(NEXT)
 
@@ -44,7 +44,7 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
 def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / NAME).write_text("damaged")
+    (tmp_path / STATE.name).write_text("damaged")
 
     def broken(_file: File[object], _folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
@@ -61,16 +61,16 @@ def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
 
     asyncio.run(refused())
 
-    assert (tmp_path / NAME).read_text() == "damaged"
+    assert (tmp_path / STATE.name).read_text() == "damaged"
 
 
-@pytest.mark.parametrize("target", ["elsewhere", NAME], ids=["link", "loop"])
+@pytest.mark.parametrize("target", ["elsewhere", STATE.name], ids=["link", "loop"])
 def test_a_link_in_its_place_is_set_aside_and_not_followed(alarmed: Memory, tmp_path: Path, target: str) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("somebody's")
-    (folder / NAME).symlink_to(elsewhere if target == "elsewhere" else NAME)
+    (folder / STATE.name).symlink_to(elsewhere if target == "elsewhere" else STATE.name)
 
     async def saved() -> None:
         subject = keeper(folder, NEXT)
@@ -80,32 +80,32 @@ def test_a_link_in_its_place_is_set_aside_and_not_followed(alarmed: Memory, tmp_
     asyncio.run(saved())
 
     assert elsewhere.read_text() == "somebody's"
-    assert (folder / f"{NAME}.bad").is_symlink()
-    assert not (folder / NAME).is_symlink()
-    assert read(folder) is not None
+    assert (folder / f"{STATE.name}.bad").is_symlink()
+    assert not (folder / STATE.name).is_symlink()
+    assert STATE.read(folder) is not None
 
 
 def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(alarmed: Memory, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("somebody's")
-    (tmp_path / f"{NAME}.new").symlink_to(elsewhere)
+    (tmp_path / f"{STATE.name}.new").symlink_to(elsewhere)
 
-    write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
+    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
 
     assert elsewhere.read_text() == "somebody's"
-    assert read(tmp_path) is not None
+    assert STATE.read(tmp_path) is not None
 
 
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / NAME)
+    os.mkfifo(tmp_path / STATE.name)
 
     with pytest.raises(Unusable, match="a pipe"):
-        read(tmp_path)
+        STATE.read(tmp_path)
 
 
 @pytest.mark.parametrize("years", [-60, -1, 1, 60, 8000])
 def test_a_clock_that_steps_by_years_does_no_harm(alarmed: Memory, tmp_path: Path, years: int) -> None:
-    write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS))
+    STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=NEXT.time_seconds + years * YEARS))
 
     found, events = asyncio.run(recalled(tmp_path, NEXT))
 

@@ -10,6 +10,7 @@ from tests.samples import A_GPU, engine, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.live import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, live
 from vllm_headroom.derive.gates.place import may_leave
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.vocabulary import EngineState, LeakState
 
@@ -17,6 +18,12 @@ DAY: Final = 24 * HOUR_SECONDS
 MIDNIGHT: Final = 1_760_000_000.0 // DAY * DAY
 BETWEEN: Final = 6 * HOUR_SECONDS
 TURN: Final = 900.0
+
+
+def rules(name: str = "vllm-0") -> Rules:
+    return Rules(ready_seconds=None, ready_most_seconds=TURN, live_seconds=BETWEEN, name=name)
+
+
 STEP: Final = 60.0
 
 
@@ -52,7 +59,7 @@ def follow(
     following, now = state or Live(), known_from
     while now < until:
         values = leak(end - now, leaks) if now >= begin else QUIET
-        following = live(following, at(now), values, least_between_seconds=BETWEEN, turn_seconds=TURN, name=name)
+        following = live(following, at(now), values, rules(name))
         if following.reason is not None:
             return now, following
         now += STEP
@@ -62,12 +69,10 @@ def follow(
 def test_a_leak_of_the_hosts_memory_is_as_bad() -> None:
     leaking = (Sample(catalog.HOST_LEAK_STATE, ("worker", LeakState.LEAKING), 1.0),)
     near = Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 200.0)
-    before = live(Live(), at(0.0), QUIET, least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0")
+    before = live(Live(), at(0.0), QUIET, rules())
 
     def failed(*samples: Sample) -> bool:
-        seen = live(
-            before, at(BETWEEN), Values(samples), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
-        )
+        seen = live(before, at(BETWEEN), Values(samples), rules())
         return seen.reason is not None
 
     assert failed(*leaking, near)
@@ -148,10 +153,8 @@ def test_it_fails_until_a_new_life_begins_and_not_again_soon() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    still = live(state, at(failed + STEP), leak(9e5), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0")
-    anew = live(
-        still, at(failed + 2 * STEP, life=2.0), QUIET, least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
-    )
+    still = live(state, at(failed + STEP), leak(9e5), rules())
+    anew = live(still, at(failed + 2 * STEP, life=2.0), QUIET, rules())
 
     assert still.reason is not None
     assert anew.reason is None
@@ -164,8 +167,6 @@ def test_a_kubelet_that_does_not_act_is_not_asked_for_ever() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    after = live(
-        state, at(failed + FAILS_SECONDS), leak(9e5), least_between_seconds=BETWEEN, turn_seconds=TURN, name="vllm-0"
-    )
+    after = live(state, at(failed + FAILS_SECONDS), leak(9e5), rules())
 
     assert after.reason is None

@@ -11,6 +11,7 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.place import GROUPS, has_the_watch, place
 from vllm_headroom.derive.gates.ready import CLOSE_AFTER_SECONDS, OPEN_AFTER_SECONDS, Ready, ready
+from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, Source
@@ -41,16 +42,15 @@ class Gate:
     """A gate on its own clock."""
 
     def __init__(self, name: str = SECOND) -> None:
-        self.now, self.state, self.name = 0.0, Ready(), name
+        self.now, self.state = 0.0, Ready()
+        self.rules = Rules(ready_seconds=LEAST, ready_most_seconds=MOST, live_seconds=None, name=name)
 
     def goes_on(self, seconds: float, values: Values = NOTHING, **seen: Any) -> str | None:
         """Let time go by; return why the gate is closed then."""
         until = self.now + seconds
         while self.now < until:
             self.now += STEP
-            self.state = ready(
-                self.state, at(self.now, **seen), values, least_seconds=LEAST, most_seconds=MOST, name=self.name
-            )
+            self.state = ready(self.state, at(self.now, **seen), values, self.rules)
         return self.state.reason
 
 

@@ -14,7 +14,7 @@ import pytest
 from tests.fakes.engine_server import Answer, EngineServer, cut, hang, page, with_head
 from tests.settings import load
 from vllm_headroom.daemon import parts
-from vllm_headroom.scrape.http.canary import Canary
+from vllm_headroom.scrape.http.canary import CanaryRequest
 from vllm_headroom.scrape.http.reader import PageReader
 
 HEALTH, SLEEP, TOKEN = PATHS = ("/health", "/is_sleeping", "/v1/completions")
@@ -45,10 +45,10 @@ class Server(EngineServer):
 def asked(server: EngineServer, timeout_seconds: float = 30) -> bool | None:
     base = server.url.removesuffix("/metrics")
     readers = [PageReader(url=base + path, timeout_seconds=timeout_seconds) for path in PATHS]
-    return asyncio.run(closing(Canary(health=readers[0], sleep=readers[1], completion=readers[2])))
+    return asyncio.run(closing(CanaryRequest(health=readers[0], sleep=readers[1], completion=readers[2])))
 
 
-async def closing(canary: Canary) -> bool | None:
+async def closing(canary: CanaryRequest) -> bool | None:
     try:
         return await canary.ask("m")
     finally:

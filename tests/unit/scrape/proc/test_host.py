@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.model import EngineProcess, Machine
+from vllm_headroom.model import EngineProcess, MachineMemory
 from vllm_headroom.scrape.proc.host import host_of, machine_of, resident_parts, shm_of
 from vllm_headroom.vocabulary import Role
 
@@ -43,7 +43,7 @@ def test_the_machine_tells_what_is_available_its_swap_and_its_kills(tree: ProcTr
     (tree.path / "meminfo").write_text(MEMINFO)
     (tree.path / "vmstat").write_text("nr_free_pages 244\noom_kill 3\n")
 
-    assert machine_of(tree.path) == Machine(
+    assert machine_of(tree.path) == MachineMemory(
         total_bytes=125_000_000 * 1024,
         available_bytes=70_000_000 * 1024,
         swap_bytes=16_000_000 * 1024,

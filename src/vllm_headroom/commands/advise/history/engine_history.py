@@ -11,7 +11,7 @@ from vllm_headroom.commands.advise.limits import (
 )
 from vllm_headroom.derive.kv_cache import tokens_per_request
 from vllm_headroom.model import EngineReading
-from vllm_headroom.trace.counter import Rise, Tally
+from vllm_headroom.trace.counter import Histogram, Rise
 
 CAP_RATIO = 0.97
 CAP_SHARE = 0.9
@@ -25,8 +25,8 @@ class Full:
         self.seconds = 0.0
         self._finished = 0.0
         self._preemptions = 0.0
-        self._running = Tally()
-        self._tokens = Tally()
+        self._running = Histogram()
+        self._tokens = Histogram()
 
     def step(self, seconds: float, finished: float, preemptions: float) -> None:
         """Count what was done in the time before a sample."""
@@ -60,7 +60,7 @@ class Waiting:
         self.seconds = 0.0
         self._long_seconds = 0.0
         self._roomy: dict[float, float] = {}
-        self._used = Tally()
+        self._used = Histogram()
 
     def step(self, seconds: float, reading: EngineReading) -> None:
         """Count the time before a sample."""
@@ -124,7 +124,7 @@ class EngineHistory:
         self._kv_known = False
         self._was_full = False
         self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
-        self._usual = Tally()
+        self._usual = Histogram()
         self._full, self._waiting, self._idle = Full(), Waiting(), Idle()
 
     def other_settings(self, reading: EngineReading) -> bool:

@@ -8,7 +8,7 @@ from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory
 from vllm_headroom.commands.advise.history.lives import Ends
-from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, Settings, Version, with_page
+from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, EngineArgs, Version, with_page
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EnginePage, EngineReading, Failure, Snapshot
@@ -16,7 +16,7 @@ from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS, Watch
 
 
-class History:
+class Past:
     """Gathers what the rules want to know of a past, sample by sample."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class History:
         self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
-    def facts(self, settings: Settings) -> Facts:
+    def facts(self, settings: EngineArgs) -> Facts:
         """Return the facts, of an engine started with these settings; the trace tells those that nobody gave."""
         begin, end = self._watch.span
         settings = settings if self._page is None else with_page(settings, self._page)

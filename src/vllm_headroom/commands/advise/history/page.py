@@ -14,7 +14,7 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.limits import FULL_RATIO, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, SIZES_CACHE_IN_BYTES, TELLS_SLEEP, Settings
+from vllm_headroom.commands.advise.settings import OLDEST, SHOWN_BY, EngineArgs
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.derive.verdicts import LOW_BYTES
@@ -41,7 +41,7 @@ ON_THE_HOST: Final = {
 }
 
 
-def facts_of(text: str, settings: Settings) -> Facts | str:
+def facts_of(text: str, settings: EngineArgs) -> Facts | str:
     """Return the facts of a page, of an engine started with these settings; or why it cannot be used, in one line."""
     try:
         page = Values(_samples(text))
@@ -72,14 +72,10 @@ def _samples(text: str) -> Iterator[Sample]:
                 yield Sample(metric, tuple(sample.labels.get(label, "") for label in metric.labels), sample.value)
 
 
-def _settings(page: Values, told: Settings) -> Settings:
+def _settings(page: Values, told: EngineArgs) -> EngineArgs:
     """Return the settings with what the page shows; what the operator told is believed."""
     shown = OLDEST
-    for name, version in (
-        ("prefix_cache_queries", COUNTS_PREFIXES),
-        ("kv_cache_memory_bytes", SIZES_CACHE_IN_BYTES),
-        ("sleep_state", TELLS_SLEEP),
-    ):
+    for name, version in SHOWN_BY.items():
         shown = max(shown, version) if page.value(catalog.INPUT_AVAILABLE, name) else shown
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.commands.advise.facts import Facts
 from vllm_headroom.commands.advise.history.page import facts_of
-from vllm_headroom.commands.advise.settings import Settings, version_of, with_page
+from vllm_headroom.commands.advise.settings import EngineArgs, version_of, with_page
 from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.daemon.look import fetched
@@ -25,7 +25,7 @@ TIMEOUT_SECONDS: Final = 20.0
 """Longer than the daemon waits: it is asked once, and a busy engine answers late."""
 
 
-async def sidecar_facts(url: str, settings: Settings) -> Facts:
+async def sidecar_facts(url: str, settings: EngineArgs) -> Facts:
     """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
     page = await _read(url)
     if isinstance(page, Failure):
@@ -36,7 +36,7 @@ async def sidecar_facts(url: str, settings: Settings) -> Facts:
     return facts
 
 
-async def with_engine(settings: Settings, url: str) -> Settings:
+async def with_engine(settings: EngineArgs, url: str) -> EngineArgs:
     """Return the settings with what the engine whose page is at `url` says; what the operator told is believed.
 
     Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
@@ -55,7 +55,7 @@ async def _read(url: str) -> str | Failure:
     return await fetched(PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS))
 
 
-def _added(settings: Settings, page: EnginePage, about: str | Failure) -> Settings:
+def _added(settings: EngineArgs, page: EnginePage, about: str | Failure) -> EngineArgs:
     told = None if isinstance(about, Failure) else server_version(about)
     version = settings.version or (version_of(told) if told else None)
     return replace(with_page(settings, page), version=version)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import Facts, What
-from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.facts import Circumstances, What
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES, left
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import ExitReason
@@ -18,32 +18,32 @@ UNSEEN_SECONDS: Final = 15.0
 """Memory is filled within seconds: who was not looked at for longer may have run out of it."""
 
 
-def killed(facts: Facts) -> Finding | None:
+def killed(facts: Circumstances) -> Diagnosis | None:
     """Fit where the kernel counted a kill in the engine's container as this life ended."""
     if facts.reason is not ExitReason.OOM_KILLED:
         return None
-    return Finding(
-        cause=Cause.KILLED,
+    return Diagnosis(
+        cause=EndCause.KILLED,
         sureness=Sureness.SURE,
         sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
         evidence=("the kernel counted a kill for want of memory in the engine's container then", ran(facts)),
     )
 
 
-def hang(facts: Facts) -> Finding | None:
+def hang(facts: Circumstances) -> Diagnosis | None:
     """Fit where nothing moved though there was work; surely where its page went on to say so."""
     if facts.hung_seconds is None or not facts.served:
         return None
     page = "its page went on to answer" if facts.answered else "its page did not answer, and its processes lived"
-    return Finding(
-        cause=Cause.HANG,
+    return Diagnosis(
+        cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
         sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
         evidence=(ran(facts), page),
     )
 
 
-def crash(facts: Facts) -> Finding | None:
+def crash(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
     stalled = facts.what is What.STALLED and not facts.broken
     if facts.full is not None or facts.ooms or stalled or (facts.hung_seconds is not None and not facts.xids):
@@ -54,8 +54,8 @@ def crash(facts: Facts) -> Finding | None:
     at_ease = seen and room is not None and room >= FEW_BYTES
     likely = facts.served and at_ease and (facts.broken or bool(facts.running))
     whole = "A crash" if facts.served else "A start that failed"
-    return Finding(
-        cause=Cause.CRASH,
+    return Diagnosis(
+        cause=EndCause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
         sentence=f"{whole} with GPU memory at ease: look elsewhere."
         if at_ease
@@ -64,15 +64,15 @@ def crash(facts: Facts) -> Finding | None:
     )
 
 
-def orderly(facts: Facts) -> Finding | None:
+def orderly(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine had nothing to do when it ended, whole and with memory left."""
     if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
         return None
     if facts.full is not None or facts.hung_seconds is not None or FATAL_XIDS & set(facts.xids):
         return None
     gpu = facts.worst
-    return Finding(
-        cause=Cause.ORDERLY,
+    return Diagnosis(
+        cause=EndCause.ORDERLY,
         sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
         sentence="An orderly end: the engine had nothing left to do.",
         evidence=(
@@ -82,7 +82,7 @@ def orderly(facts: Facts) -> Finding | None:
     )
 
 
-def _crashed(facts: Facts) -> Iterator[str]:
+def _crashed(facts: Circumstances) -> Iterator[str]:
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
     if facts.broken:
@@ -94,7 +94,7 @@ def _crashed(facts: Facts) -> Iterator[str]:
         yield "a restart that was meant, in the midst of requests, looks the same"
 
 
-def ran(facts: Facts) -> str:
+def ran(facts: Circumstances) -> str:
     """Return what the engine did when its page was last seen."""
     if facts.running is None:
         return "what it did then is not known"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import Facts, GpuFacts, What
-from vllm_headroom.commands.postmortem.finding import Cause, Finding, Sureness
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
 from vllm_headroom.units import GIB, duration, size
 from vllm_headroom.vocabulary import LeakState
@@ -28,7 +28,7 @@ LITTLE_RATIO: Final = 0.08
 """Less of the card than what vLLM leaves free by default: the start went as far as it could."""
 
 
-def never_fitted(facts: Facts) -> Finding | None:
+def never_fitted(facts: Circumstances) -> Diagnosis | None:
     """Fit where an engine ended before it served, with little left, or with others on its GPU."""
     gpu = facts.worst
     if facts.what is not What.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
@@ -38,15 +38,15 @@ def never_fitted(facts: Facts) -> Finding | None:
     if others < OTHERS_BYTES and not little:
         return None
     told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
-    return Finding(
-        cause=Cause.NEVER_FITTED,
+    return Diagnosis(
+        cause=EndCause.NEVER_FITTED,
         sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
         sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
         evidence=(left(gpu), *told),
     )
 
 
-def leak(facts: Facts) -> Finding | None:
+def leak(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
     gpu = _ran_out(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
@@ -56,15 +56,15 @@ def leak(facts: Facts) -> Finding | None:
         return None
     told_apart = gpu.others_bytes is not None and gpu.jumped_bytes is not None
     sure = gpu.leak is LeakState.LEAKING and gpu.is_full and told_apart
-    return Finding(
-        cause=Cause.LEAK,
+    return Diagnosis(
+        cause=EndCause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory by a leak: the engine grew until GPU {gpu.index} was full.",
         evidence=tuple(_leaked(facts, gpu)),
     )
 
 
-def neighbour(facts: Facts) -> Finding | None:
+def neighbour(facts: Circumstances) -> Diagnosis | None:
     """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
     gpu = _ran_out(facts)
     if gpu is not None and gpu.others_bytes is None and gpu.joined:
@@ -72,8 +72,8 @@ def neighbour(facts: Facts) -> Finding | None:
     if gpu is None or gpu.others_bytes is None or gpu.share(gpu.others_bytes) < MOSTLY:
         return None
     sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
-    return Finding(
-        cause=Cause.NEIGHBOUR,
+    return Diagnosis(
+        cause=EndCause.NEIGHBOUR,
         sureness=Sureness.SURE if sure else Sureness.LIKELY,
         sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of GPU {gpu.index}.",
         evidence=(
@@ -83,16 +83,16 @@ def neighbour(facts: Facts) -> Finding | None:
     )
 
 
-def _joined(gpu: GpuFacts) -> Finding:
-    return Finding(
-        cause=Cause.NEIGHBOUR,
+def _joined(gpu: GpuAtEnd) -> Diagnosis:
+    return Diagnosis(
+        cause=EndCause.NEIGHBOUR,
         sureness=Sureness.LIKELY,
         sentence=f"Out of GPU memory by a neighbour: another process had come to GPU {gpu.index}.",
         evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
     )
 
 
-def burst(facts: Facts) -> Finding | None:
+def burst(facts: Circumstances) -> Diagnosis | None:
     """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
     gpu = _ran_out(facts)
     if gpu is None:
@@ -103,38 +103,38 @@ def burst(facts: Facts) -> Finding | None:
     told_apart = gpu.others_bytes is not None and not gpu.between
     alone = gpu.leak not in (LeakState.LEAKING, LeakState.GROWING) and told_apart
     sure = alone and gpu.is_full and share >= NEARLY_ALL and facts.seen_seconds >= LONGER_SECONDS
-    return Finding(
-        cause=Cause.BURST,
+    return Diagnosis(
+        cause=EndCause.BURST,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst: GPU {gpu.index} was filled within minutes.",
         evidence=tuple(_burst(facts, gpu)),
     )
 
 
-def _ran_out(facts: Facts) -> GpuFacts | None:
+def _ran_out(facts: Circumstances) -> GpuAtEnd | None:
     return facts.full if facts.what is What.ENDED and facts.served else None
 
 
-def _perhaps(facts: Facts) -> Finding | None:
+def _perhaps(facts: Circumstances) -> Diagnosis | None:
     gpu = facts.worst
     if facts.what is not What.ENDED or not facts.served:
         return None
     if facts.ooms:
         text = "Out of GPU memory in a burst: torch was refused what it asked for."
-        return Finding(cause=Cause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
+        return Diagnosis(cause=EndCause.BURST, sureness=Sureness.LIKELY, sentence=text, evidence=facts.ooms)
     if not facts.running or gpu is None:
         return None
     if gpu.last_room_bytes is None or gpu.last_room_bytes >= FEW_BYTES:
         return None
-    return Finding(
-        cause=Cause.BURST,
+    return Diagnosis(
+        cause=EndCause.BURST,
         sureness=Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on GPU {gpu.index}.",
         evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
     )
 
 
-def _leaked(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
+def _leaked(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     yield left(gpu)
     if gpu.grown_bytes is not None:
         yield f"the engine grew by {size(gpu.grown_bytes)} in {duration(facts.seen_seconds)}"
@@ -146,7 +146,7 @@ def _leaked(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
         yield f"{size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
 
 
-def _burst(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
+def _burst(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
     yield left(gpu)
     if gpu.jumped_bytes is not None:
         yield f"the engine took {size(gpu.jumped_bytes)} more than minutes before"
@@ -156,7 +156,7 @@ def _burst(facts: Facts, gpu: GpuFacts) -> Iterator[str]:
     yield f"the leak detector said {gpu.leak}"
 
 
-def left(gpu: GpuFacts) -> str:
+def left(gpu: GpuAtEnd) -> str:
     """Return how much room a GPU had left."""
     if gpu.last_room_bytes is None:
         return f"what was left on GPU {gpu.index} is not known"

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from vllm_headroom.commands.replay.prometheus.text import Span
 from vllm_headroom.parse.openai import json_object
-from vllm_headroom.scrape.http.credentials import Unusable, bearer_token, trust
+from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import MIB, size
 
@@ -59,7 +59,7 @@ class Api:
                 headers["Authorization"] = f"Bearer {bearer_token(bearer_token_file)}"
                 self._address = self._address.copy_with(userinfo=b"")
             verify = trust(ca_file) if ca_file else True
-        except Unusable as error:
+        except UnusableCredentials as error:
             raise BadInput(str(error)) from None
         self._client = httpx.Client(verify=verify, timeout=_TIMEOUT, headers=headers)
 

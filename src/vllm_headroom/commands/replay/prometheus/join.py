@@ -20,7 +20,7 @@ Value = tuple[Series, float]
 Side = list[dict[str, Any]]
 
 
-class Kind(Struct, frozen=True, kw_only=True):
+class Exporter(Struct, frozen=True, kw_only=True):
     """The series one exporter has for one side of a sample; `side` is its key in a trace's line.
 
     `lead` are the names of which one is there wherever this exporter is scraped, `names` all that are read. Series that
@@ -49,10 +49,10 @@ _START_TIME: Final = "process_start_time_seconds"
 _MOST_VALUES: Final = 5
 
 
-class Source(Struct, frozen=True, kw_only=True):
+class Scraped(Struct, frozen=True, kw_only=True):
     """A kind of history that is there: what narrows it, the name of its lead and how often it is scraped."""
 
-    kind: Kind
+    kind: Exporter
     matchers: tuple[str, ...]
     lead: str
     interval_ms: int
@@ -68,7 +68,7 @@ def selector(names: Sequence[str], matchers: Sequence[str]) -> str:
     return "{" + ",".join((f'__name__=~"{"|".join(names)}"', *matchers)) + "}"
 
 
-def read(api: Api, source: Source, page: Span) -> list[Series]:
+def read(api: Api, source: Scraped, page: Span) -> list[Series]:
     """Return the series of the source over the page, without the labels their scrapes gave them; or raise BadInput.
 
     `last_over_time` bounds the age of a value; a plain selector would show the last one for five minutes after the end
@@ -85,7 +85,7 @@ def _latest(selected: str, window_ms: int) -> str:
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
-def _start_times(api: Api, source: Source, page: Span, leads: Sequence[Series]) -> list[Series]:
+def _start_times(api: Api, source: Scraped, page: Span, leads: Sequence[Series]) -> list[Series]:
     """Return, for each engine, when the process of its target started; every target of Prometheus has that series."""
     targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in _TARGET}
     if not leads:
@@ -100,7 +100,7 @@ def _start_times(api: Api, source: Source, page: Span, leads: Sequence[Series]) 
     ]
 
 
-def _one_each(kind: Kind, found: Iterable[Series], handover: int) -> list[Series]:
+def _one_each(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
     """Return one series for each thing: those that followed each other are joined, by the newest where they overlap.
 
     They may overlap for as many steps as a value may be old; longer, they are two things that look the same.
@@ -112,7 +112,7 @@ def _one_each(kind: Kind, found: Iterable[Series], handover: int) -> list[Series
     return [_joined(kind, sorted(group, key=_began), handover) for group in groups.values()]
 
 
-def _joined(kind: Kind, group: Sequence[Series], handover: int) -> Series:
+def _joined(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
     values: dict[int, float] = {}
     for series in group:
         if len(values.keys() & series.values.keys()) > handover:
@@ -126,7 +126,7 @@ def _began(series: Series) -> int:
     return min(series.values, default=0)
 
 
-def _ambiguous(kind: Kind, group: Sequence[Series]) -> str:
+def _ambiguous(kind: Exporter, group: Sequence[Series]) -> str:
     names = sorted({name for series in group for name in series.labels} - kind.identity)
     values = {name: sorted({series.labels.get(name, "") for series in group}) for name in names}
     differing = {name: texts for name, texts in values.items() if len(texts) > 1}

@@ -9,7 +9,7 @@ from typing import Any, Final
 from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.replay.prometheus.join import Kind, Side, Value
+from vllm_headroom.commands.replay.prometheus.join import Exporter, Side, Value
 from vllm_headroom.model import INPUTS, Failure
 from vllm_headroom.parse.engines import engine_page
 from vllm_headroom.parse.profile import Profile
@@ -69,7 +69,7 @@ _OWN_MEMORY_FIELDS: Final = {
     catalog.GPU_MEMORY_HELD.name: "held",
 }
 _own_memory: Final = _sample(_OWN_MEMORY_FIELDS, uuid_label="uuid")
-OWN_GPUS: Final = Kind(
+OWN_GPUS: Final = Exporter(
     side="gpus",
     lead=(catalog.GPU_MEMORY_USED.name,),
     names=(*_OWN_MEMORY_FIELDS, catalog.GPU_INFO.name),
@@ -81,7 +81,7 @@ _DCGM_FIELDS: Final = {
     "DCGM_FI_DEV_FB_FREE": "free",
     "DCGM_FI_DEV_FB_RESERVED": "reserved",
 }
-DCGM_GPUS: Final = Kind(
+DCGM_GPUS: Final = Exporter(
     side="gpus",
     lead=("DCGM_FI_DEV_FB_USED",),
     names=tuple(_DCGM_FIELDS),
@@ -94,7 +94,7 @@ _SMI_FIELDS: Final = {
     "nvidia_smi_memory_reserved_bytes": "reserved",
     "nvidia_smi_index": "gpu",
 }
-SMI_GPUS: Final = Kind(
+SMI_GPUS: Final = Exporter(
     side="gpus",
     lead=("nvidia_smi_memory_used_bytes",),
     names=tuple(_SMI_FIELDS),
@@ -144,14 +144,14 @@ def _labels(profile: Profile) -> frozenset[str]:
     return frozenset(named | chosen | PARTS) - {""}
 
 
-OWN_ENGINES: Final = Kind(
+OWN_ENGINES: Final = Exporter(
     side="engines",
     lead=(catalog.ENGINE_RUNNING.name,),
     names=tuple(_OWN_FIELDS),
     identity=frozenset(catalog.ENGINE),
     sample=_own,
 )
-OWN_PROCESSES: Final = Kind(
+OWN_PROCESSES: Final = Exporter(
     side="processes",
     lead=(catalog.HOST_MEMORY.name,),
     names=(catalog.HOST_MEMORY.name,),
@@ -159,7 +159,7 @@ OWN_PROCESSES: Final = Kind(
     sample=_processes,
 )
 ENGINES: Final = tuple(
-    Kind(
+    Exporter(
         side="engines",
         lead=_names(profile, "running"),
         names=_names(profile, *_FACTS, "kv_used_tokens", "kv_capacity_tokens"),

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.commands.progress import followed
 from vllm_headroom.commands.replay.prometheus.api import Api, Series
-from vllm_headroom.commands.replay.prometheus.join import Kind, Source, read, selector
+from vllm_headroom.commands.replay.prometheus.join import Exporter, Scraped, read, selector
 from vllm_headroom.commands.replay.prometheus.kinds import (
     DCGM_GPUS,
     ENGINES,
@@ -38,7 +38,9 @@ _HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM
 """What goes together, best first: this exporter's series know whose the memory is."""
 
 
-def find_sources(api: Api, span: Span, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]) -> list[Source]:
+def find_sources(
+    api: Api, span: Span, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
+) -> list[Scraped]:
     """Return the sources of the best history in the span, GPUs first; raise BadInput when a side is missing."""
     look = Span(
         start_ms=span.end_ms - span.length_ms // _STRIDE_MS * _STRIDE_MS, end_ms=span.end_ms, step_ms=_STRIDE_MS
@@ -60,23 +62,23 @@ def find_sources(api: Api, span: Span, gpu_matchers: tuple[str, ...], engine_mat
     raise BadInput(_missing("GPU", between, _GPUS, gpu_matchers))
 
 
-def _present(api: Api, look: Span, kinds: tuple[Kind, ...], matchers: tuple[str, ...]) -> frozenset[str]:
+def _present(api: Api, look: Span, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> frozenset[str]:
     """Return which of the kinds' leading names have a series."""
     selected = selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
 
 
-def _source(api: Api, look: Span, kind: Kind, names: frozenset[str], matchers: tuple[str, ...]) -> Source:
+def _source(api: Api, look: Span, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]) -> Scraped:
     """Return the kind as a source, with the finest interval at which it was scraped anywhere in the span."""
     lead = next(name for name in kind.lead if name in names)
     expression = f"max(count_over_time({selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     found = [series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)]
     most = max((value for series in found for value in series.values.values()), default=1.0)
-    return Source(kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0)))
+    return Scraped(kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0)))
 
 
-def _missing(side: str, between: str, kinds: tuple[Kind, ...], matchers: tuple[str, ...]) -> str:
+def _missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> str:
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {between}: looked for {wanted}"
@@ -120,7 +122,7 @@ def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from _records(page, [(source, read(api, source, page)) for source in sources])
 
 
-def _records(page: Span, sides: Iterable[tuple[Source, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
+def _records(page: Span, sides: Iterable[tuple[Scraped, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
     sides = tuple(sides)
     for time_ms in page.times():
         record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}

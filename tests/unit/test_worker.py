@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_headroom.scrape.worker import Worker
+from vllm_headroom.worker import Worker
 
 DEADLINE_SECONDS = 20.0
 SHORT_SECONDS = 0.05
@@ -152,7 +152,7 @@ def test_a_stopped_worker_lives_until_its_call_returns() -> None:
 def test_the_process_ends_while_a_call_hangs() -> None:
     script = (
         "import asyncio, threading\n"
-        "from vllm_headroom.scrape.worker import Worker\n"
+        "from vllm_headroom.worker import Worker\n"
         "async def main():\n"
         "    try:\n"
         "        await Worker('test').call(threading.Event().wait, 0.1)\n"

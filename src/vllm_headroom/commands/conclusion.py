@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class Verdict(StrEnum):
+class Conclusion(StrEnum):
     """Whether what was judged is good; a closed set, for scripts."""
 
     GOOD = "good"
@@ -20,10 +20,10 @@ class Verdict(StrEnum):
         return STATUS[self]
 
 
-STATUS: Final = {Verdict.GOOD: 0, Verdict.NOT_GOOD: 1, Verdict.CANNOT_TELL: 2}
+STATUS: Final = {Conclusion.GOOD: 0, Conclusion.NOT_GOOD: 1, Conclusion.CANNOT_TELL: 2}
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst(verdicts: Iterable[Conclusion]) -> Conclusion:
     """Return no if one says no, else that it cannot be told if one cannot, else yes."""
     found = set(verdicts)
-    return next((each for each in (Verdict.NOT_GOOD, Verdict.CANNOT_TELL) if each in found), Verdict.GOOD)
+    return next((each for each in (Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL) if each in found), Conclusion.GOOD)

@@ -1,0 +1,83 @@
+"""What is known at a tick that its line in a trace does not tell: the context of an incident."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, Final
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from vllm_headroom import catalog
+from vllm_headroom.model import Failure, Metric, ProbedProcess, Snapshot, Values, Verdict
+
+MOST_HOLDERS: Final = 64
+FIGURES: Final = (
+    catalog.LEAK_RATE,
+    catalog.LEAK_PER_REQUEST,
+    catalog.LEAKED,
+    catalog.TIME_TO_OOM,
+)
+"""What the leak detector says of a GPU besides its state."""
+
+
+def context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
+    """Return what a later reader cannot tell from the samples alone."""
+    parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
+    holders = [
+        {"uuid": gpu.reading.uuid, "pid": each.pid, "used": each.used_bytes}
+        for gpu in snapshot.owned
+        for each in gpu.reading.processes or ()
+    ]
+    return {
+        "t": round(snapshot.time_seconds, 3),
+        "verdicts": [
+            {"subject": each.subject, "level": each.level, "sentence": each.sentence, "alert": each.alert}
+            for each in verdicts
+        ],
+        "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
+        "holders": holders[:MOST_HOLDERS],
+        "probe": [_json_of(process) for process in _probed(snapshot)[:MOST_HOLDERS]],
+        "problems": [each.message for each in parts if isinstance(each, Failure)],
+    }
+
+
+def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """Return the newest OutOfMemoryError of each process that the probe tells of, also of those that have ended."""
+    return [
+        {
+            "t": round(each.oom.at_seconds, 3),
+            "uuid": each.oom.uuid,
+            "asked": each.oom.asked_bytes,
+            "free": each.oom.free_bytes,
+            "allocated": each.oom.allocated_bytes,
+            "reserved": each.oom.reserved_bytes,
+        }
+        for each in _probed(snapshot)
+        if each.oom is not None
+    ]
+
+
+def _probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
+    probe = snapshot.probe
+    if probe is None or isinstance(probe, Failure):
+        return ()
+    return (*probe.present, *probe.silent, *probe.others)
+
+
+def _json_of(value: object) -> Any:  # noqa: ANN401 - a value of JSON
+    """Return a value without what it does not say."""
+    if isinstance(value, Struct):
+        return {name: _json_of(each) for name, each in asdict(value).items() if each is not None}
+    return [_json_of(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
+    figures = {_name(metric): values.value(metric, gpu, uuid) for metric in FIGURES}
+    finite = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
+    return {"gpu": int(gpu), "uuid": uuid, "state": values.state(catalog.LEAK_STATE, gpu, uuid), **finite}
+
+
+def _name(metric: Metric) -> str:
+    return metric.name.removeprefix("headroom_")
