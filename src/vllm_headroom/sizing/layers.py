@@ -20,6 +20,9 @@ PATTERN: Final = {"M": "mamba2", "*": "attention", "-": "mlp", "E": "moe"}
 
 MAMBA_2_HEADS: Final = ("mamba_n_heads", "mamba_num_heads")
 INPUT_BYTES: Final = 2
+MOST_LAYERS: Final = 10_000
+"""Each gets a name: no model comes near it, and the names of a billion would take all memory."""
+
 STATE_BYTES: Final = 4
 """Of a value in a state of 32 bits: Nemotron-H's, unless it says otherwise (model_executor/models/config.py)."""
 
@@ -27,8 +30,10 @@ STATE_BYTES: Final = 4
 def kinds(config: Config, layers: int) -> list[str]:
     """Return each layer's kind, from the list, the letters, the pattern or the window that the configuration has.
 
-    Raises ValueError at a kind whose cache is not known here.
+    Raises ValueError at a kind whose cache is not known here, and at more layers than any model has.
     """
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers are more than any model has")
     found = _listed(config) or _patterned(config, layers)
     unknown = sorted({kind for kind in found if kind not in KINDS})
     if unknown:

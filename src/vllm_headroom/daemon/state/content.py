@@ -15,7 +15,7 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.model import Snapshot
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 """To be raised when the fields of a state, or what they mean, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0

@@ -31,8 +31,8 @@ KEPT_BYTES: Final = 512 * MIB
 SETTLED_SECONDS: Final = 3600.0
 SETTLED_LOAD: Final = 1.75
 """What it could not give back is in use: an alarm where that is so much, and so much of what has grown in this life,
-and load is near what it was and has not doubled of late: what it needs is in use as well. On simulated days without a leak a seventh was kept
-in the middle, with one nineteen twentieths."""
+and load, whose needs are in use as well, has neither grown by so much nor doubled of late. On simulated days without
+a leak a seventh was kept in the middle, with one nineteen twentieths."""
 
 
 def observe(track: Track, seen: Observation) -> Track:
