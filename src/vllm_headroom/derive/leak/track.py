@@ -29,10 +29,9 @@ FLUSHED_ROOM_BYTES: Final = 1024 * MIB
 KEPT_SHARE: Final = 0.7
 KEPT_BYTES: Final = 512 * MIB
 SETTLED_SECONDS: Final = 3600.0
-SETTLED_LOAD: Final = 1.75
 """What it could not give back is in use: an alarm where that is so much, and so much of what has grown in this life,
-and load, whose needs are in use as well, has neither grown by so much nor doubled of late. On simulated days without
-a leak a seventh was kept in the middle, with one nineteen twentieths."""
+and load, whose needs are in use as well, has not doubled of late. On simulated days without a leak a seventh was kept
+in the middle, with one nineteen twentieths."""
 
 
 def observe(track: Track, seen: Observation) -> Track:
@@ -127,7 +126,7 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if drop < FLUSHED_BYTES or room_bytes - drop > FLUSHED_ROOM_BYTES:
         return track
     kept_bytes = held_bytes - track.begun_bytes
-    settled = track.seconds - first.seconds >= SETTLED_SECONDS and track.most_load <= SETTLED_LOAD * track.first_load
+    settled = track.seconds - first.seconds >= SETTLED_SECONDS
     kept = settled and kept_bytes >= max(KEPT_BYTES, KEPT_SHARE * (kept_bytes + drop))
     if not kept and track.verdict is not Verdict.LEAKING:
         return track

@@ -100,5 +100,5 @@ def test_what_the_allocator_cannot_give_back_when_the_card_is_full_is_no_cache()
 
 
 def test_just_after_load_doubled_what_cannot_be_given_back_may_be_in_use() -> None:
-    assert flushed(0.9, running=135.0).projected is Verdict.LEAKING
+    assert flushed(0.9, running=150.0).projected is Verdict.LEAKING
     assert flushed(0.9, running=170.0).projected < Verdict.LEAKING
