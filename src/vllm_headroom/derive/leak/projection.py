@@ -160,32 +160,28 @@ def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
 
 def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: Life) -> tuple[Verdict, float]:
     """Return the verdict of a window, and how sure it is."""
+    goes_on = life.before is Verdict.LEAKING
+    if odds < ODDS and not goes_on:
+        return Verdict.NONE, odds
     sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, room / window.largest_bytes)))
-    if life.before is Verdict.LEAKING:
-        return Verdict.LEAKING, sure
     enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
     old = now.seconds - life.first.seconds >= YOUNG_SECONDS
     lasted = now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted
-    if odds < ODDS:
-        return Verdict.NONE, sure
-    if enough and old and lasted >= patience(left) and sure >= SURE:
+    if goes_on or (enough and old and lasted >= patience(left) and sure >= SURE):
         return Verdict.LEAKING, sure
     growing = left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
     return Verdict.GROWING if growing else Verdict.NONE, sure
 
 
 def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:
+    kept = floors[window.begin :]
     return Growth(
         points=points[window.begin :],
-        retained_bytes=floors[window.begin :],
-        rises=_rises(window, floors),
+        retained_bytes=kept,
+        rises=tuple(after - before for before, after in pairwise(kept)),
         total_bytes=window.grown_bytes,
         largest_share=window.largest_bytes / window.grown_bytes,
     )
-
-
-def _rises(window: Window, floors: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(after - before for before, after in pairwise(floors[window.begin :]))
