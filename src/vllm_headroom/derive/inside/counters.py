@@ -11,7 +11,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.readings import gpu_labels, remembered
 from vllm_headroom.model import AllocatorReading, Gpu, Metric, ProbedProcess, ProbeReadings, Sample, Snapshot
 
-MOST_REMEMBERED: Final = 512
+MOST_COUNTS: Final = 512
 """Counts of processes that are remembered: four times the files that are read at once."""
 
 Key = tuple[str, str, int, float]
@@ -42,7 +42,7 @@ def counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, .
         for device in process.devices:
             if device.uuid.casefold() in uuids:
                 _count(last, sums, process, device)
-    state = Counts(last=dict(tuple(last.items())[-MOST_REMEMBERED:]), sums=sums)
+    state = Counts(last=dict(tuple(last.items())[-MOST_COUNTS:]), sums=sums)
     return state, tuple(_samples(state, gpus))
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.samples import A_GPU, failure, gpu, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.inside.counters import MOST_REMEMBERED, Counts, counters
+from vllm_headroom.derive.inside.counters import MOST_COUNTS, Counts, counters
 from vllm_headroom.model import AllocatorReading, Failure, OomRecord, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -78,11 +78,11 @@ def test_what_is_not_counted_is_absent() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     state = Counts()
-    for pid in range(MOST_REMEMBERED + 50):
+    for pid in range(MOST_COUNTS + 50):
         state, samples = counters(state, snapshot(probe=here(worker(pid, retries=1))))
 
-    assert len(state.last) == MOST_REMEMBERED
-    assert values(samples, catalog.ALLOCATOR_RETRIES) == {A_GPU: MOST_REMEMBERED + 50.0}
+    assert len(state.last) == MOST_COUNTS
+    assert values(samples, catalog.ALLOCATOR_RETRIES) == {A_GPU: MOST_COUNTS + 50.0}
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 50), st.booleans()), max_size=30))
