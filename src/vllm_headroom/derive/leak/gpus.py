@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.asleep import surer
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
 from vllm_headroom.derive.leak.track import observe, warming_up
@@ -24,7 +25,7 @@ Tracks = dict[str, Track]
 
 
 def gpu_leaks(
-    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks
+    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks, asleep: Tracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
     now = snapshot.monotonic_seconds
@@ -33,7 +34,7 @@ def gpu_leaks(
     for gpu, seen in observations(snapshot, snapshot.owned):
         uuid = gpu.reading.uuid
         tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), seen)
-        samples += _samples(gpu, tracks[uuid], inside.get(uuid), settled=settled)
+        samples += _samples(gpu, surer(tracks[uuid], asleep.get(uuid)), inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
 
