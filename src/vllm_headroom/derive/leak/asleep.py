@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import RISE_BYTES
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
+from vllm_headroom.derive.leak.pauses import anchored
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.model import Gpu
+
+KEPT_SHARE: Final = 0.25
+"""Of what an alarm says has leaked, the least that has to be kept asleep."""
 
 
 def residues(
@@ -45,9 +50,30 @@ def _looked(before: Track, held: Track | None, seen: Observation) -> Track:
     track = observe(before, seen)
     alarm = before if held is None else surer(held, before)
     more = seen.held_bytes is not None and seen.held_bytes >= (before.held_bytes or 0.0) + RISE_BYTES
-    if not more or alarm.verdict is not Verdict.LEAKING:
+    if alarm.verdict is not Verdict.LEAKING or not more:
         return track
     return replace(track, verdict=Verdict.LEAKING, estimate=alarm.estimate, sure_seconds=track.seconds)
+
+
+def held(before: Track, seen: Observation, asleep: Track | None) -> Track:
+    """Return the track of what is held with one more look, begun anew at a wake where what leaked was not kept asleep.
+
+    It was cache, then.
+    """
+    track = observe(before, seen)
+    woke = before.resting_since is not None and track.resting_since is None
+    if not woke or asleep is None or asleep.verdict is Verdict.LEAKING or _bears_out(asleep, before):
+        return track
+    return anchored(track)
+
+
+def _bears_out(asleep: Track, track: Track) -> bool:
+    """Return whether what has leaked since the first sleep was kept; where nobody can say it is taken for kept."""
+    found, first_seconds = track.estimate, asleep.anchor_seconds
+    if found is None or asleep.first is None or asleep.held_bytes is None or first_seconds is None:
+        return True
+    since_bytes = min(found.leaked_bytes, found.bytes_per_second * (asleep.seconds - first_seconds))
+    return asleep.held_bytes - asleep.begun_bytes >= KEPT_SHARE * since_bytes
 
 
 def surer(track: Track, asleep: Track | None) -> Track:

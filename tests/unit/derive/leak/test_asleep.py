@@ -138,3 +138,16 @@ def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
 
     assert before[-1] is LeakState.LEAKING
     assert LeakState.LEAKING not in after[int(600 / STEP) :]
+
+
+def test_an_alarm_of_cache_ends_with_the_sleep_that_shows_it() -> None:
+    """Growth before the first sleep may be of anything; what has grown since is kept asleep, or is cache."""
+
+    def grows(seconds: float) -> float:
+        return leak(max(0.0, seconds - HOUR / 3)) if seconds < 2.5 * HOUR else leak(2 * HOUR)
+
+    found = states(looks(3.2, flat, grows, twice))
+    awake = len(found) - int(0.6 * HOUR / STEP)
+
+    assert found[awake - 1] is LeakState.LEAKING
+    assert not {LeakState.GROWING, LeakState.LEAKING} & set(found[awake:])
