@@ -59,7 +59,9 @@ class Device:
         """Return a full reading of the GPU, or of each of its MIG instances."""
         try:
             gpu = self.gpu or self._open()
-            self.parts = parts(gpu, self._around.calls)
+            before, self.parts = self.parts, parts(gpu, self._around.calls)
+            for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
+                self._forget(uuid)
             return tuple(self._reading(part) for part in self.parts)
         except pynvml.NVMLError as error:
             self._note(error.value)
@@ -85,6 +87,12 @@ class Device:
     def _note(self, code: int) -> None:
         if code in LOST:
             self.lost_code = code
+
+    def _forget(self, uuid: str) -> None:
+        """Let go of all that is known of a MIG instance that was removed: the next has a UUID of its own."""
+        self._around.calls.forget(uuid)
+        self._around.peaks.pop(uuid, None)
+        self._lists.pop(uuid, None)
 
     def _open(self) -> Part:
         around = self._around
