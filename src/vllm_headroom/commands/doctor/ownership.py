@@ -22,7 +22,7 @@ from vllm_headroom.commands.doctor.fixes import (
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
-from vllm_headroom.derive.attribution import Selection, pids_are_true
+from vllm_headroom.derive.attribution import Selection, left_out, pids_are_true
 from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.vocabulary import Attribution
@@ -66,6 +66,12 @@ def _judged(sight: Sight, selection: Selection) -> Check:
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
         return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
+    if others := left_out(sight.gpus, selection):
+        shown = ", ".join(called(gpu.reading) for gpu in others)
+        text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
+        return Check(
+            Status.MISSING, text, fixes=(setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),)
+        )
     if not owned:
         return _none(sight)
     if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):

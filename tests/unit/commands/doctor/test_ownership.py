@@ -115,6 +115,20 @@ def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
     assert found.absent == (), "the other one is there"
 
 
+def test_a_list_that_leaves_out_the_gpu_of_the_engines_processes_is_told(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path
+) -> None:
+    nvml.gpus[1].used_bytes = 2 * GIB
+    nvml.gpus[1].processes = {CORE: GIB}
+    nvml.write()
+
+    seen = proc(tmp_path, vllm)
+    wrong, right = (examined(seen, ENGINE_URL=vllm.url, GPUS=gpus)["gpu_attribution"] for gpus in "01")
+
+    assert (wrong.state, right.state) == (Status.MISSING, Status.OK)
+    assert wrong.text == "HEADROOM_GPUS leaves out GPUs that the engine's processes are on: GPU 1 (GPU-b)"
+
+
 def test_a_mig_instance_is_named_by_its_uuid(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:
     nvml.gpus[0].mig = True
     nvml.gpus[0].instances = [FakeInstance(uuid=f"MIG-{letter}", gpu_instance=n) for n, letter in enumerate("xy")]
