@@ -7,7 +7,7 @@ from typing import Final
 import structlog
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.attribution import Selection, left_out
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values
 from vllm_headroom.parse.page import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
@@ -37,6 +37,11 @@ FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
 """The verdicts of the leak detector."""
 BLIND: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
 """The states in which it cannot tell whether what it found goes on; in any other it has found nothing."""
+
+
+def left_out(gpus: tuple[Gpu, ...], selection: Selection) -> tuple[Gpu, ...]:
+    """Return the GPUs that the engine's processes hold memory of and that the operator's list leaves out."""
+    return tuple(gpu for gpu in gpus if selection.listed and gpu.engine_bytes and gpu.attribution is None)
 
 
 class Transitions:

@@ -83,11 +83,6 @@ def attribute(
     return state, tuple(gpus)
 
 
-def left_out(gpus: tuple[Gpu, ...], selection: Selection) -> tuple[Gpu, ...]:
-    """Return the GPUs that the engine's processes hold memory of and that the operator's list leaves out."""
-    return tuple(gpu for gpu in gpus if selection.listed and gpu.engine_bytes and gpu.attribution is None)
-
-
 def pids_are_true(readings: GpuReadings, processes: ProcessReadings) -> bool:
     """Tell whether NVML and /proc mean the same process by one pid."""
     return _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)

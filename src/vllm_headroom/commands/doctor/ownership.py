@@ -21,8 +21,8 @@ from vllm_headroom.commands.doctor.fixes import (
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
-from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
-from vllm_headroom.derive.attribution import Selection, left_out, pids_are_true
+from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED, left_out
+from vllm_headroom.derive.attribution import Selection, pids_are_true
 from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.vocabulary import Attribution
