@@ -39,6 +39,9 @@ NOT_ON_ANY: Final = (
     "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
     " not see"
 )
+NOT_ON_THOSE_READ: Final = (
+    "none of the engine's processes is on a GPU that can be read; they may be on one that cannot, see gpus"
+)
 NOT_LISTED: Final = (
     "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
 )
@@ -86,10 +89,14 @@ def _is_elsewhere(sight: Sight) -> bool:
 
 def _could_be_told(sight: Sight) -> bool:
     """Tell whether a process of the engine on a visible GPU would have been found on it."""
-    if isinstance(sight.readings, Failure) or isinstance(sight.processes, Failure) or not sight.processes.engine:
+    if isinstance(sight.processes, Failure) or not sight.processes.engine:
         return False
-    listed = all(device.processes is not None for device in sight.readings.devices)
-    return listed and pids_are_true(sight.readings, sight.processes)
+    return _pids_are_true(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
+
+
+def _pids_are_true(sight: Sight) -> bool:
+    readings, processes = sight.readings, sight.processes
+    return not (isinstance(readings, Failure) or isinstance(processes, Failure)) and pids_are_true(readings, processes)
 
 
 def _none(sight: Sight) -> Check:
@@ -112,6 +119,8 @@ def _none(sight: Sight) -> Check:
 
 def _unmatched(sight: Sight, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
+    if any(gpu.reading.failure for gpu in sight.gpus) and _pids_are_true(sight):
+        return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
         return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
     return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))

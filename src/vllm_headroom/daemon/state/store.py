@@ -177,6 +177,6 @@ def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
 
 
 def _tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it can be told which saved GPUs are here: one that does not open yet may be any that is missing."""
+    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
     missing = saved.memory.leak.gpus.keys() - visible(snapshot)
     return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))

@@ -74,6 +74,18 @@ def test_an_engine_on_gpus_that_are_not_visible_is_missing_them(vllm: Vllm, tmp_
     assert "runtimeClassName: nvidia" in lines(found)
 
 
+def test_an_engine_whose_gpu_may_be_the_one_that_cannot_be_read_is_no_matter_of_the_driver(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path
+) -> None:
+    nvml.gpus[1].errors = {"all": 15}
+    nvml.write()
+
+    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
+
+    assert found.state is Status.MISSING
+    assert "they may be on one that cannot, see gpus" in found.text
+
+
 def test_the_only_gpu_is_doubted_where_the_engine_is_seen_and_is_not_on_it(
     nvml: FakeNvml, vllm: Vllm, tmp_path: Path
 ) -> None:
