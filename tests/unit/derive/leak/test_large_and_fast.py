@@ -49,6 +49,13 @@ def test_a_few_large_steps_are_a_leak_between_a_quarter_of_the_room_and_half_or_
     assert 0.25 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
 
 
+def test_the_interval_of_a_leak_in_large_steps_does_not_reach_below_zero() -> None:
+    course = follow(readings(steps(512 * MIB, 75), 15))
+
+    assert course.alarm is not None
+    assert 0 <= course.alarm.lower < 512 * MIB / (75 * MINUTE) < course.alarm.upper
+
+
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     when = [0.3 * 1.9**number for number in range(7)]
 
