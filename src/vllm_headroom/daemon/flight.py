@@ -103,6 +103,8 @@ class Flight:
         was, self._state = self._state, life.state
         reasons = [] if before is None else [str(each) for each in exits if exits[each] > before.get(each, 0)]
         if reasons:
+            if was is EngineState.SERVING and self._incident and self._incident.events[-1]["what"] == STALLED:
+                self._incident = None  # that stall was over: the end is no part of it
             return {"what": ENDED, "reason": reasons[0]}
         return {"what": STALLED} if life.state is EngineState.STALLED is not was else None
 
