@@ -31,7 +31,7 @@ LOOP: Final = 3
 """Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
 
 ENGINE_SAYS: Final = {
-    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no process of it", "HeadroomEngineDown"),
+    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
     EngineState.STALLED: (Level.ALARM, "is stalled: it has work and makes no progress", "HeadroomEngineStalled"),
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
@@ -39,7 +39,7 @@ ENGINE_SAYS: Final = {
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
-NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no process of it", None)
+NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no server of it", None)
 """HeadroomEngineDown waits too until one has lived."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {

@@ -144,7 +144,7 @@ def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
-    assert said.sentence == "The engine has not been seen yet: there is no page and no process of it."
+    assert said.sentence == "The engine has not been seen yet: there is no page and no server of it."
 
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
@@ -173,7 +173,7 @@ def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
 def test_a_silent_page_is_told_with_its_cause() -> None:
     silent = replace(seen(EngineState.DOWN), engines=failure(Source.ENGINE))
 
-    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no process of it; it failed.")
+    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no server of it; it failed.")
 
 
 def test_a_serving_engine_says_its_load() -> None:
