@@ -98,7 +98,7 @@ class Flight:
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
-    def _event(self, life: Life) -> dict[str, str] | None:
+    def _event(self, life: Life) -> dict[str, Any] | None:
         exits, before = dict(life.exits), self._exits
         self._exits = exits
         was, self._state = self._state, life.state
@@ -108,7 +108,7 @@ class Flight:
             self._incident = None  # it had served again: the one before was over
         if reasons:
             return {"what": ENDED, "reason": reasons[0]}
-        return {"what": STALLED} if stalled else None
+        return {"what": STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
 
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident

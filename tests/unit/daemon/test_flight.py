@@ -161,7 +161,8 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
     step(subject, seen(watch))
     watch.look(working(20), after=70.0)
     step(subject, seen(watch))
-    assert header(the_incident(tmp_path))["what"] == "stalled"
+    known = header(the_incident(tmp_path))
+    assert (known["what"], known["progress_age_seconds"]) == ("stalled", 70.0)
 
     died(subject, watch)
 
