@@ -56,7 +56,7 @@ def exit_reason(known: Known) -> ExitReason | None:
 
 
 def header_age(known: Known) -> float | None:
-    """Return for how long nothing had moved at a stall; a canary's request, which may be all that waits, is no trace's."""
+    """Return for how long nothing had moved at a stall; what a canary waits for is in no trace."""
     age = known.get("progress_age_seconds")
     return float(age) if isinstance(age, int | float) and 0 <= age <= LARGEST else None
 
