@@ -33,7 +33,7 @@ LOOP: Final = 3
 ENGINE_SAYS: Final = {
     EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
-    EngineState.STALLED: (Level.ALARM, "is stalled: it has work and makes no progress", "HeadroomEngineStalled"),
+    EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
     EngineState.SERVING: (Level.GOOD, "serves", None),
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
