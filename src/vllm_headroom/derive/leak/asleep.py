@@ -64,7 +64,7 @@ def held(before: Track, seen: Observation, asleep: Track | None) -> Track:
 
 
 def surer(track: Track, asleep: Track | None) -> Track:
-    """Return the track with the verdict of what is kept asleep, unless its own is surer."""
-    if asleep is None or asleep.verdict < track.verdict:
+    """Return the track with the verdict of what is kept asleep, unless its own is as sure: the next height is known from that."""
+    if asleep is None or asleep.verdict <= track.verdict:
         return track
     return replace(track, verdict=asleep.verdict, estimate=asleep.estimate)
