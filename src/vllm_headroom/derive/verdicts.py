@@ -33,15 +33,15 @@ LOOP: Final = 3
 """Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
 
 ENGINE_SAYS: Final = {
-    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no process of it", "HeadroomEngineDown"),
+    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
-    EngineState.STALLED: (Level.ALARM, "is stalled: it has work and makes no progress", "HeadroomEngineStalled"),
+    EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
     EngineState.SERVING: (Level.GOOD, "serves", None),
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
-NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no process of it", None)
+NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no server of it", None)
 """HeadroomEngineDown waits too until one has lived."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {

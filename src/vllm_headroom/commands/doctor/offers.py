@@ -98,7 +98,7 @@ def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
         return Check(Status.OK, _report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = profile_of(page.profile).product
-    given = f"{product} was given --kv-cache-memory-bytes"
+    given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
     untold = f"{product} does not tell one gpu_memory_utilization"
     return Check(
         Status.MISSING,

@@ -89,7 +89,7 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
 
 def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
-        return Danger(text="the engine has work and makes no progress")
+        return Danger(text="the engine should make progress and makes none")
     waiting = together(each.waiting for each in engines(snapshot.page))
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None

@@ -73,7 +73,7 @@ def test_a_cache_of_a_given_size_leaves_no_budget() -> None:
     found = offers(recorded("vllm-0.32.0/load-waiting"), "reported_memory")
 
     assert found.state is Status.MISSING
-    assert "--kv-cache-memory-bytes" in found.text
+    assert found.text.startswith("vLLM's KV cache was given its size, as by --kv-cache-memory-bytes, so that ")
     assert lines(found) == [
         "HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU",
         "--kv-cache-memory-bytes",
