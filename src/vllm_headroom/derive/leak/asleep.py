@@ -64,7 +64,10 @@ def held(before: Track, seen: Observation, asleep: Track | None) -> Track:
 
 
 def surer(track: Track, asleep: Track | None) -> Track:
-    """Return the track with the verdict of what is kept asleep, unless its own is as sure: the next height is known from that."""
+    """Return the track with the verdict of what is kept asleep, unless its own is as sure.
+
+    Its own time to out-of-memory reckons with the next height, of which what is kept knows nothing.
+    """
     if asleep is None or asleep.verdict <= track.verdict:
         return track
     return replace(track, verdict=asleep.verdict, estimate=asleep.estimate)
