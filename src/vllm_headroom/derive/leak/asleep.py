@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final
 
 from msgspec.structs import replace
 
@@ -12,9 +11,6 @@ from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
 from vllm_headroom.derive.leak.pauses import anchored
 from vllm_headroom.derive.leak.track import observe
 from vllm_headroom.model import Gpu
-
-KEPT_SHARE: Final = 0.25
-"""Of what an alarm says has leaked, the least that has to be kept asleep."""
 
 
 def residues(
@@ -56,28 +52,22 @@ def _looked(before: Track, held: Track | None, seen: Observation) -> Track:
 
 
 def held(before: Track, seen: Observation, asleep: Track | None) -> Track:
-    """Return the track of what is held with one more look, begun anew at a wake where what leaked was not kept asleep.
+    """Return the track of what is held with one more look, begun anew at a wake to whose alarm the sleep added nothing.
 
-    It was cache, then.
+    What had grown was cache, then.
     """
     track = observe(before, seen)
     woke = before.resting_since is not None and track.resting_since is None
-    if not woke or asleep is None or asleep.verdict is Verdict.LEAKING or _bears_out(asleep, before):
+    if not woke or before.verdict is not Verdict.LEAKING or asleep is None or asleep.held_bytes is None:
         return track
-    return anchored(track)
-
-
-def _bears_out(asleep: Track, track: Track) -> bool:
-    """Return whether what has leaked since the first sleep was kept; where nobody can say it is taken for kept."""
-    found, first_seconds = track.estimate, asleep.anchor_seconds
-    if found is None or asleep.first is None or asleep.held_bytes is None or first_seconds is None:
-        return True
-    since_bytes = min(found.leaked_bytes, found.bytes_per_second * (asleep.seconds - first_seconds))
-    return asleep.held_bytes - asleep.begun_bytes >= KEPT_SHARE * since_bytes
+    return track if asleep.verdict is Verdict.LEAKING else anchored(track)
 
 
 def surer(track: Track, asleep: Track | None) -> Track:
-    """Return the track with the verdict of what is kept asleep, unless its own is surer."""
-    if asleep is None or asleep.verdict < track.verdict:
+    """Return the track with the verdict of what is kept asleep, unless its own is as sure.
+
+    Its own time to out-of-memory reckons with the next height, of which what is kept knows nothing.
+    """
+    if asleep is None or asleep.verdict <= track.verdict:
         return track
     return replace(track, verdict=asleep.verdict, estimate=asleep.estimate)

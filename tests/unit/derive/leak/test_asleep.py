@@ -84,13 +84,15 @@ def test_the_room_is_what_is_left_awake() -> None:
 
 
 def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
-    def crowded() -> Iterator[Snapshot]:
-        for each in looks(7, leak, cache, in_rollouts):
-            yield replace(each, gpus=tuple(replace(seen, engine_bytes=None, process_count=2) for seen in each.owned))
+    def crowded(seen: Iterator[Snapshot]) -> Iterator[Snapshot]:
+        for each in seen:
+            yield replace(each, gpus=tuple(replace(gpu, engine_bytes=None, process_count=2) for gpu in each.owned))
 
-    *_, (state, _) = said(crowded())
+    *_, (state, _) = said(crowded(looks(1, leak, cache, in_rollouts)))
+    found = states(crowded(looks(3.2, leak, flat, twice)))
 
-    assert all(track.anchor_seconds is None for track in state.asleep.values())
+    assert state.asleep["GPU-a"].anchor_seconds is None
+    assert set(found[found.index(LeakState.LEAKING) :]) == {LeakState.LEAKING}, "nor against an alarm"
 
 
 def test_another_life_has_kept_nothing_yet() -> None:
@@ -109,6 +111,15 @@ def twice(seconds: float) -> bool:
 def warm(seconds: float) -> float:
     """Return what is cached: all but a little comes back after a sleep."""
     return 2_000.0 * MIB if seconds < 2.5 * HOUR else 0.0
+
+
+def test_what_grew_awake_counts_on_after_a_sleep_before_an_alarm_and_under_one() -> None:
+    """Begun anew, the alarm would come half an hour later, and be gone when it is held no longer."""
+    found = states(looks(4, leak, flat, lambda seconds: seconds % HOUR >= 0.95 * HOUR))
+
+    first = found.index(LeakState.LEAKING)
+    assert first <= 1.5 * HOUR / STEP
+    assert set(found[first:]) == {LeakState.LEAKING}
 
 
 def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState], list[LeakState]]:
