@@ -48,10 +48,11 @@ def room(gpu: Gpu) -> int | None:
     return min(memory.left_bytes, max(0, granted_bytes - gpu.engine_bytes))
 
 
-class Point(Struct, frozen=True):
+class Point(Struct, frozen=True, gc=False):
     """A closed block of readings: when it ended on the three axes, and the least that was held in it.
 
-    `busy_seconds` counts only time in which work was done or memory grew.
+    `busy_seconds` counts only time in which work was done or memory grew. There are hundreds, of numbers alone: what the
+    collector of cycles would keep for each is saved.
     """
 
     seconds: float
@@ -142,7 +143,7 @@ class Flush(Struct, frozen=True):
     valley_bytes: float
 
 
-class Step(Struct, frozen=True):
+class Step(Struct, frozen=True, gc=False):
     """A large rise from one reading to the next: when it was seen, what was held before and what after."""
 
     seconds: float

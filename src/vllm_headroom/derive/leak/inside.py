@@ -27,7 +27,7 @@ MOST_MARKS: Final = 256
 FORGET_SECONDS: Final = 86400.0
 
 
-class Mark(Struct, frozen=True):
+class Mark(Struct, frozen=True, gc=False):
     """The least of a block: what torch has allocated, its fragments, and what the engine holds outside torch."""
 
     seconds: float
