@@ -82,7 +82,7 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
         most = max((burst for _, whose, burst in known.bursts if whose == uuid), default=0)
         if memory is not None and memory.free_bytes < factor * most:
             free = size(memory.free_bytes)
-            text = f"GPU {gpu.reading.index} has {free} free, and a burst took {size(most)} within ten minutes"
+            text = f"{gpu.reading.called} has {free} free, and a burst took {size(most)} within ten minutes"
             return Danger(text=text)
     return None
 
