@@ -99,10 +99,11 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     `sees_host_pids` is True in the machine's first PID namespace, where NVML and /proc always mean the same pid.
     `ambiguous_roots` is how many unrelated engines were found when none of them could be told to be the one that is
     watched: then `engine` is empty. `neighbours` are the servers, or first processes, of all engines in sight that were
-    not taken for it. `orphans` are the pids of processes that a life of the engine left behind when it ended; `strays`
-    are those of cores and workers whose server nobody saw alive, whom another has taken over, and of what hangs from
-    them: no engine. `zombies` have ended and still have a pid: nothing runs in them but what a driver
-    may hold. `host` is the memory of the machine and of the engine's container.
+    not taken for it. `ports` are those that the engine's command line names, or theirs where none is it. `orphans` are
+    the pids of processes that a life of the engine left behind when it ended; `strays` are those of cores and workers
+    whose server nobody saw alive, whom another has taken over, and of what hangs from them: no engine. `zombies` have
+    ended and still have a pid: nothing runs in them but what a driver may hold. `host` is the memory of the machine and
+    of the engine's container.
     """
 
     engine: tuple[EngineProcess, ...]
@@ -110,6 +111,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     sees_host_pids: bool
     ambiguous_roots: int = 0
     neighbours: frozenset[ProcessName] = frozenset()
+    ports: frozenset[int] = frozenset()
     orphans: frozenset[int] = frozenset()
     strays: frozenset[int] = frozenset()
     zombies: frozenset[int] = frozenset()

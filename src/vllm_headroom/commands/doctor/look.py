@@ -11,33 +11,34 @@ import httpx
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine
 from vllm_headroom.daemon.parts import page_reader
-from vllm_headroom.model import EnginePage, Failure, ProcessReadings
+from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.openai import server_version
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.failures import without_secrets
-from vllm_headroom.scrape.proc.files import command
-from vllm_headroom.scrape.proc.servers import served_port
-from vllm_headroom.worker import Worker
 
 ASIDE_SECONDS: Final = 1.0
-"""For what only helps: the engine's version, and the port in its command line."""
+"""For what only helps: the engine's version."""
 
 
 class Sight(Machine, frozen=True, kw_only=True):
     """What was seen of the machine and the engine.
 
     `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
-    None where it does not. `served_port` is the port in the command line of the engine that runs here, None where it is
-    not known. `host_limit_bytes` is what the operator says of vLLM's host memory. `daemon_waits_seconds` is how long
-    the daemon waits for the page, which may be longer than the doctor.
+    None where it does not. `host_limit_bytes` is what the operator says of vLLM's host memory, `daemon_waits_seconds`
+    how long the daemon waits for the page, which may be longer than the doctor does.
     """
 
     url: httpx.URL
     page: EnginePage | Failure
     version: str | None
-    served_port: int | None
     daemon_waits_seconds: float
     host_limit_bytes: int | None = None
+
+    @property
+    def served_port(self) -> int | None:
+        """The port in the command line of the engine that runs here; None where it is not known, or one of several."""
+        ports = () if isinstance(self.processes, Failure) else self.processes.ports
+        return min(ports) if len(ports) == 1 else None
 
 
 async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
@@ -56,7 +57,6 @@ async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
         readings=here.readings,
         gpus=here.gpus,
         processes=here.processes,
-        served_port=await _served_port(here.processes, proc),
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,
     )
@@ -65,20 +65,3 @@ async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
 async def _page(settings: PlainSettings, url: str, timeout_seconds: float) -> EnginePage | Failure:
     text = await fetched(page_reader(settings, url, timeout_seconds=timeout_seconds))
     return text if isinstance(text, Failure) else parse_engines(text, settings.profile)
-
-
-async def _served_port(processes: ProcessReadings | Failure, proc: Path) -> int | None:
-    """Return the one port that the command lines of the engine's processes name, or those of others without any."""
-    if isinstance(processes, Failure):
-        return None
-
-    pids = [process.pid for process in processes.engine] or [pid for pid, _ in processes.neighbours]
-
-    def ports() -> set[int | None]:
-        return {served_port(command(proc, pid)) for pid in pids} - {None}
-
-    try:
-        named = await Worker[set[int | None]]("commands").call(ports, ASIDE_SECONDS)
-    except TimeoutError:
-        return None
-    return named.pop() if len(named) == 1 else None

@@ -105,6 +105,7 @@ class Processes:
             sees_host_pids=self._sees_host_pids,
             ambiguous_roots=self._choice.ambiguous,
             neighbours=frozenset((pid, self._boot_time_seconds + began) for pid, began in self._choice.others),
+            ports=self._choice.ports,
             orphans=self._orphaned,
             strays=self._strays,
             zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),

@@ -48,7 +48,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     `names` are those of its servers. `told` is what the engine told when last it was sure to be the one; None before it
     ever was. `others` are the roots of the engines that are not it, `strangers` those of them that were seen beside the
-    one that a page named by its start, `since`.
+    one that a page named by its start, `since`. `ports` are those that it tells, or that all tell where none is it.
     """
 
     roots: tuple[int, ...] = ()
@@ -58,6 +58,7 @@ class Choice(Struct, frozen=True, kw_only=True):
     others: frozenset[Name] = frozenset()
     strangers: frozenset[Name] = frozenset()
     since: float | None = None
+    ports: frozenset[int] = frozenset()
 
 
 Claim = tuple[float, bool, bool, bool]
@@ -98,7 +99,7 @@ def engine_roots(
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
         roots = actors if asked.listens and not engines else ()
         before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
-        return replace(before, ambiguous=len(engines) if chosen else 0)
+        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_ports(told.values()))
     (roots,) = chosen
     own = _names(entries, serving[roots])
     return Choice(
@@ -108,7 +109,12 @@ def engine_roots(
         others=names - own,
         strangers=names - own if is_named else strangers,
         since=asked.began_seconds if is_named else before.since,
+        ports=_ports([told[roots]]),
     )
+
+
+def _ports(told: Iterable[Told]) -> frozenset[int]:
+    return frozenset(port for port, _ in told if port is not None)
 
 
 def _serves(entries: Mapping[int, ProcEntry], pid: int) -> bool:

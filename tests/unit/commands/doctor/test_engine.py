@@ -134,7 +134,6 @@ def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
         readings=GpuReadings(driver_version=None, devices=()),
         gpus=(),
         processes=ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=True),
-        served_port=None,
         daemon_waits_seconds=30.0,
     )
 
