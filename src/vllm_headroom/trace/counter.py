@@ -23,7 +23,7 @@ class Rise:
 
 
 class Histogram:
-    """Values to three digits, which keeps some thousand of them at the most, and their quantiles."""
+    """Values to three digits, and their quantiles; however many there are, some thousand of them are kept."""
 
     def __init__(self) -> None:
         self._counts: Counter[float] = Counter()
