@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.attribution import Selection, selected
 from vllm_headroom.sizing.shape import ModelShape
 
 AUTO: Final = "auto"
@@ -60,6 +60,4 @@ class PlainSettings:
     @property
     def selection(self) -> Selection:
         """Return `gpus` as the attribution understands it."""
-        if isinstance(self.gpus, tuple):
-            return Selection(listed=self.gpus)
-        return Selection(everything=self.gpus == "all")
+        return selected(self.gpus)
