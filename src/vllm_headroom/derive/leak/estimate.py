@@ -40,7 +40,7 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
 
     The slope is Theil and Sen's, which single benign steps do not move. Its interval comes from the means of five
     batches, because rises are not independent, widened by one median rise over the window, because the true amount is
-    known only to the allocator's step.
+    known only to the allocator's step. It does not reach below zero: a leak gives nothing back.
     """
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
@@ -57,7 +57,7 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
         fastest /= UNSEEN_SHARE if _unseen(room_bytes / fastest, now) else 1.0
     return Estimate(
         bytes_per_second=per_second,
-        lower=per_second - second_half_width,
+        lower=max(min(0.0, per_second), per_second - second_half_width),
         upper=per_second + second_half_width,
         bytes_per_request=per_request if requests[-1] > requests[0] else None,
         by_requests=by_requests,

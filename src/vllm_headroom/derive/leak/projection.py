@@ -19,8 +19,9 @@ LEAST_BYTES: Final = 512 * MIB
 LEAST_STEPS: Final = 1.8
 """Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
-ODDS: Final = log(12)
-"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did."""
+ODDS, LEAST_ODDS = log(12), log(8)
+"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did; for an alarm four
+to one do, where the steps look like a leak's."""
 
 SURE: Final = 7.0
 """For an alarm: the odds with the likeness of the steps to a leak's."""
@@ -160,20 +161,19 @@ def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
 
 def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: Life) -> tuple[Verdict, float]:
     """Return the verdict of a window, and how sure it is."""
-    goes_on = life.before is Verdict.LEAKING
-    if odds < ODDS and not goes_on:
-        return Verdict.NONE, odds
-    sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
-    sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, room / window.largest_bytes)))
-    enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
-    old = now.seconds - life.first.seconds >= YOUNG_SECONDS
     lasted = now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted
-    if goes_on or (enough and old and lasted >= patience(left) and sure >= SURE):
-        return Verdict.LEAKING, sure
-    growing = left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
-    return Verdict.GROWING if growing else Verdict.NONE, sure
+    goes_on = life.before is Verdict.LEAKING
+    enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
+    old = now.seconds - life.first.seconds >= YOUNG_SECONDS
+    if goes_on or (odds >= LEAST_ODDS and enough and old and lasted >= patience(left)):
+        sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
+        sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, room / window.largest_bytes)))
+        if goes_on or sure >= SURE:
+            return Verdict.LEAKING, sure
+    growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
+    return Verdict.GROWING if growing else Verdict.NONE, odds
 
 
 def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:

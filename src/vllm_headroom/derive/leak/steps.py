@@ -13,7 +13,7 @@ LEAST_STEP_BYTES: Final = 24 * MIB
 JOINED_SECONDS: Final = 30.0
 """Rises so close to each other are one step: what one load or one batch takes comes within seconds."""
 
-NEWEST_STEPS: Final = 32
+NEWEST_STEPS: Final = 24
 
 ALIKE_BYTES: Final = 2 * MIB
 NEARLY_ALIKE: Final = 1.04
@@ -65,7 +65,7 @@ def likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float
 
 def _worth(size: float, earlier: list[float]) -> float:
     most = max(earlier, default=0.0)
-    if any(abs(size - other) <= ALIKE_BYTES for other in earlier):
+    if size <= most and any(abs(size - other) <= ALIKE_BYTES for other in earlier):
         return min(MOST_REPEATED, max(0.0, REPEATED * log(size / REPEATED_BYTES)))
     if size < most:
         return SMALLER

@@ -49,6 +49,23 @@ def test_a_few_large_steps_are_a_leak_between_a_quarter_of_the_room_and_half_or_
     assert 0.25 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
 
 
+def test_the_interval_of_a_leak_in_large_steps_does_not_reach_below_zero() -> None:
+    course = follow(readings(steps(512 * MIB, 75), 15))
+
+    assert course.alarm is not None
+    assert 0 <= course.alarm.lower < 512 * MIB / (75 * MINUTE) < course.alarm.upper
+
+
+def test_equal_steps_of_a_gigabyte_are_a_leak_at_the_third_though_they_come_a_little_rarer() -> None:
+    when = [sum(1.5**earlier for earlier in range(number + 1)) for number in range(4)]
+
+    course = follow(readings(lambda seconds: 954 * MIB * sum(seconds > hour * HOUR for hour in when), 10))
+
+    found = course.first(Verdict.LEAKING)
+    assert found is not None
+    assert when[2] < found < when[2] + 0.5
+
+
 def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     when = [0.3 * 1.9**number for number in range(7)]
 

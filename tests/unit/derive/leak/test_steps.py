@@ -55,6 +55,7 @@ def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_
     assert weight(60, 60, 60) == 0.0
     assert weight(500, 300, 400, 200) == 1.5
     assert weight(500, 20, 20) == 0.0
+    assert weight(466, 468, 470, 472) == 0.0
 
 
 @pytest.mark.parametrize("minutes", [40.0, 75.0])
