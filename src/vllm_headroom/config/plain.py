@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-from vllm_headroom.derive.attribution import Selection, selected
+from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.sizing.shape import ModelShape
 
 AUTO: Final = "auto"
+
+
+def selected(names: str | tuple[str, ...]) -> Selection:
+    """Return what `auto`, `all` or a list of names selects."""
+    return Selection(listed=names) if isinstance(names, tuple) else Selection(everything=names == "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

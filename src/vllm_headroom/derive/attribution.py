@@ -31,11 +31,6 @@ class Selection(Struct, frozen=True, kw_only=True):
     listed: tuple[str, ...] = ()
 
 
-def selected(names: str | tuple[str, ...]) -> Selection:
-    """Return what `auto`, `all` or a list of names selects."""
-    return Selection(listed=names) if isinstance(names, tuple) else Selection(everything=names == "all")
-
-
 class AttributionState(Struct, frozen=True, kw_only=True):
     """The UUIDs of the last engine's devices and its processes (pid, start time) last seen on them.
 

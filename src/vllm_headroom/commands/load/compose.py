@@ -20,10 +20,9 @@ from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
 from vllm_headroom.commands.load.target import Target, find, offered_model
-from vllm_headroom.config.plain import AUTO
+from vllm_headroom.config.plain import AUTO, selected
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
-from vllm_headroom.derive.attribution import selected
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
