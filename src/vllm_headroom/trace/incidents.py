@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.parse import YEAR_10000
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.write import line
 
 FLIGHT: Final = "flight.jsonl"

@@ -1,12 +1,15 @@
-"""A recorded trace, line by line, to snapshots."""
+"""A recorded trace, from a file or standard input, line by line to snapshots."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from functools import partial
+from os import fstat
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
 from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
@@ -16,6 +19,9 @@ from vllm_headroom.trace.write import HEADER
 from vllm_headroom.vocabulary import Reason, Source
 
 (FORMAT,) = HEADER
+LONGEST_LINE: Final = 2**20
+"""Bytes of a line; what has none is no trace, and need not be held in memory to find that out."""
+
 YEAR_10000: Final = 253_402_300_800
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
 
@@ -28,6 +34,25 @@ _ENGINES_FAILED: Final = Failure(
 _PROCESSES_FAILED: Final = Failure(
     source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="the trace has no reading of the processes here"
 )
+
+Watched = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
+"""Sees the lines of a trace go by, told how many bytes there are; None of what has no size."""
+
+
+def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[Snapshot]:
+    """Yield the snapshots of a file, or of standard input for "-", as `snapshots` does."""
+    if trace == "-":
+        yield from snapshots(watched(_lines(sys.stdin.buffer), None), "standard input")
+        return
+    try:
+        with Path(trace).open("rb") as stream:
+            yield from snapshots(watched(_lines(stream), fstat(stream.fileno()).st_size), trace)
+    except OSError as error:
+        raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(stream.readline, LONGEST_LINE), b"")
 
 
 def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:

@@ -11,8 +11,7 @@ from typing import Final
 
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, Status, setting
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE, snapshots
 from vllm_headroom.trace.recorder import FOREIGN
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import attempted

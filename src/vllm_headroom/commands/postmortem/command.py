@@ -21,7 +21,7 @@ from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 DESCRIPTION: Final = """\
 Says in one page what happened before the engine ended, and why: out of GPU
