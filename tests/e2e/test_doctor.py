@@ -74,7 +74,7 @@ def test_with_everything_there_it_ends_with_status_0(nvml: FakeNvml, tmp_path: P
     assert "MISSING" not in words.stdout
     assert "GPU 1 (GPU-b) the engine's (process: " in words.stdout
     assert "a daemon is running here" in words.stdout
-    assert words.stdout.endswith("\nEverything is available.\n")
+    assert words.stdout.endswith("\nNothing is missing.\n")
 
 
 def test_two_gpus_that_nobody_claims_end_it_with_status_1_and_the_lines_to_write(nvml: FakeNvml) -> None:
@@ -96,7 +96,7 @@ def test_without_vllm_and_library_it_says_what_needs_them() -> None:
     assert words.stdout.startswith("MISSING  engine           no connection to http://127.0.0.1:1/metrics ")
     assert "\n                    runtimeClassName: nvidia\n" in words.stdout
     found = states(answer)
-    assert {name for name in found if found[name] == "missing"} == {"engine", "kv_bytes", "nvml"}
+    assert {name for name in found if found[name] == "missing"} == {"engine", "nvml"}
     assert found["process_memory"] == "unknown"
 
 

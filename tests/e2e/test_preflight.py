@@ -146,7 +146,7 @@ def test_without_the_library_it_cannot_tell(tmp_path: Path) -> None:
     process = preflight(LD_LIBRARY_PATH=str(tmp_path))
 
     assert process.returncode == 2
-    assert "libnvidia-ml.so.1 cannot be loaded in this container: " in process.stdout
+    assert "libnvidia-ml.so.1 cannot be loaded here: " in process.stdout
 
 
 def test_a_signal_ends_it_while_it_waits(nvml: FakeNvml) -> None:

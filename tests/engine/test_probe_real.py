@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from tests.engine.probed import Probed, probed
+from tests.engine.probed import Document, Probed, probed
 from tests.engine.serving import FOLDER
 from tests.process import eventually
 from tests.unit.probe.running import SPOILING
@@ -32,6 +32,16 @@ COST_RATIO: Final = 0.001
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
     with probed(tmp_path_factory.mktemp("probed"), path=(LEAKING,)) as running:
         yield running
+
+
+def parts(engine: Probed, worker: str) -> Document:
+    """Wait for what a worker's memory is used for, the KV cache too, which it makes after its weights."""
+
+    def known() -> Document | None:
+        found: Document = engine.reports()[worker]["parts"] or {}
+        return found if found.get("kv_cache") else None
+
+    return eventually(known, "the worker has a model and a KV cache")
 
 
 def test_every_process_has_loaded_it(engine: Probed) -> None:
@@ -51,7 +61,7 @@ def test_the_figures_are_those_of_vllms_log(engine: Probed) -> None:
     tokens = int(re.findall(r"KV cache size: ([\d,]+) tokens", log)[0].replace(",", ""))
     gib = float(re.findall(r"Explicitly set \(([\d.]+)/", log)[0])
     core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
-    worker = eventually(lambda: engine.reports()["VllmWorker-0"]["parts"], "the worker has a model")
+    worker = parts(engine, "VllmWorker-0")
 
     assert core["kv_blocks_total"] * core["block_size"] == tokens
     assert worker["kv_cache"] == gib * 2**30 == tokens * core["bytes_per_kv_token"]
@@ -146,6 +156,7 @@ def test_with_two_data_parallel_engines_and_a_kill(tmp_path: Path) -> None:
         ranks = {name: each["data_parallel_rank"] for name, each in found.items() if name.startswith("EngineCore")}
         assert ranks == {"EngineCore_DP0": 0, "EngineCore_DP1": 1}
         assert engine.serves()
+        eventually(lambda: engine.reports()["EngineCore_DP0"]["scheduler"], "the core has a scheduler")
 
         os.killpg(engine.process.pid, signal.SIGKILL)
         engine.process.wait(60)
@@ -164,7 +175,8 @@ def test_with_two_ranks_of_one_engine(tmp_path: Path) -> None:
             (1, 1, "worker"),
         ]
         tokens = core["kv_blocks_total"] * core["block_size"]
-        assert sum(each["parts"]["kv_cache"] for each in workers) == tokens * core["bytes_per_kv_token"]
+        kv_cache = sum(parts(engine, f"VllmWorker-{rank}")["kv_cache"] for rank in (0, 1))
+        assert kv_cache == tokens * core["bytes_per_kv_token"]
         assert engine.serves()
 
 
@@ -175,7 +187,7 @@ def test_in_an_older_vllm(tmp_path: Path) -> None:
         assert {each["vllm"] for each in found.values()} == {"0.27.1"}
 
         core = eventually(lambda: engine.reports()["EngineCore"]["scheduler"], "the core has a scheduler")
-        worker = eventually(lambda: engine.reports()["VllmWorker-0"]["parts"], "the worker has a model")
+        worker = parts(engine, "VllmWorker-0")
         assert (core["max_num_seqs"], core["max_model_len"]) == (16, 2048)
         tokens = core["kv_blocks_total"] * core["block_size"]
         assert worker["kv_cache"] == tokens * core["bytes_per_kv_token"]

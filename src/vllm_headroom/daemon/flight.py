@@ -28,7 +28,8 @@ LEAST_SECONDS: Final = 0.9
 """A line a second at the most, with room for a tick that comes early: at 0.1 s the record would hold minutes."""
 
 AFTER_SECONDS: Final = 300.0
-"""What follows within this belongs to the same incident: a hang that a probe ends, the first steps of the next life."""
+"""What follows within this belongs to the same incident, until the engine has served again: a hang that a probe ends,
+the first steps of the next life, starts that fail."""
 
 AGAIN_SECONDS: Final = 60.0
 MOST_EVENTS: Final = 32
@@ -97,14 +98,17 @@ class Flight:
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
-    def _event(self, life: Life) -> dict[str, str] | None:
+    def _event(self, life: Life) -> dict[str, Any] | None:
         exits, before = dict(life.exits), self._exits
         self._exits = exits
         was, self._state = self._state, life.state
         reasons = [] if before is None else [str(each) for each in exits if exits[each] > before.get(each, 0)]
+        stalled = life.state is EngineState.STALLED is not was
+        if was is EngineState.SERVING and (reasons or stalled):
+            self._incident = None  # it had served again: the one before was over
         if reasons:
             return {"what": ENDED, "reason": reasons[0]}
-        return {"what": STALLED} if life.state is EngineState.STALLED is not was else None
+        return {"what": STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
 
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
-from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.proc.reader import Processes
@@ -22,7 +23,10 @@ from vllm_headroom.scrape.proc.reader import Processes
 PROC: Final = Path("/proc")
 SYS: Final = Path("/sys")
 PATIENCE_SECONDS: Final = 6.0
-"""For each source, all at the same time: a look has to be over within ten seconds."""
+"""For the GPUs and the page, at the same time: a look has to be over within ten seconds."""
+
+PROC_SECONDS: Final = 3.0
+"""For the processes, after the page."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
@@ -41,13 +45,22 @@ async def fetched(reader: PageReader) -> str | Failure:
         await closed(reader)
 
 
-async def machine(settings: PlainSettings, proc: Path = PROC, sys: Path = SYS) -> Machine:
-    """Read the GPUs and `proc` once, side by side, and tell whose they are, as the daemon does with these settings."""
+async def machine(
+    settings: PlainSettings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
+) -> Machine:
+    """Read the GPUs and `proc` once and tell whose they are, as the daemon does with these settings.
+
+    Which of the engines in sight is the one that is watched depends on what comes of asking for its page.
+    """
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
     found = Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
+
+    async def seen() -> ProcessReadings | Failure:
+        return await found.read(PROC_SECONDS, await page)
+
     try:
-        readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), found.read(PATIENCE_SECONDS))
+        readings, processes = await asyncio.gather(cards.read(PATIENCE_SECONDS), seen())
     finally:
         await cards.close()
     gpus: tuple[Gpu, ...] = ()

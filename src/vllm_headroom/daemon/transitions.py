@@ -34,7 +34,14 @@ STATES: Final = {
 }
 ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
 FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
-"""The verdicts of the leak detector; in any other state it has found nothing."""
+"""The verdicts of the leak detector."""
+BLIND: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
+"""The states in which it cannot tell whether what it found goes on; in any other it has found nothing."""
+
+
+def left_out(gpus: tuple[Gpu, ...], selection: Selection) -> tuple[Gpu, ...]:
+    """Return the GPUs that the engine's processes hold memory of and that the operator's list leaves out."""
+    return tuple(gpu for gpu in gpus if selection.listed and gpu.engine_bytes and gpu.attribution is None)
 
 
 class Transitions:
@@ -64,19 +71,20 @@ class Transitions:
             self._life(snapshot.life)
 
     def verdicts(self, values: Values) -> None:
-        """Log where the leak detector says growing or leaking, and where it no longer does."""
-        states = {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}
-        found = {labels[:-1]: labels[-1] for labels, held in states.items() if held and labels[-1] in FOUND}
-        for labels in {**self._found, **found}:
-            before, now = self._found.get(labels), found.get(labels)
-            if now == before:
-                continue
-            whose = f"GPU {labels[0]}" if len(labels) > 1 else f"host memory of {labels[0]}"
-            if now is None:
-                log.info("memory no longer grows without explanation", of=whose, before=before)
-            else:
-                log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
-        self._found = found
+        """Log where the leak detector says growing or leaking, and where it no longer does; not where it cannot see."""
+        for labels, held in {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}.items():
+            if held and labels[-1] not in BLIND:
+                self._verdict(labels[:-1], labels[-1] if labels[-1] in FOUND else None)
+
+    def _verdict(self, labels: tuple[str, ...], now: str | None) -> None:
+        before = self._found.pop(labels, None)
+        if now is not None:
+            self._found[labels] = now
+        whose = f"GPU {labels[0]}" if len(labels) > 1 else f"host memory of {labels[0]}"
+        if now is None and before is not None:
+            log.info("memory no longer grows without explanation", of=whose, before=before)
+        elif now != before:
+            log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
 
     def _life(self, life: Life) -> None:
         exits = dict(life.exits)
@@ -132,6 +140,9 @@ class Transitions:
             log.warning("engine's inputs missing", problem=nothing_found(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        uuids = ",".join(gpu.reading.uuid for gpu in left_out(gpus, self._selection))
+        if self._is_new("left out", uuids) and uuids:
+            log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
         if not self._is_new("owners", owners):
             return

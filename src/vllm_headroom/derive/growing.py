@@ -6,7 +6,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.model import Values, Verdict
+from vllm_headroom.model import GpuReading, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import LeakLocation, Level
 
@@ -20,13 +20,13 @@ HOST_ALERTS: Final[Alerts] = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemory
 """Of a leak that ends within the hour, within the day, and of any other growth."""
 
 
-def of_gpu(values: Values, gpu: str, uuid: str, *, sure: bool) -> Verdict:
+def of_gpu(values: Values, reading: GpuReading, *, sure: bool) -> Verdict:
     """Return what is said of a GPU that leaks, or may leak."""
+    gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     left, least = values.value(catalog.TIME_TO_OOM, gpu, uuid), values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
     rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
     where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    name = f"GPU {gpu}"
     return _said(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
 
 

@@ -31,15 +31,15 @@ LOOP: Final = 3
 """Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
 
 ENGINE_SAYS: Final = {
-    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no process of it", "HeadroomEngineDown"),
+    EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
-    EngineState.STALLED: (Level.ALARM, "is stalled: it has work and makes no progress", "HeadroomEngineStalled"),
+    EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
     EngineState.ASLEEP: (Level.GOOD, "is asleep", None),
     EngineState.SERVING: (Level.GOOD, "serves", None),
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
-NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no process of it", None)
+NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no server of it", None)
 """HeadroomEngineDown waits too until one has lived."""
 
 QUIET: Final[dict[str | None, tuple[Level, str]]] = {
@@ -71,23 +71,22 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield _gpu(values, gpu.reading, snapshot.life)
         for leftover in gpu.leftovers:
             yield Verdict(
-                subject=f"GPU {gpu.reading.index}",
+                subject=gpu.reading.called,
                 level=Level.WARNING,
-                sentence=f"GPU {gpu.reading.index}: {described(leftover)}.",
+                sentence=f"{gpu.reading.called}: {described(leftover)}.",
                 alert="HeadroomMemoryLeftBehind",
             )
 
 
 def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
-    gpu, uuid = str(reading.index), reading.uuid
-    name = f"GPU {gpu}"
+    gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     said = partial(Verdict, subject=name)
     if reading.failure is not None:
         text = _ended(f"{name} cannot be read: {reading.failure.message}")
         return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
-        return growing.of_gpu(values, gpu, uuid, sure=state == LeakState.LEAKING)
+        return growing.of_gpu(values, reading, sure=state == LeakState.LEAKING)
     level, text = QUIET.get(state, NOT_TOLD)
     text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")

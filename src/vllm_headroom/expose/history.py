@@ -34,15 +34,21 @@ class Event(Struct, frozen=True, kw_only=True):
     text: str
 
 
+Said = tuple[str, Level, str | None]
+"""The subject of a verdict, its level, and its alert or, without one, the engine's state."""
+
+
 class KeptHistory(Struct, frozen=True, kw_only=True):
     """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
 
-    `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64.
+    `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64, `said` is what was
+    said last.
     """
 
     minute: int | None = None
     curves: dict[str, str] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
+    said: frozenset[Said] | None = None
 
 
 class History:
@@ -55,7 +61,7 @@ class History:
         self.events: tuple[Event, ...] = ()
         self._minute: int | None = None
         self._curves: dict[str, array[float]] = {}
-        self._said: set[tuple[str, Level, str | None]] | None = None
+        self._said: frozenset[Said] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
         """Add what one tick saw; where the clock was set back the day begins anew."""
@@ -90,11 +96,11 @@ class History:
     def kept(self) -> KeptHistory:
         """Return what a later process takes up."""
         curves = {name: b64encode(curve).decode() for name, curve in self._curves.items()}
-        return KeptHistory(minute=self._minute, curves=curves, events=self.events)
+        return KeptHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
 
     def take_up(self, kept: KeptHistory) -> None:
         """Go on from what an earlier process kept; curves of another length are left out."""
-        self._minute, self.events = kept.minute, kept.events[-MOST_EVENTS:]
+        self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
         decoded = {name: array(TYPE, b64decode(values)) for name, values in kept.curves.items()}
         self._curves = {name: curve for name, curve in decoded.items() if len(curve) == POINTS}
 
@@ -143,4 +149,4 @@ class History:
             new = [each for what, each in said.items() if what not in self._said]
             events = [Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence) for each in new]
             self.events = (*self.events, *events)[-MOST_EVENTS:]
-        self._said = set(said)
+        self._said = frozenset(said)

@@ -81,12 +81,14 @@ class GpuReading(Struct, frozen=True, kw_only=True):
 
     `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
     `processes` is None when the list could not be read, which is not the same as an empty list.
-    `xid_errors` pairs XID codes with their count since the daemon started.
+    `xid_errors` pairs XID codes with their count since the daemon started. `part` tells a part from the others of its
+    index, and is empty for a whole GPU.
     """
 
     index: int
     uuid: str
     name: str
+    part: str = ""
     memory: GpuMemory | None = None
     used_peak_bytes: int | None = None
     utilization_ratio: float | None = None
@@ -97,12 +99,18 @@ class GpuReading(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     vendor: Vendor = Vendor.NVIDIA
 
+    @property
+    def called(self) -> str:
+        """What a person calls it in a sentence."""
+        return f"GPU {self.index} {self.part}".rstrip()
+
     def failed(self, failure: Failure) -> GpuReading:
         """Return the reading of the same device when it cannot be read; XID errors are counted here and stay known."""
         return GpuReading(
             index=self.index,
             uuid=self.uuid,
             name=self.name,
+            part=self.part,
             xid_errors=self.xid_errors,
             failure=failure,
             vendor=self.vendor,

@@ -10,28 +10,36 @@ log = structlog.get_logger()
 
 
 class GpuTransitions:
-    """Says once that a GPU fails, answers again, or does not tell its memory."""
+    """Says once that a GPU fails, answers again, or does not tell its memory.
+
+    A GPU is known by its UUID, since it may come back at another index; by its index while it does not tell its UUID.
+    """
 
     def __init__(self) -> None:
-        self._failed: set[tuple[int, str]] = set()
+        self._failed: frozenset[str] = frozenset()
         self._without_memory: set[str] = set()
 
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what changed since the last readings."""
+        before = self._failed
+        self._failed = frozenset(reading.uuid or _at(reading) for reading in readings if reading.failure)
+        self._without_memory &= {reading.uuid for reading in readings}
         for reading in readings:
-            gpu = (reading.index, reading.uuid)
-            if reading.failure is None:
-                self._answers(reading)
-            elif gpu not in self._failed:
-                self._failed.add(gpu)
-                failure = reading.failure
-                log.warning("GPU failed", gpu=gpu[0], uuid=gpu[1], reason=str(failure.reason), problem=failure.message)
+            gpu, failure = {"gpu": reading.index, "uuid": reading.uuid}, reading.failure
+            if failure is None:
+                if before & {reading.uuid, _at(reading)}:
+                    log.info("GPU answers again", **gpu)
+                self._memory(reading)
+            elif (reading.uuid or _at(reading)) not in before:
+                log.warning("GPU failed", **gpu, reason=str(failure.reason), problem=failure.message)
 
-    def _answers(self, reading: GpuReading) -> None:
-        gpu = (reading.index, reading.uuid)
-        if gpu in self._failed:
-            self._failed.remove(gpu)
-            log.info("GPU answers again", gpu=reading.index, uuid=reading.uuid)
+    def _memory(self, reading: GpuReading) -> None:
         if reading.memory is None and reading.uuid not in self._without_memory:
             self._without_memory.add(reading.uuid)
-            log.warning("GPU does not tell its memory: its memory series are absent", gpu=gpu[0], uuid=gpu[1])
+            log.warning(
+                "GPU does not tell its memory: its memory series are absent", gpu=reading.index, uuid=reading.uuid
+            )
+
+
+def _at(reading: GpuReading) -> str:
+    return f"GPU {reading.index}"

@@ -138,7 +138,8 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
         with file.open("rb") as stream:
             text = stream.read(LARGEST_BYTES).decode("utf-8-sig")
     except OSError as error:
-        return f"it cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
+        what = f"its {NAME}" if path.is_dir() else "it"
+        return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
     beside = {"preprocessor": _read(file.parent / PREPROCESSOR)}

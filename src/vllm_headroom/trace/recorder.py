@@ -49,10 +49,10 @@ def _mended(stream: BinaryIO) -> int:
         return 0
     stream.seek(0)
     head = stream.readline(LONGEST_LINE)
-    if line(HEADER).startswith(head) and not head.endswith(b"\n"):
-        return stream.truncate(0)
-    if not _is_header(head):
+    if not begins_one(head):
         raise ValueError(FOREIGN)
+    if not head.endswith(b"\n"):
+        return stream.truncate(0)
     stream.seek(size - 1)
     if stream.read() == b"\n":
         return size
@@ -60,8 +60,12 @@ def _mended(stream: BinaryIO) -> int:
     return stream.truncate(begin + stream.read().rfind(b"\n") + 1)
 
 
-def _is_header(head: bytes) -> bool:
+def begins_one(head: bytes) -> bool:
+    """Tell whether a file that begins so is a trace to go on with: an incident is none, it is whole.
+
+    A part of the header is what a crash left of it.
+    """
     try:
-        return bool(json.loads(head) == HEADER)
-    except ValueError:
+        return line(HEADER).startswith(head) or bool(json.loads(head) == HEADER)
+    except (ValueError, RecursionError):
         return False

@@ -161,11 +161,27 @@ def test_a_stall_is_an_incident_and_its_end_soon_after_is_the_same(tmp_path: Pat
     step(subject, seen(watch))
     watch.look(working(20), after=70.0)
     step(subject, seen(watch))
-    assert header(the_incident(tmp_path))["what"] == "stalled"
+    known = header(the_incident(tmp_path))
+    assert (known["what"], known["progress_age_seconds"]) == ("stalled", 70.0)
 
     died(subject, watch)
 
     assert [each["what"] for each in header(the_incident(tmp_path))["events"]] == ["stalled", "ended"]
+
+
+def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own(tmp_path: Path) -> None:
+    subject, watch = flight(tmp_path), serving()
+    step(subject, seen(watch))
+    for done, after in ((20, 70.0), (30, 5.0)):
+        watch.look(working(done), after=after)
+        step(subject, seen(watch))
+
+    died(subject, watch)
+    watch.look(working(5, started=BEGAN + 90.0))
+    died(subject, watch)
+
+    found = [header(file)["events"] for file in incidents_in(tmp_path / "incidents")]
+    assert [[each["what"] for each in events] for events in found] == [["stalled"], ["ended"], ["ended"]]
 
 
 def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from tests.samples import engine, page, values
+from tests.samples import engine, gpu, page, snapshot, values
 from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, ticked
 from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
@@ -18,7 +20,7 @@ from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.vocabulary import Attribution, LeakState
 
 ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid="GPU-0", name="H100", memory=MEMORY),))
 
@@ -92,6 +94,30 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
         ("memory no longer grows without explanation", "GPU 0", None),
         ("memory grows without explanation", "host memory of worker", "leaking"),
     ]
+
+
+@pytest.mark.parametrize("blind", [LeakState.UNKNOWN, LeakState.ASLEEP, None])
+def test_a_verdict_that_cannot_be_told_for_a_while_is_not_said_to_be_over(blind: LeakState | None) -> None:
+    subject = Transitions(Selection())
+    with capture_logs() as lines:
+        for found in (LeakState.LEAKING, blind, LeakState.LEAKING, LeakState.STABLE):
+            subject.verdicts(Values(()) if found is None else leak(found, "0", "GPU-a"))
+
+    assert [line["event"] for line in lines] == [
+        "memory grows without explanation",
+        "memory no longer grows without explanation",
+    ]
+
+
+def test_a_list_of_gpus_that_leaves_out_one_of_the_engines_processes_is_told_once() -> None:
+    subject = Transitions(Selection(listed=("0",)))
+    named, other = gpu(engine=0, attribution=Attribution.UUID), gpu(index=1, uuid="GPU-b", engine=0, attribution=None)
+    with capture_logs() as lines:
+        for held in (0, 500, 600):
+            subject.report(snapshot(gpus=(named, replace(other, engine_bytes=held))))
+
+    left_out = [line["left_out"] for line in lines if line["event"].startswith("HEADROOM_GPUS leaves out")]
+    assert left_out == ["GPU-b"]
 
 
 class Unfit(float):

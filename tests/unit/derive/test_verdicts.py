@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
+from tests.unit.derive.life.watch import SERVER, serving, working
 from vllm_headroom import catalog
 from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.model import Fate, HostMemory, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
@@ -144,7 +145,7 @@ def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
-    assert said.sentence == "The engine has not been seen yet: there is no page and no process of it."
+    assert said.sentence == "The engine has not been seen yet: there is no page and no server of it."
 
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
@@ -173,7 +174,15 @@ def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
 def test_a_silent_page_is_told_with_its_cause() -> None:
     silent = replace(seen(EngineState.DOWN), engines=failure(Source.ENGINE))
 
-    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no process of it; it failed.")
+    assert of("engine", at=silent).sentence == ("The engine is down: there is no page and no server of it; it failed.")
+
+
+def test_of_a_server_without_a_core_it_is_not_said_that_it_has_work() -> None:
+    watch = serving()
+    watch.look(working(20, running=0.0), processes=(SERVER,))
+    assert watch.seen is not None
+
+    assert of("engine", at=watch.seen).sentence == "The engine is stalled: it should make progress and makes none."
 
 
 def test_a_serving_engine_says_its_load() -> None:

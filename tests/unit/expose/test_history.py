@@ -130,6 +130,16 @@ def test_a_later_process_goes_on_from_what_was_kept() -> None:
     assert points(after.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
 
 
+def test_what_changed_while_no_process_looked_is_an_event() -> None:
+    before, after = History(), History()
+    before.step(at(0), (GOOD,), None)
+    after.take_up(before.kept())
+    after.step(at(300), (BAD,), None)
+    after.step(at(305), (BAD,), None)
+
+    assert [(event.seconds, event.text) for event in after.events] == [(BEGIN + 300, "GPU 0 leaks.")]
+
+
 def test_a_number_beyond_any_is_no_point() -> None:
     made = History()
     for seconds, running in ((0, 4.0), (60, 1e300), (120, 5.0)):

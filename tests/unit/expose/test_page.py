@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from msgspec.structs import replace
 
-from tests.samples import engine, failure, page, snapshot
+from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
 from vllm_headroom.expose.history import Event, History
@@ -119,6 +119,19 @@ def test_a_runbook_is_linked_where_it_is_known(runbooks: str | None, link: str |
     found = re.findall(r'<a href="(https[^"]*)"', landing_page(day(leaking=frozenset({0}), runbooks=runbooks)))
 
     assert found == ([] if link is None else [link])
+
+
+def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
+    parts = [gpu(index=1, uuid=f"MIG-{part}", part=f"MIG-{part}", used_peak_bytes=900) for part in "xy"]
+    at, history = replace(snapshot(gpus=tuple(parts)), time_seconds=NOW), History()
+    history.step(at, (), None)
+    samples = [Sample(catalog.GPU_INFO, ("1", f"MIG-{part}", "H100 MIG 3g.40gb", "process"), 1.0) for part in "xy"]
+    shown = landing_page(view(samples, at=at, history=history))
+
+    for part in "xy":
+        assert f"GPU 1 MIG-{part}: whether it leaks is not known" in shown
+        assert f"<b>GPU 1 MIG-{part}</b> H100" in shown
+        assert f"1 MIG-{part} H100 MIG 3g.40gb, the engine" in shown
 
 
 def test_names_from_outside_cannot_write_html() -> None:

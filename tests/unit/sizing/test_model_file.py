@@ -40,3 +40,10 @@ def test_what_the_configuration_says_itself_counts_before_it(tmp_path: Path) -> 
 @pytest.mark.parametrize("beside", ["", "[]", "{", {}, {"quantization": None}, {"quantization": "FP8"}])
 def test_what_is_not_understood_beside_it_is_left_out(tmp_path: Path, beside: Any) -> None:
     assert read(tmp_path, PLAIN, beside) == model(PLAIN)
+
+
+def test_of_a_folder_it_is_the_configuration_that_is_missing(tmp_path: Path) -> None:
+    told = read_model(tmp_path)
+
+    assert isinstance(told, str)
+    assert told.startswith("its config.json cannot be read: No such file or directory")

@@ -1,4 +1,4 @@
-"""A trace whose last line is only in part there: the daemon ended while it wrote it, or is writing it."""
+"""A trace whose last line is only in part there, or whose parts are not in their order: what is noted of it."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def test_a_broken_line_in_the_middle_refuses_the_trace(tmp_path: Path) -> None:
 
     with pytest.raises(BadInput, match=r"^line 2: not JSON"):
         list(recorded(str(file)))
+
+
+def test_files_in_the_wrong_order_are_noted_once_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = (7200, 7205, 7203, 0, 5, 4000, 5)
+    file = tmp_path / "trace.jsonl"
+    file.write_bytes(HEADER + b"".join(b'{"t": %d}\n' % seconds for seconds in times))
+
+    assert [snapshot.time_seconds for snapshot in recorded(str(file))] == list(times)
+    assert capsys.readouterr().err == (
+        f"{file}: at 1970-01-01 00:00:00Z the time goes back by 2 h 0 min: a clock was set back, or files were put"
+        " together in a wrong order: FILE.1 comes before FILE\n"
+    )

@@ -130,15 +130,16 @@ def test_what_a_crash_left_of_the_header_is_taken_away(tmp_path: Path) -> None:
     assert times(file) == [2.0]
 
 
-def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["dear diary\n", "[" * 100_000 + "\n"])
+def test_a_file_that_is_no_trace_is_left_alone(tmp_path: Path, content: str) -> None:
     file = tmp_path / "diary"
-    file.write_text("dear diary\n")
+    file.write_text(content)
 
     (line,) = record(recorder(file, max_bytes=1), snapshot(), snapshot())
 
     assert line["problem"] == "the file is there and is no trace: move it away, or name another"
     assert [each.name for each in tmp_path.iterdir()] == ["diary"]
-    assert file.read_text() == "dear diary\n"
+    assert file.read_text() == content
 
 
 def test_at_its_size_the_trace_becomes_the_previous_one_and_there_are_no_more(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ A_MOMENT: Final = (
     " not on it. A trace has them (HEADROOM_TRACE_FILE)."
 )
 BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
-ENDED: Final = "while requests ran, with memory left: a restart that was meant, or a crash, of which vLLM's log tells."
+ENDED: Final = "a restart that was meant, or a crash, of which vLLM's log tells."
 SET_NOW: Final = (
     "What is set now is not in this trace: --engine-url, or the option of that name, makes values of the differences."
 )
@@ -81,7 +81,8 @@ def notes(facts: Facts, advice: Iterable[Advice]) -> tuple[str, ...]:
         told.append(SET_NOW)
     endings = sudden(facts)
     if endings and crash(facts) is None:
-        told.append(f"The engine ended at {instant(endings[0].seconds)} {ENDED}")
+        left = "" if endings[0].room_bytes is None else ", with memory left"
+        told.append(f"The engine ended at {instant(endings[0].seconds)} while requests ran{left}: {ENDED}")
     if not facts.hosts:
         told.append("The engine's processes were not seen, so that host memory is not judged.")
     told += {note: None for engine in facts.engines if (note := _prefix_note(facts, engine)) is not None}

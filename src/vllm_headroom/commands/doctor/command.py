@@ -79,7 +79,7 @@ def _lines(check: Found) -> Iterator[str]:
 
 def _sum(found: Found) -> str:
     if found["ok"]:
-        return "Everything is available."
+        return "Nothing is missing."
     states = [check["state"] for check in found["checks"]]
     return f"{states.count(Status.MISSING)} missing and {states.count(Status.UNKNOWN)} unknown, of {len(states)}."
 
@@ -92,8 +92,9 @@ is done within ten seconds. Run it where the daemon runs:
 """
 
 EPILOG: Final = """\
-It ends with status 0 when everything is available, 1 when something is missing
-or cannot be told, and 2 when it cannot use its settings.
+It ends with status 0 when nothing is missing, 1 when something is missing or
+cannot be told, and 2 when it cannot use its settings. What is marked - was not
+asked for, or does not apply.
 """
 
 

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, Status, setting
-from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import LONGEST_LINE, snapshots
-from vllm_headroom.trace.recorder import FOREIGN
-from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.trace.parse import LONGEST_LINE
+from vllm_headroom.trace.recorder import FOREIGN, begins_one
 from vllm_headroom.trace.writing import attempted
 from vllm_headroom.worker import Worker
 
@@ -92,8 +90,5 @@ def _record_in(file: Path) -> None:
     with file.open("a+b") as stream:
         stream.seek(0)
         head = stream.readline(LONGEST_LINE)
-    try:
-        if not line(HEADER).startswith(head):
-            tuple(snapshots((head,)))
-    except BadInput:
-        raise ValueError(FOREIGN) from None
+    if not begins_one(head):
+        raise ValueError(FOREIGN)

@@ -41,17 +41,17 @@ class Sight(Machine, frozen=True, kw_only=True):
 
 
 async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
-    """Read the engine's page, the GPUs and `proc` once, side by side, as the daemon does with these settings."""
+    """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    here, text, about = await asyncio.gather(
-        machine(settings, proc, sys),
-        fetched(page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))),
+    page = asyncio.create_task(_page(settings, str(url), min(daemon_waits, PATIENCE_SECONDS)))
+    here, about = await asyncio.gather(
+        machine(settings, page, proc, sys),
         fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
     )
     return Sight(
         url=without_secrets(url),
-        page=text if isinstance(text, Failure) else parse_engines(text, settings.profile),
+        page=await page,
         version=server_version(about) if isinstance(about, str) else None,
         readings=here.readings,
         gpus=here.gpus,
@@ -62,13 +62,20 @@ async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
     )
 
 
+async def _page(settings: PlainSettings, url: str, timeout_seconds: float) -> EnginePage | Failure:
+    text = await fetched(page_reader(settings, url, timeout_seconds=timeout_seconds))
+    return text if isinstance(text, Failure) else parse_engines(text, settings.profile)
+
+
 async def _served_port(processes: ProcessReadings | Failure, proc: Path) -> int | None:
-    """Return the one port that the command lines of the engine's processes name."""
+    """Return the one port that the command lines of the engine's processes name, or those of others without any."""
     if isinstance(processes, Failure):
         return None
 
+    pids = [process.pid for process in processes.engine] or [pid for pid, _ in processes.neighbours]
+
     def ports() -> set[int | None]:
-        return {served_port(command(proc, process.pid)) for process in processes.engine} - {None}
+        return {served_port(command(proc, pid)) for pid in pids} - {None}
 
     try:
         named = await Worker[set[int | None]]("commands").call(ports, ASIDE_SECONDS)

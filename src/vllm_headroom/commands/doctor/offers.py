@@ -98,7 +98,7 @@ def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
         return Check(Status.OK, _report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
     product = profile_of(page.profile).product
-    given = f"{product} was given --kv-cache-memory-bytes"
+    given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
     untold = f"{product} does not tell one gpu_memory_utilization"
     return Check(
         Status.MISSING,
@@ -144,11 +144,12 @@ def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
 
 
 def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Check:
-    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation."""
+    """Tell whether the KV cache can be known in bytes: with a model, ask the derivation; it works without them."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
-        return _unknown_bytes("vLLM tells its KV cache in tokens, and how many bytes a token takes is not set")
+        text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is told in tokens, not in bytes"
+        return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
     if isinstance(sight.page, Failure) or not sight.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
@@ -156,11 +157,8 @@ def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | No
     told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
     if catalog.ENGINE_KV_CAPACITY_BYTES in told:
         return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
-    return _unknown_bytes(
+    text = (
         "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
-
-
-def _unknown_bytes(text: str) -> Check:
     return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)

@@ -21,7 +21,7 @@ from vllm_headroom.commands.doctor.fixes import (
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
-from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
+from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED, left_out
 from vllm_headroom.derive.attribution import Selection, pids_are_true
 from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
@@ -38,6 +38,9 @@ ALONE: Final = "the only visible GPU is taken for the engine's, but none of the 
 NOT_ON_ANY: Final = (
     "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
     " not see"
+)
+NOT_ON_THOSE_READ: Final = (
+    "none of the engine's processes is on a GPU that can be read; they may be on one that cannot, see gpus"
 )
 NOT_LISTED: Final = (
     "the engine's processes are seen, but what this driver lists on the GPUs cannot be matched with them in a container"
@@ -66,6 +69,12 @@ def _judged(sight: Sight, selection: Selection) -> Check:
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
         return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
+    if others := left_out(sight.gpus, selection):
+        shown = ", ".join(called(gpu.reading) for gpu in others)
+        text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
+        return Check(
+            Status.MISSING, text, fixes=(setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),)
+        )
     if not owned:
         return _none(sight)
     if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
@@ -80,10 +89,14 @@ def _is_elsewhere(sight: Sight) -> bool:
 
 def _could_be_told(sight: Sight) -> bool:
     """Tell whether a process of the engine on a visible GPU would have been found on it."""
-    if isinstance(sight.readings, Failure) or isinstance(sight.processes, Failure) or not sight.processes.engine:
+    if isinstance(sight.processes, Failure) or not sight.processes.engine:
         return False
-    listed = all(device.processes is not None for device in sight.readings.devices)
-    return listed and pids_are_true(sight.readings, sight.processes)
+    return _pids_are_true(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
+
+
+def _pids_are_true(sight: Sight) -> bool:
+    readings, processes = sight.readings, sight.processes
+    return not (isinstance(readings, Failure) or isinstance(processes, Failure)) and pids_are_true(readings, processes)
 
 
 def _none(sight: Sight) -> Check:
@@ -106,6 +119,8 @@ def _none(sight: Sight) -> Check:
 
 def _unmatched(sight: Sight, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
+    if any(gpu.reading.failure for gpu in sight.gpus) and _pids_are_true(sight):
+        return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
         return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
     return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))

@@ -21,6 +21,7 @@ from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
+from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.parse import recorded
 
 DESCRIPTION: Final = """\
@@ -96,6 +97,8 @@ def report_of(file: Path) -> Postmortem:
     for snapshot in recorded(str(file), reading):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
+    if not (known or follower.watch.samples):
+        raise BadInput(f"{file}: has no samples")
     return Postmortem(
         file=str(file),
         findings=judge(follower.facts, told=bool(known) or follower.silent),

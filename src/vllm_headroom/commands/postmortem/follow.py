@@ -12,6 +12,7 @@ from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, Wha
 from vllm_headroom.commands.postmortem.known import (
     Known,
     exit_reason,
+    header_age,
     header_leaks,
     header_ooms,
     header_used,
@@ -20,7 +21,7 @@ from vllm_headroom.commands.postmortem.known import (
 from vllm_headroom.commands.postmortem.looks import LAST_SECONDS, Looks
 from vllm_headroom.derive.life.lives import OneLife, is_broken
 from vllm_headroom.derive.page_facts import named, together
-from vllm_headroom.model import EngineReading, Failure, Snapshot
+from vllm_headroom.model import EngineReading, Failure, Fate, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
@@ -53,6 +54,7 @@ class Follower:
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
         self._hung: float | None = None
         self._broken = False
+        self._orphans = 0
         self._forget()
 
     def step(self, snapshot: Snapshot) -> Snapshot:
@@ -60,7 +62,9 @@ class Follower:
         before = self.watch.lives
         snapshot = self.watch.step(self._steady(snapshot))
         what, reason = self._event(snapshot)
-        self._broken = self._broken or _goes_to_pieces(before.newest, snapshot)
+        orphans, self._orphans = self._orphans, _orphans(snapshot)
+        leaves = what is What.ENDED and self._orphans > orphans
+        self._broken = self._broken or leaves or _goes_to_pieces(before.newest, snapshot)
         if what is not None:
             self.facts = self._facts(snapshot, what, reason)
         newest = self.watch.lives.newest
@@ -137,7 +141,7 @@ class Follower:
         now, life = snapshot.monotonic_seconds, snapshot.life
         answered = self._answered if what is What.ENDED else snapshot.page is not None
         stalled = what is What.STALLED or self._hung is not None
-        age = None if life is None else life.progress_age_seconds
+        age = header_age(self._known) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
         return Circumstances(
             what=what,
@@ -168,6 +172,11 @@ class Follower:
         surer = max(state, told, key=lambda each: (each is LeakState.LEAKING, each is LeakState.GROWING))
         looks.see(header_used(self._known).get(uuid, ()), self._shift)
         return looks.facts(snapshot.monotonic_seconds, surer, moment)
+
+
+def _orphans(snapshot: Snapshot) -> int:
+    """Return how many processes that an engine left behind are seen on its GPUs: none after an orderly end."""
+    return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
 def _goes_to_pieces(life: OneLife | None, snapshot: Snapshot) -> bool:

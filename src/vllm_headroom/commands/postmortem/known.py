@@ -54,6 +54,12 @@ def exit_reason(known: Known) -> ExitReason | None:
     return next((reason for told in reasons for reason in ExitReason if told == reason), None)
 
 
+def header_age(known: Known) -> float | None:
+    """Return for how long nothing had moved at a stall; what a canary waits for is in no trace."""
+    age = known.get("progress_age_seconds")
+    return float(age) if isinstance(age, int | float) and 0 <= age <= LARGEST else None
+
+
 def header_leaks(known: Known) -> dict[str, LeakState]:
     """Return what the leak detector said of each GPU, by UUID."""
     leaks = records(before(known), "leaks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Final
 
@@ -29,7 +30,7 @@ async def within(settings: PlainSettings, page: EnginePage | Failure, limit_rati
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
         return Step(State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
-    here = await machine(settings)
+    here = await machine(settings, asyncio.sleep(0, page))
     if isinstance(here.readings, Failure):
         return Step(State.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):

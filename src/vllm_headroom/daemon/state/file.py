@@ -108,5 +108,5 @@ STATE: Final = File("state.json", SavedState, FORMAT)
 LIVES: Final = File("lives.json", Lives, 2)
 """Apart from what the leak detector learned, which is of one life: this goes on when that is set aside."""
 
-HISTORY: Final = File("history.json", KeptHistory, 2)
+HISTORY: Final = File("history.json", KeptHistory, 3)
 """Apart from the rest: it is of whatever engine was there, and only shown."""

@@ -167,11 +167,16 @@ def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     if now is not None and (reason := foreign(saved.identity, now, age)):
         return reason
     gpus = saved.memory.leak.gpus
-    if gpus and not isinstance(snapshot.gpus, Failure) and not visible(snapshot) & set(gpus):
+    if gpus and _tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
         return f"it is of other GPUs ({', '.join(gpus)})"
     return None
 
 
 def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    has_gpus = bool(saved.memory.leak.gpus)
-    return identity(snapshot.engines) is not None and not (has_gpus and isinstance(snapshot.gpus, Failure))
+    return identity(snapshot.engines) is not None and _tells_gpus(saved, snapshot)
+
+
+def _tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
+    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
+    missing = saved.memory.leak.gpus.keys() - visible(snapshot)
+    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))

@@ -82,14 +82,14 @@ def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
         most = max((burst for _, whose, burst in known.bursts if whose == uuid), default=0)
         if memory is not None and memory.free_bytes < factor * most:
             free = size(memory.free_bytes)
-            text = f"GPU {gpu.reading.index} has {free} free, and a burst took {size(most)} within ten minutes"
+            text = f"{gpu.reading.called} has {free} free, and a burst took {size(most)} within ten minutes"
             return Danger(text=text)
     return None
 
 
 def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
-        return Danger(text="the engine has work and makes no progress")
+        return Danger(text="the engine should make progress and makes none")
     waiting = together(each.waiting for each in engines(snapshot.page))
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None

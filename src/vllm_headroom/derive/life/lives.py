@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection
+from itertools import product
 from typing import Final
 
 from msgspec import Struct, field
@@ -140,10 +141,10 @@ def _is_another(life: OneLife, seen: Signs) -> bool:
     return bool(life.processes and seen.names) and not _is_among(life.processes, seen.names)
 
 
-def _is_among(known: Iterable[ProcessName], processes: Iterable[ProcessName]) -> bool:
-    """Return whether any of the known ones is one of these processes."""
-    starts = dict(processes)
-    return any(pid in starts and abs(started - starts[pid]) <= SAME_START_SECONDS for pid, started in known)
+def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:
+    """Return whether any of the known ones is one of these processes, which have one pid where a trace tells none."""
+    pairs = product(known, processes)
+    return any(pid == now and abs(started - began) <= SAME_START_SECONDS for (pid, started), (now, began) in pairs)
 
 
 def _seen(life: OneLife, seen: Signs) -> OneLife:

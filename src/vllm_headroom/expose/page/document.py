@@ -102,18 +102,21 @@ NOT_KNOWN: Final = "not known"
 def tables(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield the tables that have rows."""
     values = view.values
-    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values), kind="figures")
+    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values, snapshot), kind="figures")
     yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), kind="figures")
     head = ("source", "last reading", "took", "last worked", "cause and cure")
     yield _table("Sources", head, _sources(values, snapshot), kind="words")
 
 
-def _gpus(values: Values) -> Iterator[tuple[str, ...]]:
+def _gpus(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
+    parts = {gpu.reading.uuid: gpu.reading.part for gpu in snapshot.devices}
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
+        part = parts.get(uuid, "")
+        which = gpu if part in name else f"{gpu} {part}"
         whose = f"the engine's by {attribution}" if attribution else "not the engine's"
-        yield (f"{gpu} {name}, {whose}", *map(_gib, (*held, *room)))
+        yield (f"{which} {name}, {whose}", *map(_gib, (*held, *room)))
 
 
 def _engines(values: Values) -> Iterator[tuple[str, ...]]:

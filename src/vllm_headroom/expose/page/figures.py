@@ -32,7 +32,7 @@ def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     yield "<div class=rooms>"
-    for gpu in sorted(owned, key=lambda each: places.get(f"GPU {each.reading.index}", 0)):
+    for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0)):
         free = view.history.free(gpu.reading.uuid)
         if free[0]:
             yield _room(view, gpu, free, snapshot.time_seconds, columns)
@@ -56,24 +56,24 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
     shapes = [
         drawing.curve(frame, past),
         drawing.line(frame, peaks, kind="peak"),
-        *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.index)),
+        *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.called)),
         "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now),
         drawing.zero(frame),
     ]
-    title = f"Free memory of GPU {reading.index}, from {_clock(begin)} to {_clock(end)}, down to zero"
-    room = "memory not known now"
+    title = f"Free memory of {reading.called}, from {_clock(begin)} to {_clock(end)}, down to zero"
+    name, room = reading.name.removesuffix(reading.part).rstrip(), "memory not known now"
     if memory is not None:
         room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
     return (
-        f"<figure><figcaption><b>GPU {reading.index}</b> {escape(reading.name)}: {room}</figcaption>"
+        f"<figure><figcaption><b>{escape(reading.called)}</b> {escape(name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
         f"{_axis(begin, now, end, forecast)}</figure>"
     )
 
 
-def _marks(event: Event, gpu: int) -> bool:
+def _marks(event: Event, gpu: str) -> bool:
     """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
-    return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"GPU {gpu} "))
+    return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"{gpu} "))
 
 
 def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:

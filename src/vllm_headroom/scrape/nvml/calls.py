@@ -55,6 +55,11 @@ class Calls:
         self._answered.add((uuid, fact))
         return value
 
+    def forget(self, uuid: str) -> None:
+        """Let go of what a device has answered that is gone."""
+        for known in (self._answered, self._never_answered, self._unsupported):
+            known.difference_update([key for key in known if key[0] == uuid])
+
     def is_unsupported(self, uuid: str, fact: str) -> bool:
         """Tell whether the device said that it does not know this, and has never told it."""
         return (uuid, fact) in self._unsupported - self._answered

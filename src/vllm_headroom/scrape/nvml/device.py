@@ -59,7 +59,9 @@ class Device:
         """Return a full reading of the GPU, or of each of its MIG instances."""
         try:
             gpu = self.gpu or self._open()
-            self.parts = parts(gpu, self._around.calls)
+            before, self.parts = self.parts, parts(gpu, self._around.calls)
+            for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
+                self._forget(uuid)
             return tuple(self._reading(part) for part in self.parts)
         except pynvml.NVMLError as error:
             self._note(error.value)
@@ -86,6 +88,12 @@ class Device:
         if code in LOST:
             self.lost_code = code
 
+    def _forget(self, uuid: str) -> None:
+        """Let go of all that is known of a MIG instance that was removed: the next has a UUID of its own."""
+        self._around.calls.forget(uuid)
+        self._around.peaks.pop(uuid, None)
+        self._lists.pop(uuid, None)
+
     def _open(self) -> Part:
         around = self._around
         gpu = whole_gpu(self.index, around.calls)
@@ -103,6 +111,7 @@ class Device:
             index=part.index,
             uuid=part.uuid,
             name=part.name,
+            part=part.part,
             memory=memory,
             used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
             utilization_ratio=None if utilization is None else utilization.gpu / 100,

@@ -49,8 +49,8 @@ _SOURCE_REASONS: Final = {
 }
 _SOURCE_MESSAGES: Final = {
     Reason.LIBRARY_MISSING: (
-        "libnvidia-ml.so.1 cannot be loaded in this container: give it the nvidia runtime (runtimeClassName: nvidia)"
-        " and set NVIDIA_VISIBLE_DEVICES and NVIDIA_DRIVER_CAPABILITIES=utility"
+        "libnvidia-ml.so.1 cannot be loaded here: a machine needs NVIDIA's driver, a container the nvidia runtime"
+        " (runtimeClassName: nvidia), NVIDIA_VISIBLE_DEVICES and NVIDIA_DRIVER_CAPABILITIES=utility"
     ),
     Reason.DRIVER_MISSING: "the NVIDIA driver is not loaded on this node: load it, or move the pod to a node with GPUs",
     Reason.VERSION_MISMATCH: (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.scrape.nvml.device import Device
 from vllm_headroom.scrape.nvml.errors import device_failure
@@ -10,6 +12,9 @@ from vllm_headroom.scrape.nvml.xids import Xids
 from vllm_headroom.vocabulary import Reason
 
 Outcome = tuple[GpuReading, ...] | Failure
+
+MOST_GPUS: Final = 64
+"""Those that are gone the longest are forgotten beyond it: more than a machine has, if each came back as another."""
 
 
 class Roster:
@@ -27,7 +32,9 @@ class Roster:
         """Return what was read, a failed reading for each part that was not, and one for each part of a missing GPU."""
         for device, _ in outcomes:
             if device.gpu is not None:
-                self._known[device.gpu.uuid] = device.parts or self._known.get(device.gpu.uuid, (device.gpu,))
+                known = self._known.pop(device.gpu.uuid, (device.gpu,))
+                self._known[device.gpu.uuid] = device.parts or known
+        self._known = dict(tuple(self._known.items())[-MOST_GPUS:])
         missing = self._known.keys() - {device.gpu.uuid for device, _ in outcomes if device.gpu is not None}
         readings: list[GpuReading] = []
         for device, outcome in outcomes:

@@ -46,6 +46,8 @@ class Session:
             self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
             return source_failure_of(error.value)
+        for uuid in [uuid for uuid, peak in self._peaks.items() if peak.highest_bytes(self._monotonic()) is None]:
+            del self._peaks[uuid]
         self.xids.begin()
         self.devices = tuple(Device(index, surroundings) for index in range(count))
         return None if count else source_failure(Reason.NO_DEVICES)

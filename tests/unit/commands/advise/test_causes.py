@@ -243,7 +243,15 @@ def test_what_a_crashed_engine_left_behind_is_no_tenant() -> None:
 def test_one_end_while_requests_ran_is_told_and_called_nothing() -> None:
     (note,) = [note for note in answer(traces.healthy_after_a_restart).notes if "ended at" in note]
 
-    assert "a restart that was meant, or a crash" in note
+    assert "while requests ran, with memory left: a restart that was meant, or a crash" in note
+
+
+def test_ends_of_an_engine_whose_gpus_nobody_read_are_not_said_to_have_had_memory_left() -> None:
+    told = answer(lambda: ({**record, "gpus": None} for record in traces.crashes()))
+    (note,) = [note for note in told.notes if "ended at" in note]
+
+    assert "while requests ran: a restart that was meant, or a crash" in note
+    assert told.advice == ()
 
 
 def test_another_tenant_moves_first_and_else_vllm_takes_so_much_less_that_both_have_room() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import CORE, Vllm, examined, proc
-from vllm_headroom.commands.doctor.command import document
+from vllm_headroom.commands.doctor.command import COMMAND, document
 from vllm_headroom.commands.doctor.fixes import Status
 
 
@@ -29,6 +29,17 @@ def test_with_everything_there_is_nothing_is_missing(nvml: FakeNvml, vllm: Vllm,
     assert not any(finding.fixes or finding.absent for finding in findings.values())
 
 
+def test_an_install_that_was_given_no_more_than_an_address_misses_nothing(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path
+) -> None:
+    nvml.gpus[0].processes = {CORE: GIB}
+    nvml.write()
+
+    told = document(examined(proc(tmp_path, vllm), ENGINE_URL=vllm.url), "0.1.0")
+
+    assert (told["ok"], COMMAND.status(told)) == (True, 0), told
+
+
 def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:
     nvml.errors["nvmlInitWithFlags"] = 12
     nvml.write()
@@ -44,7 +55,6 @@ def test_whatever_is_missing_has_a_fix(nvml: FakeNvml, tmp_path: Path) -> None:
     missing = {name for name, finding in findings.items() if finding.state is Status.MISSING}
     assert missing == {
         "engine",
-        "kv_bytes",
         "nvml",
         "listen_port",
         "state_dir",

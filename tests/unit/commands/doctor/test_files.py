@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.samples import snapshot
 from tests.unit.commands.doctor.looking import examined, lines
 from vllm_headroom.commands.doctor.fixes import Check, Status
-from vllm_headroom.trace.write import HEADER, line
+from vllm_headroom.trace.flight import keep, set_aside
+from vllm_headroom.trace.incidents import INCIDENTS, incidents_in
+from vllm_headroom.trace.recorder import FOREIGN
+from vllm_headroom.trace.write import HEADER, line, record_of
 
 USER = f"user {os.getuid()}"
 
@@ -82,6 +86,19 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
     assert "the file is there and is no trace" in found.text
     assert lines(found) == [f"HEADROOM_TRACE_FILE={file}.jsonl"]
     assert file.read_text() == "root:x:0:0\n"
+
+
+def test_an_incident_is_no_trace_to_record_into_for_the_daemon_would_not_either(tmp_path: Path) -> None:
+    sample = record_of(snapshot())
+    keep(tmp_path, line(sample))
+    set_aside(tmp_path, sample["t"], {"t": sample["t"]})
+    (incident,) = incidents_in(tmp_path / INCIDENTS)
+    content = incident.read_bytes()
+
+    found = trace_file(incident)
+
+    assert (found.state, incident.read_bytes()) == (Status.MISSING, content)
+    assert found.text.endswith(f": {FOREIGN}")
 
 
 def test_a_trace_in_a_folder_that_is_not_there_is_missing(tmp_path: Path) -> None:

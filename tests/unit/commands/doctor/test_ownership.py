@@ -74,6 +74,18 @@ def test_an_engine_on_gpus_that_are_not_visible_is_missing_them(vllm: Vllm, tmp_
     assert "runtimeClassName: nvidia" in lines(found)
 
 
+def test_an_engine_whose_gpu_may_be_the_one_that_cannot_be_read_is_no_matter_of_the_driver(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path
+) -> None:
+    nvml.gpus[1].errors = {"all": 15}
+    nvml.write()
+
+    found = examined(proc(tmp_path, vllm, namespace=HOST), ENGINE_URL=vllm.url)["gpu_attribution"]
+
+    assert found.state is Status.MISSING
+    assert "they may be on one that cannot, see gpus" in found.text
+
+
 def test_the_only_gpu_is_doubted_where_the_engine_is_seen_and_is_not_on_it(
     nvml: FakeNvml, vllm: Vllm, tmp_path: Path
 ) -> None:
@@ -113,6 +125,20 @@ def test_a_named_gpu_that_is_not_visible_is_missing() -> None:
 
     assert (found.state, found.text) == (Status.MISSING, "HEADROOM_GPUS names GPUs that are not visible: GPU-z")
     assert found.absent == (), "the other one is there"
+
+
+def test_a_list_that_leaves_out_the_gpu_of_the_engines_processes_is_told(
+    nvml: FakeNvml, vllm: Vllm, tmp_path: Path
+) -> None:
+    nvml.gpus[1].used_bytes = 2 * GIB
+    nvml.gpus[1].processes = {CORE: GIB}
+    nvml.write()
+
+    seen = proc(tmp_path, vllm)
+    wrong, right = (examined(seen, ENGINE_URL=vllm.url, GPUS=gpus)["gpu_attribution"] for gpus in "01")
+
+    assert (wrong.state, right.state) == (Status.MISSING, Status.OK)
+    assert wrong.text == "HEADROOM_GPUS leaves out GPUs that the engine's processes are on: GPU 1 (GPU-b)"
 
 
 def test_a_mig_instance_is_named_by_its_uuid(nvml: FakeNvml, vllm: Vllm, tmp_path: Path) -> None:

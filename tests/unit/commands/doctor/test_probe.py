@@ -31,8 +31,8 @@ def write(folder: Path, pid: int, role: str, **changes: Any) -> None:
     (folder / f"{pid}-{int(report['started_at'])}.json").write_text(json.dumps(report))
 
 
-def found(folder: Path, proc: Path | None = None) -> Check:
-    return examined(proc, PROBE_DIR=str(folder))["probe"]
+def found(folder: Path, proc: Path | None = None, **settings: str) -> Check:
+    return examined(proc, PROBE_DIR=str(folder), **settings)["probe"]
 
 
 def test_without_its_folder_it_does_not_apply() -> None:
@@ -106,7 +106,7 @@ def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm:
     began = proc_files.boot_time_seconds(tree) + entry.started_seconds
     write(tmp_path / "files", 7, "engine_core", t=NOW - 3600, started_at=began)
 
-    finding = found(tmp_path / "files", tree)
+    finding = found(tmp_path / "files", tree, ENGINE_URL=vllm.url)
 
     assert finding.state is Status.MISSING
     assert finding.text == "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"

@@ -102,6 +102,20 @@ def test_an_engine_elsewhere_is_not_hidden_by_a_proc_without_it(tmp_path: Path) 
     assert found.text.startswith("vLLM's are not among the ")
 
 
+@pytest.mark.parametrize("ports", [(8123,), (8123, 8124)])
+def test_engines_that_serve_other_ports_are_not_taken_for_the_one_that_is_asked(
+    tmp_path: Path, ports: tuple[int, ...]
+) -> None:
+    tree = ProcTree(tmp_path)
+    for port in ports:
+        tree.add(port, 1, "python3", "/venv/bin/vllm", "serve", "m", "--port", str(port))
+
+    found = examined(tmp_path, ENGINE_URL="http://127.0.0.1:9")["processes"]
+
+    assert found.state is Status.UNKNOWN
+    assert found.text.startswith("vLLM's are not among the ")
+
+
 def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, tmp_path: Path) -> None:
     findings = examined(proc(tmp_path, vllm, servers=2), ENGINE_URL=vllm.url)
 

@@ -43,7 +43,7 @@ def test_each_finding_is_a_line_with_its_mark_and_the_fix_below() -> None:
 
 
 def test_that_nothing_is_missing_is_said() -> None:
-    assert text(document({"nvml": FINE, "state_dir": UNSET}, "0.1.0"))[-1] == "Everything is available."
+    assert text(document({"nvml": FINE, "state_dir": UNSET}, "0.1.0"))[-1] == "Nothing is missing."
 
 
 def test_the_text_fits() -> None:

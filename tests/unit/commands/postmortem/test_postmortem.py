@@ -184,6 +184,7 @@ def test_an_end_that_only_the_header_tells_of_is_not_denied(run: Run, tmp_path: 
     ("content", "problem"),
     [
         (b"dear diary\n", "line 1: no trace of this version"),
+        (line(HEADER), "file: has no samples"),
         (b'{"headroom_trace":1,"incident":{"what":"ended"}}\n', "has a time `t`"),
         (b'{"headroom_trace":1,"incident":{"t":1,"what":["ended"]}}\n', "has a time `t`"),
         (b'{"headroom_trace":1,"incident":{"t":1,"what":"ended"}}\n{"t":-1}\n', "line 2: t: got -1"),

@@ -58,7 +58,8 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
     STATE.write(tmp_path, kept(alarmed, LAST))
 
     nameless = seen(NEXT, engines=(EngineReading(model_name="", engine="0"),))
-    waiting = [NO_ENGINE, nameless, seen(NEXT, gpus=failure(Source.NVML))]
+    unopened = seen(NEXT, gpus=(device(NEXT, "GPU-z"), device(NEXT, "")))
+    waiting = [NO_ENGINE, nameless, seen(NEXT, gpus=failure(Source.NVML)), unopened]
     assert outcome(tmp_path, *waiting) == ({}, [])
 
     found, _ = outcome(tmp_path, *waiting, seen(NEXT))

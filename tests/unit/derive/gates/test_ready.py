@@ -160,7 +160,7 @@ def test_it_closes_while_what_waits_cannot_be_served() -> None:
 
 
 def test_it_closes_while_the_engine_is_stalled() -> None:
-    assert Gate().goes_on(60, life=EngineState.STALLED) == "the engine has work and makes no progress"
+    assert Gate().goes_on(60, life=EngineState.STALLED) == "the engine should make progress and makes none"
 
 
 def test_clocks_that_step_leave_it_usable() -> None:

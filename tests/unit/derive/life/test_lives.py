@@ -22,6 +22,7 @@ from tests.unit.derive.life.watch import (
 )
 from vllm_headroom.derive.life.follow import LifeState
 from vllm_headroom.model import HostMemory, Life
+from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
@@ -83,6 +84,20 @@ def test_a_server_that_tells_no_start_is_known_again_by_its_count_and_its_proces
     assert watch.look(working(9, started=None), processes=(SERVER, CORE)).restarts == 0
     assert watch.look(working(8, started=None)).restarts == 1, "its count fell"
     assert watch.look(working(20, started=None), processes=NEXT).restarts == 2, "all its processes are others"
+
+
+def test_a_start_whose_core_comes_later_is_one_life_where_a_trace_tells_no_pids() -> None:
+    server, core, worker = (
+        replace(each, pid=NO_PID, started_at_seconds=BEGAN + 9.0 * place) for place, each in enumerate(WHOLE)
+    )
+    watch = Watch()
+    watch.look(REFUSED, processes=(server,))
+    watch.look(REFUSED, processes=(server, core))
+    life = watch.look(REFUSED, processes=(server, core, worker))
+
+    assert (life.restarts, exits(life)) == (0, {})
+    assert watch.look(REFUSED, processes=(replace(server, started_at_seconds=BEGAN + 99.0), core)).restarts == 0
+    assert watch.look(REFUSED, processes=(replace(server, started_at_seconds=BEGAN + 199.0),)).restarts == 1
 
 
 def test_two_servers_that_answer_in_turn_are_one_life_and_a_later_one_is_another() -> None:

@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -6,7 +7,10 @@ from structlog.testing import capture_logs
 
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, reasons, run
+from vllm_headroom.model import GpuReading
 from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.nvml.roster import MOST_GPUS
+from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
 INIT = "nvmlInitWithFlags -"
@@ -83,6 +87,55 @@ def test_a_gpu_that_does_not_open_again_keeps_its_name(fake: FakeNvml) -> None:
             clock.seconds += 61
 
     run(steps, monotonic=clock)
+
+
+def test_a_gpu_that_comes_back_at_another_index_answers_again(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        lost = fake.gpus.pop(1)
+        fake.write()
+        await devices(nvml)
+        fake.gpus.append(lost)
+        fake.write()
+        clock.seconds += 60
+        with capture_logs() as lines:
+            back = await devices(nvml)
+        fake.gpus[2].errors = {"all": 15}
+        fake.write()
+        with capture_logs() as again:
+            await devices(nvml)
+
+        assert [(reading.index, reading.uuid) for reading in back] == [(0, "GPU-0"), (1, "GPU-2"), (2, "GPU-1")]
+        assert [(line["event"], line["gpu"], line["uuid"]) for line in lines] == [("GPU answers again", 2, "GPU-1")]
+        assert [(line["event"], line["gpu"], line["uuid"]) for line in again] == [("GPU failed", 2, "GPU-1")]
+
+    run(steps, monotonic=clock)
+
+
+def test_gpus_that_come_back_as_others_each_time_are_not_listed_without_end(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> tuple[tuple[GpuReading, ...], int]:
+        for turn in range(MOST_GPUS + 9):
+            fake.gpus[1].uuid, fake.gpus[1].errors = f"GPU-of-turn-{turn}", {}
+            fake.write()
+            await devices(nvml)
+            fake.gpus[1].errors = {"all": 15}
+            fake.write()
+            await devices(nvml)
+            clock.seconds += 60
+        readings = await devices(nvml)
+        gc.collect()
+        return readings, sum(isinstance(each, Peak) for each in gc.get_objects())
+
+    readings, peaks = run(steps, monotonic=clock)
+    uuids = [reading.uuid for reading in readings]
+
+    assert len(uuids) == MOST_GPUS
+    assert peaks < MOST_GPUS
+    assert {"GPU-0", "GPU-2", f"GPU-of-turn-{MOST_GPUS + 8}"} <= set(uuids)
 
 
 def test_a_gpu_that_may_not_be_opened_is_listed_by_its_index(fake: FakeNvml) -> None:

@@ -1,9 +1,10 @@
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.nvml.library import GIB, FakeGpu, FakeInstance, FakeNvml
+from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
 from vllm_headroom.model import GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml.reader import Nvml
@@ -36,6 +37,7 @@ def test_a_gpu_in_mig_mode_is_its_instances_never_both(fake: FakeNvml) -> None: 
         plain, small, large = await devices(nvml)
 
         assert (plain.index, plain.uuid) == (0, "GPU-plain")
+        assert (plain.called, small.called, large.called) == ("GPU 0", "GPU 1 MIG-small", "GPU 1 MIG-large")
         assert (small.index, small.uuid, small.name) == (1, "MIG-small", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
         assert small.memory is not None
         assert (small.memory.total_bytes, small.memory.used_bytes) == (10 * GIB, GIB)
@@ -59,6 +61,27 @@ def test_instances_come_and_go_without_a_trace(fake: FakeNvml) -> None:
             assert uuids(await devices(nvml)) == ["GPU-plain", *expected]
 
     run(steps)
+
+
+def test_of_an_instance_that_was_removed_nothing_is_known_of_the_next_of_its_name(fake: FakeNvml) -> None:
+    clock = Clock()
+
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        for instances in ([LARGE], [replace(SMALL, used_bytes=GIB - MIB, processes={33: GIB - MIB}), LARGE]):
+            fake.gpus[1].instances = instances
+            fake.forget_calls()
+            fake.write()
+            clock.seconds += 2
+            _, *read = await devices(nvml)
+        small = read[0]
+
+        assert (small.uuid, small.used_peak_bytes) == ("MIG-small", GIB - MIB)
+        assert small.processes == (GpuProcess(pid=33, used_bytes=GIB - MIB),)
+        assert "nvmlDeviceGetPowerUsage MIG-small" in fake.calls()
+        assert "nvmlDeviceGetPowerUsage MIG-large" not in fake.calls()
+
+    run(steps, monotonic=clock)
 
 
 def test_mig_mode_without_an_instance_is_the_gpu_itself(fake: FakeNvml) -> None:

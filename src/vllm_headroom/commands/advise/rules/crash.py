@@ -20,8 +20,11 @@ REMARK: Final = (
 
 
 def crash(facts: Facts) -> Advice | None:
-    """Fit where an engine left processes behind, or ended FAILED_STARTS times and more while requests ran."""
-    found = sudden(facts)
+    """Fit where an engine left processes behind, or ended FAILED_STARTS times and more while requests ran.
+
+    Only ends count of which it is known that GPU memory was left.
+    """
+    found = tuple(ending for ending in sudden(facts) if ending.room_bytes is not None)
     if len(found) < FAILED_STARTS and not any(ending.orphan_bytes for ending in found):
         return None
     look = (

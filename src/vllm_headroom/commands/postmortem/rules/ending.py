@@ -86,7 +86,7 @@ def _crashed(facts: Circumstances) -> Iterator[str]:
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
     if facts.broken:
-        yield "a process that it cannot serve without went first, while its page still answered"
+        yield "a process that it cannot serve without went before the others"
     yield ran(facts)
     if facts.worst is not None:
         yield left(facts.worst)
