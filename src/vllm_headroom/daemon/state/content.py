@@ -15,7 +15,7 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
 from vllm_headroom.model import Snapshot
 
-FORMAT: Final = 8
+FORMAT: Final = 9
 """To be raised when the fields of a state, or what they mean, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0
@@ -60,6 +60,8 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
             gpus=_moved(gpus, shift),
             host=_moved(leak.host, shift),
             inside={uuid: moved(track, shift) for uuid, track in leak.inside.items() if uuid in here},
+            sleep=replace(leak.sleep, since_seconds=None),
+            asleep=_moved({uuid: track for uuid, track in leak.asleep.items() if uuid in here}, shift),
         ),
         baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
     )

@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from vllm_headroom import catalog
+from vllm_headroom.derive.leak.asleep import held, surer
 from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
-from vllm_headroom.derive.leak.track import observe, warming_up
+from vllm_headroom.derive.leak.track import warming_up
 from vllm_headroom.derive.page_facts import awake, finished, life, running_requests
 from vllm_headroom.derive.readings import gpu_labels, remembered, states
 from vllm_headroom.model import Gpu, Sample, Snapshot
@@ -24,7 +25,7 @@ Tracks = dict[str, Track]
 
 
 def gpu_leaks(
-    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks
+    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks, asleep: Tracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
     now = snapshot.monotonic_seconds
@@ -32,8 +33,8 @@ def gpu_leaks(
     samples: list[Sample] = []
     for gpu, seen in observations(snapshot, snapshot.owned):
         uuid = gpu.reading.uuid
-        tracks[uuid] = observe(tracks.get(uuid) or Track(clock=now), seen)
-        samples += _samples(gpu, tracks[uuid], inside.get(uuid), settled=settled)
+        tracks[uuid] = held(tracks.get(uuid) or Track(clock=now), seen, asleep.get(uuid))
+        samples += _samples(gpu, surer(tracks[uuid], asleep.get(uuid)), inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
+from vllm_headroom.derive.leak.asleep import residues
+from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks, observations
 from vllm_headroom.derive.leak.host import host_leaks
 from vllm_headroom.derive.leak.inside import InsideTracks, insides
 from vllm_headroom.derive.leak.load import LoadState, load
+from vllm_headroom.derive.sleep import SleepState, sleep
 from vllm_headroom.model import Sample, Snapshot
 
 
@@ -18,6 +20,8 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     gpus: Tracks = field(default_factory=dict)
     host: Tracks = field(default_factory=dict)
     inside: InsideTracks = field(default_factory=dict)
+    sleep: SleepState = field(default_factory=SleepState)
+    asleep: Tracks = field(default_factory=dict)
 
 
 def leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
@@ -25,6 +29,9 @@ def leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Samp
     loaded, load_samples = load(state.load, snapshot)
     settled = loaded.stable is not False
     inside = insides(state.inside, snapshot)
-    gpus, gpu_samples = gpu_leaks(state.gpus, snapshot, settled=settled, inside=inside)
+    slept, _ = sleep(state.sleep, snapshot)
+    asleep = residues(state.asleep, state.gpus, slept.least_bytes, observations(snapshot, snapshot.owned))
+    gpus, gpu_samples = gpu_leaks(state.gpus, snapshot, settled=settled, inside=inside, asleep=asleep)
     host, host_samples = host_leaks(state.host, snapshot, settled=settled)
-    return LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside), (*load_samples, *gpu_samples, *host_samples)
+    memory = LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside, sleep=slept, asleep=asleep)
+    return memory, (*load_samples, *gpu_samples, *host_samples)

@@ -7,15 +7,12 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import THRESHOLDS
-from vllm_headroom.derive.leak.facts import Level, Run, Track, Verdict
+from vllm_headroom.derive.leak.facts import Level, Run, Track
 from vllm_headroom.derive.leak.fast import QUIET_SECONDS
 
 REST_SHARE: Final = 0.5
 WAKE_SHARE: Final = 0.8
 """Half of the memory gone is a sleep or a stop; it is back at four fifths. Between them nothing is decided."""
-
-STILL_LEAKED_SHARE: Final = 0.5
-"""A wake after which more than this share of what leaked is gone ends the verdict."""
 
 REST_MOST_SECONDS: Final = 1800.0
 """An engine that holds half of what it did for this long while awake holds what it needs now."""
@@ -77,13 +74,5 @@ def rested(track: Track, held_bytes: int) -> Track:
     if track.asleep:
         return track
     if held_bytes >= WAKE_SHARE * track.top_bytes:
-        return _woken(track, held_bytes)
+        return replace(track, resting_since=None, run=Run(quiet_until=track.seconds + QUIET_SECONDS))
     return anchored(track) if track.seconds - track.resting_since >= REST_MOST_SECONDS else track
-
-
-def _woken(track: Track, held_bytes: int) -> Track:
-    track = replace(track, resting_since=None, run=Run(quiet_until=track.seconds + QUIET_SECONDS))
-    reference, found = track.levels[0].reference_bytes, track.estimate
-    if reference is not None and found is not None and held_bytes < reference - STILL_LEAKED_SHARE * found.leaked_bytes:
-        return replace(track, verdict=Verdict.NONE, estimate=None, sure_seconds=None)
-    return track

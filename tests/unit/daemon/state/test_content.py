@@ -3,11 +3,23 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.samples import failure
-from tests.unit.daemon.state.engine import ALARM_STEPS, STEP_SECONDS, after, device, followed, kept, seen
+from tests.samples import failure, gpu
+from tests.unit.daemon.state.engine import (
+    ALARM_STEPS,
+    GIB,
+    STEP_SECONDS,
+    after,
+    device,
+    followed,
+    held,
+    kept,
+    reading,
+    seen,
+)
 from vllm_headroom.daemon.state.content import Memory, taken_up
 from vllm_headroom.daemon.state.file import STATE
 from vllm_headroom.derive.leak.load import LoadState
+from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 
 SHIFT = 123_456.0
@@ -25,6 +37,21 @@ def test_the_samples_after_a_restart_are_those_of_a_process_that_never_stopped(s
     unbroken = [samples for _, samples in followed(saved.memory, (seen(step) for step in steps))]
 
     assert through == unbroken
+
+
+def test_what_was_kept_asleep_is_taken_up() -> None:
+    def rollout(step: int, shift: float = 0.0) -> Snapshot:
+        asleep = step % 96 >= 72
+        gpus = (gpu(total=60 * GIB, used=GIB + held(step) // 16 if asleep else held(step)),)
+        return seen(step, shift=shift, engines=(reading(step, awake=not asleep),), gpus=gpus)
+
+    saved = kept(after(map(rollout, range(1, 600))), rollout(599))
+    memory = taken_up(STATE.decode(STATE.encode(saved)), rollout(600, SHIFT))
+
+    through = after((rollout(step, SHIFT) for step in range(600, 900)), memory).leak.asleep["GPU-a"]
+    unbroken = after(map(rollout, range(600, 900)), saved.memory).leak.asleep["GPU-a"]
+    assert through == replace(unbroken, clock=unbroken.clock + SHIFT)
+    assert len(through.levels[0].points) > 1
 
 
 def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:

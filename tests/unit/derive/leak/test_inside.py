@@ -21,9 +21,9 @@ def verdict(tracks: InsideTracks) -> Verdict:
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(60, tensors)
     seen = look(59, tensors(59))
-    state, samples = gpu_leaks({}, seen, settled=True, inside=tracks)
+    state, samples = gpu_leaks({}, seen, settled=True, inside=tracks, asleep={})
     _, samples = gpu_leaks(
-        state, replace(seen, monotonic_seconds=seen.monotonic_seconds + 1), settled=True, inside=tracks
+        state, replace(seen, monotonic_seconds=seen.monotonic_seconds + 1), settled=True, inside=tracks, asleep={}
     )
 
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "growing")] == 1.0

@@ -1,0 +1,153 @@
+"""What is kept from sleep to sleep: cache is gone by then, and what has grown of the rest has leaked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from tests.samples import A_GPU, engine, gpu, page, snapshot, values
+from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, RATE, STEP, TOTAL, Shape, flat, leak, segments
+from vllm_headroom import catalog
+from vllm_headroom.derive.leak.facts import MIB
+from vllm_headroom.derive.leak.leak import LeakMemory, leaks
+from vllm_headroom.model import Sample, Snapshot
+from vllm_headroom.vocabulary import LeakState
+
+KEPT = 2_000 * MIB
+EVERY, ASLEEP = 480.0, 120.0
+
+Sleeps = Callable[[float], bool]
+
+
+def cache(seconds: float) -> float:
+    """Return what is cached: it fills in every rollout anew, by another amount."""
+    rollout, since = divmod(seconds, EVERY)
+    return segments((400 + rollout * 811 % 1600) * MIB * min(1.0, since / 300))
+
+
+def in_rollouts(seconds: float) -> bool:
+    return seconds % EVERY >= EVERY - ASLEEP
+
+
+def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: float = 0.0) -> Iterator[Snapshot]:
+    """Yield the readings of an engine that leaks while it serves; what is cached is given back as it falls asleep."""
+    awake_seconds = 0.0
+    for turn in range(int(hours * HOUR / STEP)):
+        seconds = started + turn * STEP
+        asleep = sleeps(seconds)
+        awake_seconds += 0.0 if asleep else STEP
+        size = int(lost(awake_seconds) + (KEPT if asleep else BASE + cached(seconds)))
+        told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
+        seen = gpu(total=TOTAL, used=size, engine=size, other=0)
+        yield snapshot(at=seconds, engines=page(replace(told, started_at_seconds=1.0 + started)), gpus=(seen,))
+
+
+def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
+    state = state or LeakMemory()
+    for each in seen:
+        state, samples = leaks(state, each)
+        yield state, samples
+
+
+def states(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> list[LeakState]:
+    """Return the state after each reading, but for those asleep."""
+    shown = (values(samples, catalog.LEAK_STATE) for _, samples in said(seen, state))
+    found = [next(LeakState(labels[-1]) for labels, value in each.items() if value) for each in shown]
+    return [each for each in found if each is not LeakState.ASLEEP]
+
+
+def test_a_leak_beneath_a_cache_that_each_sleep_empties_is_found_and_stays_one() -> None:
+    found = states(looks(7, leak, cache, in_rollouts))
+
+    first = found.index(LeakState.LEAKING)
+    assert first < 0.75 * len(found)
+    assert set(found[first:]) == {LeakState.LEAKING}
+
+
+def test_its_figures_are_those_of_what_is_kept() -> None:
+    *_, (_, last) = said(looks(7, leak, cache, in_rollouts))
+
+    awake = 1 - ASLEEP / EVERY
+    assert values(last, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK * RATE * awake, rel=0.1)
+
+
+def test_a_cache_that_each_sleep_empties_is_no_leak() -> None:
+    assert not {LeakState.GROWING, LeakState.LEAKING} & set(states(looks(7, flat, cache, in_rollouts)))
+
+
+def test_the_room_is_what_is_left_awake() -> None:
+    *_, (state, _) = said(looks(1, leak, flat, in_rollouts))
+
+    assert state.asleep["GPU-a"].most_bytes == pytest.approx(KEPT + TOTAL - BASE, abs=500 * MIB)
+
+
+def test_where_another_process_may_hold_a_part_what_is_kept_says_nothing() -> None:
+    def crowded() -> Iterator[Snapshot]:
+        for each in looks(7, leak, cache, in_rollouts):
+            yield replace(each, gpus=tuple(replace(seen, engine_bytes=None, process_count=2) for seen in each.owned))
+
+    *_, (state, _) = said(crowded())
+
+    assert all(track.anchor_seconds is None for track in state.asleep.values())
+
+
+def test_another_life_has_kept_nothing_yet() -> None:
+    *_, (state, _) = said(looks(1, leak, cache, in_rollouts))
+    assert set(state.asleep) == {"GPU-a"}
+
+    *_, (anew, _) = said(looks(0.02, leak, cache, in_rollouts, started=HOUR), state)
+
+    assert not anew.asleep
+
+
+def twice(seconds: float) -> bool:
+    return HOUR / 4 <= seconds < HOUR / 3 or 2.5 * HOUR <= seconds < 2.6 * HOUR
+
+
+def warm(seconds: float) -> float:
+    """Return what is cached: all but a little comes back after a sleep."""
+    return 2_000.0 * MIB if seconds < 2.5 * HOUR else 0.0
+
+
+def over_a_sleep(change: Callable[[Snapshot], Snapshot]) -> tuple[list[LeakState], list[LeakState]]:
+    """Return what is said before the second sleep and after it, from which on the readings are changed."""
+    seen = list(looks(3.2, leak, warm, twice))
+    falls = int(2.5 * HOUR / STEP)
+    found = states(iter([*seen[:falls], *map(change, seen[falls:])]))
+    after = len(seen) - int(2.6 * HOUR / STEP)
+    return found[:-after], found[-after:]
+
+
+def test_an_alarm_outlives_a_sleep_that_kept_what_leaked() -> None:
+    before, after = over_a_sleep(lambda seen: seen)
+
+    assert before[-1] is LeakState.LEAKING
+    assert set(after) == {LeakState.LEAKING}
+
+
+def test_an_alarm_ends_with_a_sleep_that_gave_back_what_had_grown() -> None:
+    def given_back(seen: Snapshot) -> Snapshot:
+        (held,) = seen.owned
+        assert held.engine_bytes is not None
+        size = KEPT if held.engine_bytes < BASE / 2 else BASE
+        return replace(seen, gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),))
+
+    before, after = over_a_sleep(given_back)
+
+    assert before[-1] is LeakState.LEAKING
+    assert LeakState.LEAKING not in after[int(600 / STEP) :]
+
+
+def test_an_alarm_of_cache_ends_with_the_sleep_that_shows_it() -> None:
+    """Growth before the first sleep may be of anything; what has grown since is kept asleep, or is cache."""
+
+    def grows(seconds: float) -> float:
+        return leak(max(0.0, seconds - HOUR / 3)) if seconds < 2.5 * HOUR else leak(2 * HOUR)
+
+    found = states(looks(3.2, flat, grows, twice))
+    awake = len(found) - int(0.6 * HOUR / STEP)
+
+    assert found[awake - 1] is LeakState.LEAKING
+    assert not {LeakState.GROWING, LeakState.LEAKING} & set(found[awake:])
