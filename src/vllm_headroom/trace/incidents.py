@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,13 @@ FLIGHT: Final = "flight.jsonl"
 INCIDENTS: Final = "incidents"
 INCIDENT: Final = "incident"
 """The key of what is known of an incident, in the header of its trace."""
+
+
+class What(StrEnum):
+    """What happened, as the header has it."""
+
+    ENDED = "ended"
+    STALLED = "stalled"
 
 
 def name_of(seconds: float) -> str:

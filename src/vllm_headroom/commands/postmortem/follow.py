@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
 from vllm_headroom.commands.postmortem.known import (
     Known,
     exit_reason,
@@ -23,6 +23,7 @@ from vllm_headroom.derive.life.lives import OneLife, is_broken
 from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.model import EngineReading, Failure, Fate, Snapshot
 from vllm_headroom.trace.course import Moment
+from vllm_headroom.trace.incidents import What
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
 
