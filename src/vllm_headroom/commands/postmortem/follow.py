@@ -65,7 +65,7 @@ class Follower:
         what, reason = self._event(snapshot)
         orphans, self._orphans = self._orphans, _orphans(snapshot)
         leaves = what is What.ENDED and self._orphans > orphans
-        self._broken = self._broken or leaves or _goes_to_pieces(before.newest, snapshot)
+        self._broken = self._broken or leaves or _goes_to_pieces(before.present, snapshot)
         if what is not None:
             self.facts = self._facts(snapshot, what, reason)
         newest = self.watch.lives.newest
@@ -180,8 +180,8 @@ def _orphans(snapshot: Snapshot) -> int:
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
-def _goes_to_pieces(life: OneLife | None, snapshot: Snapshot) -> bool:
+def _goes_to_pieces(life: OneLife, snapshot: Snapshot) -> bool:
     """Return whether the page goes on without a process that it needs; at an orderly end it goes first."""
-    if life is None or life.ended or snapshot.page is None or isinstance(snapshot.processes, Failure):
+    if snapshot.page is None or isinstance(snapshot.processes, Failure):
         return False
     return is_broken(life, snapshot.processes)
