@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leak.location import PLACES
 from vllm_headroom.model import GpuReading, Values, Verdict
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import LeakLocation, Level

@@ -10,8 +10,9 @@ from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
 from vllm_headroom.derive.leak.asleep import surer
 from vllm_headroom.derive.leak.facts import Estimate
-from vllm_headroom.derive.leak.inside import location, sharpened
+from vllm_headroom.derive.leak.inside import sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
+from vllm_headroom.derive.leak.location import location
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.derive.sleep import SleepState, sleep

@@ -8,8 +8,8 @@ from typing import Final
 from vllm_headroom.commands.check.series import Budget, Coverage, MemorySeries, excesses
 from vllm_headroom.derive.leak.baseline import WARM_REQUESTS
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.derive.leak.gpus import observations
 from vllm_headroom.derive.leak.host import host_observations
+from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
 from vllm_headroom.derive.life.service import of_service
 from vllm_headroom.derive.page_facts import finished, named, running_requests, together

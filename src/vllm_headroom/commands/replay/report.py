@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from msgspec.structs import asdict
 
-from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leak.location import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
 from vllm_headroom.model import HostMemory
 from vllm_headroom.trace.course import Course, Interval, Moment

@@ -7,10 +7,11 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.asleep import held, surer
-from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, room
-from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, location, sharpened
+from vllm_headroom.derive.leak.facts import Track, Verdict
+from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, sharpened
+from vllm_headroom.derive.leak.location import location
+from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.leak.track import warming_up
-from vllm_headroom.derive.page_facts import awake, finished, life, running_requests
 from vllm_headroom.derive.readings import gpu_labels, remembered, states
 from vllm_headroom.model import Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState
@@ -43,24 +44,6 @@ def kept(tracks: Tracks, present: Collection[str]) -> Tracks:
     newest = max((track.clock for track in tracks.values()), default=0.0)
     tracks = remembered(tracks, present)
     return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
-
-
-def observations(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
-    """Yield each GPU with what the detector is told of it."""
-    page = snapshot.page
-    finished_total, running, named, is_awake = finished(page), running_requests(page), life(page), awake(page)
-    for gpu in gpus:
-        seen = Observation(
-            seconds=snapshot.monotonic_seconds,
-            held_bytes=gpu.held_bytes,
-            finished_total=finished_total,
-            running=running,
-            life=named,
-            neighbours=gpu.process_count if gpu.engine_bytes is None else None,
-            awake=is_awake,
-            room_bytes=room(gpu),
-        )
-        yield gpu, seen
 
 
 def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:

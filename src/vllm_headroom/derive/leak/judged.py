@@ -39,7 +39,7 @@ def judged(track: Track, room_bytes: int | None) -> Track:
         track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
     own_room = None if room_bytes is None else track.most_bytes - _floor(track)
     track, grown = _weighed(track, own_room)
-    verdict = max(_foretold(track), *(level.verdict for level in track.levels))
+    verdict = max(foretold(track), *(level.verdict for level in track.levels))
     if verdict is not Verdict.LEAKING and _is_held(track):
         return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
     track = replace(track, verdict=verdict)
@@ -54,7 +54,7 @@ def judged(track: Track, room_bytes: int | None) -> Track:
     return replace(track, sure_seconds=track.seconds if near else None)
 
 
-def _foretold(track: Track) -> Verdict:
+def foretold(track: Track) -> Verdict:
     """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
     if track.projected is not Verdict.LEAKING:
         return track.projected
@@ -81,10 +81,10 @@ def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | No
         said = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)
         levels.append(settle(level, said, threshold, most, floor_bytes))
     surest, threshold = max(zip(reversed(levels), reversed(THRESHOLDS), strict=True), key=lambda pair: pair[0].verdict)
-    projected, foretold = _projected(track, room_bytes)
+    projected, grown = _projected(track, room_bytes)
     track = replace(track, levels=tuple(levels), projected=projected)
-    if foretold is not None and projected > surest.verdict:
-        return track, foretold
+    if grown is not None and projected > surest.verdict:
+        return track, grown
     return track, _grown(track, surest, threshold) if surest.verdict else None
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from msgspec import Struct, field
 
 from vllm_headroom.derive.leak.asleep import residues
-from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks, observations
+from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.host import host_leaks
 from vllm_headroom.derive.leak.inside import InsideTracks, insides
 from vllm_headroom.derive.leak.load import LoadState, load
+from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.sleep import SleepState, sleep
 from vllm_headroom.model import Sample, Snapshot
 

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import A_GPU, failure, values
-from tests.unit.derive.leak.probed import LEAK, SECONDS, followed, look, tensors
+from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import Track, Verdict
-from vllm_headroom.derive.leak.gpus import gpu_leaks
+from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, moved, sharpened
 from vllm_headroom.vocabulary import Source
 
@@ -93,3 +93,30 @@ def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> N
     assert taken.clock == track.clock + 1000
     assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
     assert taken.surest.verdict is Verdict.NONE
+
+
+def lost_from_the_cache(at: int) -> Grown:
+    """A gigabyte every two hours, of six that torch had cached: what the engine holds stays as it was."""
+    return at * SECONDS // 7000 * 10**9, 0, 0
+
+
+def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> None:
+    tracks: InsideTracks = {}
+    held: Tracks = {}
+    for at in range(int(6.5 * 3600 / SECONDS)):
+        grown = lost_from_the_cache(at)
+        seen = look(at, grown, cached=6e9 - grown[0])
+        tracks = insides(tracks, seen)
+        held, samples = gpu_leaks(held, seen, settled=True, inside=tracks, asleep={})
+
+    assert held["GPU-a"].verdict is Verdict.NONE
+    assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0
+    assert values(samples, catalog.LEAKED)[A_GPU] == pytest.approx(3e9, rel=0.1)
+    assert values(samples, catalog.LEAK_LOCATION)[(*A_GPU, "tensors")] == 1.0
+
+
+def test_what_comes_and_goes_within_a_block_is_no_step_of_what_is_in_use() -> None:
+    tracks = followed(3001, lambda at: (5e8 * (at % 3 == 0), 0, 0))
+
+    assert tracks["GPU-a"].in_use is not None
+    assert tracks["GPU-a"].in_use.steps == ()

@@ -9,7 +9,7 @@ from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.facts import Facts, Leak
 from vllm_headroom.commands.advise.finding import Advice, Cause, Change, Evidence, called, percent
 from vllm_headroom.commands.advise.limits import LOST_RATIO, LOST_RISES
-from vllm_headroom.derive.leak.inside import PLACES
+from vllm_headroom.derive.leak.location import PLACES
 from vllm_headroom.derive.verdicts import STRANDED
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.units import duration, instant, size
