@@ -44,7 +44,7 @@ SILENT = {Way.STALL, Way.STALL_IN_STREAM}
 
 
 def times(histogram: Histogram) -> int:
-    return histogram._counts.total()
+    return histogram.counts.total()
 
 
 def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally:
