@@ -24,6 +24,8 @@ LOW_HOST_BYTES: Final = 4 * 2**30
 LOW_HOST_SHARE: Final = 0.05
 """As HeadroomHostMemoryLow: less is left than this, and than this share of the limit; LOW_SHARE holds here too."""
 
+GPU_LOST: Final = "HeadroomGpuLost"
+
 STRANDED: Final = 0.05
 """As HeadroomKvCacheStranded."""
 
@@ -83,7 +85,7 @@ def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
     said = partial(Verdict, subject=name)
     if reading.failure is not None:
         text = _ended(f"{name} cannot be read: {reading.failure.message}")
-        return said(level=Level.ALARM, sentence=text, alert="HeadroomGpuLost")
+        return said(level=Level.ALARM, sentence=text, alert=GPU_LOST)
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
         return growing.of_gpu(values, reading, sure=state == LeakState.LEAKING)

@@ -71,7 +71,8 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     was seen, and `unseen_seconds` how long before its end it was last seen. `served` is whether it ever did, `hung` for
     how long nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it
     serves nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last
-    seen; None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before.
+    seen; None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before, `lost`
+    is what was said then of GPUs that could not be read.
     """
 
     what: What
@@ -90,6 +91,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuAtEnd, ...] = ()
     xids: tuple[int, ...] = ()
     ooms: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def running(self) -> float | None:

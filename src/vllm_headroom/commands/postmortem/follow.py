@@ -14,6 +14,7 @@ from vllm_headroom.commands.postmortem.known import (
     exit_reason,
     header_age,
     header_leaks,
+    header_lost,
     header_ooms,
     header_used,
     header_xids,
@@ -161,6 +162,7 @@ class Follower:
             gpus=tuple(self._gpu(uuid, looks, snapshot) for uuid, looks in self._gpus.items()),
             xids=header_xids(self._known),
             ooms=header_ooms(self._known),
+            lost=header_lost(self._known),
         )
 
     def _was_loaded(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, incidents_in, known_of
@@ -94,6 +95,12 @@ def _is_look(value: object) -> bool:
     if not isinstance(value, list) or not all(type(each) in {int, float} for each in value):
         return False
     return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said
+
+
+def header_lost(known: Known) -> tuple[str, ...]:
+    """Return what was said of the engine's GPUs that could not be read."""
+    said = records(before(known), "verdicts")
+    return tuple(str(each["sentence"]) for each in said if each.get("alert") == GPU_LOST and each.get("sentence"))
 
 
 def sentences(known: Known) -> tuple[str, ...]:

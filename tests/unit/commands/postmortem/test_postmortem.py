@@ -210,6 +210,20 @@ def test_places_without_an_incident_are_refused(run: Run, tmp_path: Path, monkey
     assert "No such file" in found[2][2]
 
 
+def test_a_gpu_that_could_not_be_read_any_more_is_what_a_crash_was_of(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.crash, 1)
+    assert scene.header is not None
+    said = {"sentence": "GPU 0 cannot be read: the GPU is lost.", "alert": "HeadroomGpuLost"}
+    scene.header["before"] = {
+        "verdicts": [said, {"sentence": "The engine serves.", "alert": None}, {"alert": "HeadroomGpuLost"}]
+    }
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert "A crash: a GPU of it could not be read any more." in out
+    assert "  seen  GPU 0 cannot be read: the GPU is lost.\n" in out
+
+
 def test_what_torch_was_refused_is_no_crash_with_memory_at_ease(run: Run, tmp_path: Path) -> None:
     scene = scenes.scene(scenes.crash, 1)
     assert scene.header is not None

@@ -40,27 +40,31 @@ def hang(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
         sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
-        evidence=(ran(facts), page),
+        evidence=(*facts.lost, ran(facts), page),
     )
 
 
 def crash(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
     stalled = facts.what is What.STALLED and not facts.broken
-    if facts.full is not None or facts.ooms or stalled or (facts.hung_seconds is not None and not facts.xids):
+    if (
+        facts.full is not None
+        or facts.ooms
+        or stalled
+        or (facts.hung_seconds is not None and not (facts.xids or facts.lost))
+    ):
         return None
     fatal = FATAL_XIDS & set(facts.xids)
     room = None if facts.worst is None else facts.worst.last_room_bytes
     seen = facts.unseen_seconds is not None and facts.unseen_seconds <= UNSEEN_SECONDS
     at_ease = seen and room is not None and room >= FEW_BYTES
-    likely = facts.served and at_ease and (facts.broken or bool(facts.running))
+    likely = bool(facts.lost) or (facts.served and at_ease and (facts.broken or bool(facts.running)))
     whole = "A crash" if facts.served else "A start that failed"
+    rest = " with GPU memory at ease: look elsewhere." if at_ease else ", and not known to be for want of GPU memory."
     return Diagnosis(
         cause=EndCause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
-        sentence=f"{whole} with GPU memory at ease: look elsewhere."
-        if at_ease
-        else f"{whole}, and not known to be for want of GPU memory.",
+        sentence=f"{whole}: a GPU of it could not be read any more." if facts.lost else whole + rest,
         evidence=tuple(_crashed(facts)),
     )
 
@@ -69,7 +73,7 @@ def orderly(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine had nothing to do when it ended, whole and with memory left."""
     if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
         return None
-    if facts.full is not None or facts.hung_seconds is not None or FATAL_XIDS & set(facts.xids):
+    if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
         return None
     gpu = facts.worst
     return Diagnosis(
@@ -84,6 +88,7 @@ def orderly(facts: Circumstances) -> Diagnosis | None:
 
 
 def _crashed(facts: Circumstances) -> Iterator[str]:
+    yield from facts.lost
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
     if facts.broken:
