@@ -30,7 +30,7 @@ def load_as(kind: type[AnySettings], argv: Sequence[str], environ: Mapping[str, 
 def settings_table() -> str:
     """Return docs' table of settings, in Markdown."""
     rows = [
-        f"| `{variable(name)}` | {about(field, 'shown')} | {field.description} | {about(field, 'accepts')} |"
+        f"| `{variable(name)}` | {about(field).default} | {field.description} | {about(field).kind.accepts} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(("| setting | default | meaning | accepts |", "| --- | --- | --- | --- |", *rows)) + "\n"

@@ -22,8 +22,10 @@ UNITS_BYTES: Final = {"": 1, "b": 1} | {
 }
 """Units of sizes in lower case: kB is 1000, KiB and Ki are 1024; a bare K could be either and is refused."""
 SIZE: Final = re.compile(r"(\d+|\d*\.\d+) ?([A-Za-z]*)", re.ASCII)
-UNITS_SECONDS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-DURATION: Final = re.compile(r"(\d+(?:\.\d+)?) ?([a-z]*)", re.ASCII)
+UNITS_SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
+PARTS: Final = re.compile(rf"({NUMBER}) ?(ms|min|[smhdw])", re.ASCII)
+DURATION: Final = re.compile(rf"(?:{PARTS.pattern})+|{NUMBER}", re.ASCII)
 SHARE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(%?)", re.ASCII)
 PREFIXES: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi")
 VLLM_NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])", re.ASCII)
@@ -60,11 +62,11 @@ def vllm_number(text: str) -> int:
 
 
 def duration_seconds(text: str) -> float:
-    """Return the seconds of a duration such as `90`, `120s`, `15m` or `1.5h`."""
-    found = DURATION.fullmatch(text.strip())
-    if found is None or found[2] not in UNITS_SECONDS:
+    """Return the seconds of a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m`."""
+    text = text.strip()
+    if not DURATION.fullmatch(text):
         raise ValueError
-    return float(found[1]) * UNITS_SECONDS[found[2]]
+    return sum(float(number) * UNITS_SECONDS[unit] for number, unit in PARTS.findall(text) or [(text, "s")])
 
 
 def share(text: str) -> float:

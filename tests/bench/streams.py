@@ -39,7 +39,7 @@ class Ours:
 
     async def close(self) -> int:
         await self._asker.close()
-        return self._tally.between.count
+        return self._tally.between.counts.total()
 
 
 class Httpx:

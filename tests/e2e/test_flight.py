@@ -13,7 +13,7 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
 from vllm_headroom.trace.incidents import incidents_in
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 
 def last_recorded(state: Path) -> float:

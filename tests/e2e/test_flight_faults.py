@@ -14,7 +14,7 @@ from tests.process import daemon, eventually
 from vllm_headroom.commands.postmortem.command import report_of
 from vllm_headroom.commands.postmortem.finding import EndCause
 from vllm_headroom.trace.incidents import incidents_in
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 ENOUGH_BYTES = 16_384
 SOURCE = Path(__file__).parents[1] / "fakes" / "stuck_volume.c"

@@ -4,13 +4,23 @@ from vllm_headroom.units import RefusedError, duration_seconds, gib, share, size
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("120s", 120), (" 15m ", 900), ("2 min", 120), ("1.5h", 5400), ("0", 0)]
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("120s", 120),
+        (" 15m ", 900),
+        ("2 min", 120),
+        ("1.5h", 5400),
+        ("0", 0),
+        ("1d", 86400),
+        ("1h30m", 5400),
+    ],
 )
 def test_durations(text: str, seconds: float) -> None:
     assert duration_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "-1s", "1d", "1e3", "nan", "1,5s", "1M", "٣s"])
+@pytest.mark.parametrize("text", ["", "s", "-1s", "1y", "1e3", "nan", "1,5s", "1M", "٣s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
         duration_seconds(text)

@@ -86,19 +86,25 @@ def shown_url(value: object) -> str:
 
 
 class Value(Struct, Generic[T], frozen=True, kw_only=True):
-    """How what is given becomes a value: `read` raises ValueError for what is not accepted."""
+    """How what is given becomes a value: `read` raises ValueError for what is not accepted.
+
+    It is asked of what is no text, as YAML's lists and mappings, only where that may be given.
+    """
 
     read: Callable[[Any], T]
     accepts: str
     shown: Callable[[object], str] = shown
+    only_text: bool = True
 
     def __call__(self, given: Any) -> T:  # noqa: ANN401 - a text, or what YAML holds
         """Return the value, as argparse asks for it."""
+        if self.only_text and not isinstance(given, str):
+            raise ValueError
         return self.read(given)
 
 
 def _file(text: str) -> Path:
-    if not text:
+    if not text or "\0" in text:
         raise ValueError
     return Path(text)
 
@@ -115,7 +121,8 @@ def bounded(read: Callable[[str], Number], low: float, high: float) -> Callable[
     return checked
 
 
-def _above_zero(read: Callable[[str], float]) -> Callable[[str], float]:
+def above_zero(read: Callable[[str], float]) -> Callable[[str], float]:
+    """Return what reads a number above 0, and refuses any other."""
     return bounded(read, 5e-324, 1.7e308)
 
 
@@ -125,14 +132,14 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-ANYTHING: Final[Value[Any]] = Value(read=lambda given: given, accepts="a text")
+ANYTHING: Final[Value[Any]] = Value(read=lambda given: given, accepts="a text", only_text=False)
 FILE: Final = Value(read=_file, accepts="the path of a file")
 TRACE: Final = Value(read=lambda text: str(_file(text)), accepts="the path of a trace, or - for standard input")
-RATIO: Final = Value(read=_above_zero(bounded(float, 0, 1)), accepts="a ratio above 0, at most 1")
+RATIO: Final = Value(read=above_zero(bounded(float, 0, 1)), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(read=bounded(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
-DURATION: Final = Value(read=_above_zero(duration_seconds), accepts="a duration above 0 such as 90s, 5m or 1h")
-NUMBER: Final = Value(read=_above_zero(float), accepts="a number above 0")
-GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas")
+DURATION: Final = Value(read=above_zero(duration_seconds), accepts="a duration above 0 such as 90s, 5m or 1h")
+NUMBER: Final = Value(read=above_zero(float), accepts="a number above 0")
+GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas", only_text=False)
 
 
 def size(example: str) -> Value[int]:
@@ -165,6 +172,11 @@ def choice(names: Sequence[str]) -> Value[str]:
     return Value(read=read, accepts=f"{', '.join(names[:-1])} or {names[-1]}")
 
 
+def in_any_case(kind: Value[str]) -> Value[str]:
+    """Return the kind of the same names, be they in capitals."""
+    return Value(read=lambda text: kind.read(text.lower()), accepts=kind.accepts)
+
+
 def url(example: str) -> Value[httpx.URL]:
     """Return the kind of an http or https URL."""
     return Value(read=http_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
@@ -173,10 +185,3 @@ def url(example: str) -> Value[httpx.URL]:
 def page_url(example: str) -> Value[str]:
     """Return the kind of the URL of a page of metrics."""
     return Value(read=metrics_url, accepts=f"an http or https URL such as {example}", shown=shown_url)
-
-
-SHOWN: Final[dict[str, Callable[[object], str]]] = {
-    "engine_headers": lambda _: "a value that is kept secret",
-    "engine_url": shown_url,
-}
-"""How the settings are shown that may hold a secret."""

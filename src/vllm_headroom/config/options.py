@@ -45,23 +45,21 @@ class Parser(argparse.ArgumentParser):
 
     def add_settings(self, kind: type[Settings]) -> None:
         """Add the settings of `kind`, its own first; the environment and a file may give them as well."""
-        from vllm_headroom.config.fields import about, setting_value  # noqa: PLC0415 - most commands have no settings
+        from vllm_headroom.config.fields import about  # noqa: PLC0415 - most commands have no settings
         from vllm_headroom.config.settings import Settings  # noqa: PLC0415 - the same
 
         self._settings = kind
         own_first = sorted(kind.model_fields, key=lambda name: name in Settings.model_fields)
-        self._values = {name: setting_value(kind, name) for name in own_first}
+        self._values = {name: about(kind.model_fields[name]).kind for name in own_first}
         self.add_argument("--config", metavar="FILE", type=A_CONFIG, help="read settings from it, as HEADROOM_CONFIG")
         self.add_argument("--print-config", action="store_true", help="show what is in force, as such a file, and exit")
         group = self.add_argument_group("settings", SOURCES)
         for name, value in self._values.items():
             if name not in kind.no_options:
                 field = kind.model_fields[name]
-                told = (
-                    f"{field.description} Accepts {value.accepts}. {variable(name)}; default: {about(field, 'shown')}"
-                )
-                metavar = about(field, "word")
-                group.add_argument(option(name), dest=name, metavar=metavar, type=value, help=told.replace("%", "%%"))
+                is_ = about(field)
+                told = f"{field.description} Accepts {value.accepts}. {variable(name)}; default: {is_.default}"
+                group.add_argument(option(name), dest=name, metavar=is_.word, type=value, help=told.replace("%", "%%"))
 
     def read(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
         """Return the values by name, with `settings` where they were added.
@@ -101,9 +99,9 @@ class Parser(argparse.ArgumentParser):
         for source in sources:
             mistakes += source.mistakes
             for given in source.given:
-                kind = self._kind(given)
+                kind, told = self._kind(given), given.value
                 try:
-                    value = kind(given.value)
+                    value = kind(told.strip() if isinstance(told, str) and given.setting in self._values else told)
                 except ValueError as error:
                     reason = f" ({error})" if isinstance(error, RefusedError) else ""
                     mistakes.append(f"{given.name}: got {kind.shown(given.value)}{reason}, accepts {kind.accepts}")

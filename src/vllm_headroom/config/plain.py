@@ -13,6 +13,11 @@ from vllm_headroom.sizing.shape import ModelShape
 AUTO: Final = "auto"
 
 
+def selected(names: str | tuple[str, ...]) -> Selection:
+    """Return what `auto`, `all` or a list of names selects."""
+    return Selection(listed=names) if isinstance(names, tuple) else Selection(everything=names == "all")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainSettings:
     """The values of `Settings`, under their names; `model_shape` is what `model_config_` says.
@@ -60,6 +65,4 @@ class PlainSettings:
     @property
     def selection(self) -> Selection:
         """Return `gpus` as the attribution understands it."""
-        if isinstance(self.gpus, tuple):
-            return Selection(listed=self.gpus)
-        return Selection(everything=self.gpus == "all")
+        return selected(self.gpus)

@@ -17,7 +17,7 @@ from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of, newest_in
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.trace.writing import Writing, real
 from vllm_headroom.vocabulary import EngineState, ExitReason
@@ -34,8 +34,6 @@ the first steps of the next life, starts that fail."""
 AGAIN_SECONDS: Final = 60.0
 MOST_EVENTS: Final = 32
 XID_SECONDS: Final = 900.0
-ENDED: Final = "ended"
-STALLED: Final = "stalled"
 
 
 class OpenIncident(Struct, frozen=True, kw_only=True):
@@ -107,8 +105,8 @@ class Flight:
         if was is EngineState.SERVING and (reasons or stalled):
             self._incident = None  # it had served again: the one before was over
         if reasons:
-            return {"what": ENDED, "reason": reasons[0]}
-        return {"what": STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
+            return {"what": What.ENDED, "reason": reasons[0]}
+        return {"what": What.STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
 
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident

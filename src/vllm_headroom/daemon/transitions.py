@@ -10,7 +10,7 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values
 from vllm_headroom.parse.page import nothing_found
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason, Source
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Source
 
 log = structlog.get_logger()
 
@@ -49,12 +49,7 @@ class Transitions:
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._reasons: dict[Source, Reason | None] = {}
-        self._offers: bool | None = None
-        self._owners: tuple[tuple[str, str], ...] | None = None
-        self._left_out: tuple[str, ...] = ()
-        self._broken: set[str] = set()
-        self._ambiguous_roots = 0
+        self._said: dict[str, object] = {}
         self._state: EngineState | None = None
         self._exits: dict[ExitReason, int] = {}
         self._found: dict[tuple[str, ...], str] = {}
@@ -105,28 +100,22 @@ class Transitions:
 
     def derivation(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and that it works again."""
-        if error is not None and name not in self._broken:
-            self._broken.add(name)
+        if not self._is_new(f"derivation {name}", error is not None, usual=False):
+            return
+        if error is not None:
             log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
-        elif error is None and name in self._broken:
-            self._broken.remove(name)
+        else:
             log.info("derivation works again", derivation=name)
 
     def _engines_found(self, ambiguous_roots: int) -> None:
-        if ambiguous_roots == self._ambiguous_roots:
-            return
-        self._ambiguous_roots = ambiguous_roots
-        if ambiguous_roots:
+        if self._is_new("engines", ambiguous_roots) and ambiguous_roots:
             log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
 
     def _source(self, source: Source, part: object) -> None:
-        reason = part.reason if isinstance(part, Failure) else None
-        before = self._reasons.get(source, "nothing yet")
-        if reason == before:
+        if not self._is_new(str(source), part.reason if isinstance(part, Failure) else None):
             return
-        self._reasons[source] = reason
         if isinstance(part, Failure):
-            log.warning("source failed", source=str(source), reason=str(reason), problem=part.message)
+            log.warning("source failed", source=str(source), reason=str(part.reason), problem=part.message)
         else:
             log.info("source answers", source=str(source))
 
@@ -140,9 +129,8 @@ class Transitions:
 
     def _page(self, page: EnginePage) -> None:
         offers = any(found for _, found in page.inputs)
-        if offers == self._offers:
+        if not self._is_new("inputs", offers):
             return
-        self._offers = offers
         if offers:
             absent = [name for name, found in page.inputs if not found]
             log.info(
@@ -152,21 +140,22 @@ class Transitions:
             log.warning("engine's inputs missing", problem=nothing_found(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        self._leaves_out(tuple(gpu.reading.uuid for gpu in left_out(gpus, self._selection)))
+        uuids = ",".join(gpu.reading.uuid for gpu in left_out(gpus, self._selection))
+        if self._is_new("left out", uuids) and uuids:
+            log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
-        if owners == self._owners:
+        if not self._is_new("owners", owners):
             return
-        self._owners = owners
         for uuid, attribution in owners:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
             log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))
         self._invisible(gpus)
 
-    def _leaves_out(self, uuids: tuple[str, ...]) -> None:
-        if uuids and uuids != self._left_out:
-            log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=",".join(uuids))
-        self._left_out = uuids
+    def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
+        """Remember what was said of a thing; return whether it was something else before."""
+        before, self._said[what] = self._said.get(what, usual), now
+        return now != before
 
     def _invisible(self, gpus: tuple[Gpu, ...]) -> None:
         visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}

@@ -14,11 +14,10 @@ from vllm_headroom.derive.inside.counters import Counts, counters
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.derive.life.life import life
 from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
-from vllm_headroom.derive.readings import readings
+from vllm_headroom.derive.readings import life, readings
 from vllm_headroom.derive.sleep import SleepState, sleep
 
 

@@ -14,29 +14,25 @@ from vllm_headroom.model import EngineReading, Sample, Snapshot
 
 WINDOW_SECONDS: Final = 300.0
 STEPS: Final = 60
-"""Counts are kept in steps of a sixtieth of the window, so that the memory is bounded at any sampling interval."""
+"""Counts are kept a sixtieth of the window apart, so that the memory is bounded at any sampling interval."""
 
 
-class Bucket(Struct, frozen=True, kw_only=True):
-    """Queries and hits counted from `began_seconds` on, for one sixtieth of the window."""
+class Count(Struct, frozen=True, kw_only=True):
+    """The counters at one moment."""
 
-    began_seconds: float
+    seconds: float
     queries: float
     hits: float
 
 
-class EngineCounts(Struct, frozen=True, kw_only=True):
-    """The counters as last seen and their increases by step, oldest first."""
-
-    queries_total: float
-    hits_total: float
-    steps: tuple[Bucket, ...] = ()
+Counts = tuple[Count, ...]
+"""Those of the window and the one before it, oldest first."""
 
 
 class PrefixCacheState(Struct, frozen=True, kw_only=True):
     """Counts per (model_name, engine); one that left the page is forgotten after a window, at once among many."""
 
-    engines: dict[tuple[str, str], EngineCounts] = field(default_factory=dict)
+    engines: dict[tuple[str, str], Counts] = field(default_factory=dict)
 
 
 def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCacheState, tuple[Sample, ...]]:
@@ -51,38 +47,35 @@ def prefix_cache(state: PrefixCacheState, snapshot: Snapshot) -> tuple[PrefixCac
     counts = {key: _aged(old, now) for key, old in state.engines.items()}
     present = {engine_labels(engine): engine for engine in engines(snapshot.page)}
     for key, engine in present.items():
-        if engine.prefix_queries_total is not None and engine.prefix_hits_total is not None:
-            counts[key] = _counted(counts.get(key), engine.prefix_queries_total, engine.prefix_hits_total, now)
-    following = {key: kept for key, kept in remembered(counts, present).items() if key in present or kept.steps}
+        queries, hits = engine.prefix_queries_total, engine.prefix_hits_total
+        if queries is not None and hits is not None:
+            counts[key] = _counted(counts.get(key, ()), Count(seconds=now, queries=queries, hits=hits))
+    following = {
+        key: kept
+        for key, kept in remembered(counts, present).items()
+        if key in present or now - kept[-1].seconds < WINDOW_SECONDS
+    }
     samples = tuple(sample for key, engine in present.items() for sample in _ratio(engine, counts.get(key)))
     return PrefixCacheState(engines=following), samples
 
 
-def _aged(counts: EngineCounts, now: float) -> EngineCounts:
-    steps = tuple(step for step in counts.steps if now - step.began_seconds < WINDOW_SECONDS)
-    return EngineCounts(queries_total=counts.queries_total, hits_total=counts.hits_total, steps=steps)
+def _aged(counts: Counts, now: float) -> Counts:
+    older = sum(now - each.seconds >= WINDOW_SECONDS for each in counts)
+    return counts[max(0, older - 1) :]
 
 
-def _counted(before: EngineCounts | None, queries_total: float, hits_total: float, now: float) -> EngineCounts:
-    steps = () if before is None else before.steps
-    if before is None:
-        queries, hits = 0.0, 0.0
-    elif queries_total < before.queries_total or hits_total < before.hits_total:
-        steps, queries, hits = (), queries_total, hits_total
-    else:
-        queries, hits = queries_total - before.queries_total, hits_total - before.hits_total
-    step = Bucket(began_seconds=now, queries=queries, hits=hits)
-    if steps and now - steps[-1].began_seconds < WINDOW_SECONDS / STEPS:
-        *rest, last = steps
-        steps = tuple(rest)
-        step = Bucket(began_seconds=last.began_seconds, queries=last.queries + queries, hits=last.hits + hits)
-    return EngineCounts(queries_total=queries_total, hits_total=hits_total, steps=(*steps, step))
+def _counted(counts: Counts, count: Count) -> Counts:
+    if counts and (count.queries < counts[-1].queries or count.hits < counts[-1].hits):
+        counts = (Count(seconds=count.seconds, queries=0.0, hits=0.0),)
+    elif len(counts) > 1 and counts[-1].seconds - counts[-2].seconds < WINDOW_SECONDS / STEPS:
+        counts = counts[:-1]
+    return (*counts, count)
 
 
-def _ratio(engine: EngineReading, counts: EngineCounts | None) -> Iterator[Sample]:
+def _ratio(engine: EngineReading, counts: Counts | None) -> Iterator[Sample]:
     ratio = engine.prefix_hit_lifetime_ratio
     if counts is not None:
-        queries, hits = sum(step.queries for step in counts.steps), sum(step.hits for step in counts.steps)
+        queries, hits = counts[-1].queries - counts[0].queries, counts[-1].hits - counts[0].hits
         ratio = min(1.0, hits / queries) if queries > 0 else None
     if ratio is not None:
         yield Sample(catalog.ENGINE_PREFIX_HIT_RATIO, engine_labels(engine), ratio)

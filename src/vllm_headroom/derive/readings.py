@@ -102,6 +102,21 @@ def _of_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
     yield from facts(_ENGINE_FACTS, labels, engine)
 
 
+def life(snapshot: Snapshot) -> tuple[Sample, ...]:
+    """Return the state the server is in, when this life began and how many there were, and whether it moves."""
+    known = snapshot.life
+    if known is None:
+        return ()
+    samples = [*states(catalog.ENGINE_STATE, (), known.state)]
+    if known.began_seconds is not None:
+        samples.append(Sample(catalog.ENGINE_START, (), known.began_seconds))
+    samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(known.restarts)))
+    samples += [Sample(catalog.ENGINE_EXITS, (str(reason),), float(count)) for reason, count in known.exits]
+    if known.progress_age_seconds is not None:
+        samples.append(Sample(catalog.ENGINE_PROGRESS_AGE, (), known.progress_age_seconds))
+    return (*samples, *(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio) for labels, ratio in known.stranded))
+
+
 def facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
     """Return what a reading says, by a table of metrics and attributes; nothing where there is none."""
     values = [(metric, getattr(reading, attribute)) for metric, attribute in (table if reading is not None else ())]

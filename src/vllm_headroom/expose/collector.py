@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -39,8 +40,10 @@ class HeadroomCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
-        for family in grouped(self.samples()):
-            yield _family(family[0].metric, family)
+        groups: defaultdict[str, list[Sample]] = defaultdict(list)
+        for sample in self.samples():
+            groups[sample.metric.name].append(sample)
+        return (_family(metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
 
     def samples(self) -> list[Sample]:
         """Return all there is to show now."""
@@ -54,25 +57,6 @@ class HeadroomCollector(Collector):
     def age_seconds(self, published: Published) -> float:
         """Return how long ago its tick ended."""
         return max(0.0, self._monotonic() - published.monotonic_seconds)
-
-
-class OneFamily(Collector):
-    """Shows one sample."""
-
-    def __init__(self, sample: Sample) -> None:
-        self._sample = sample
-
-    def collect(self) -> Iterator[Family]:
-        """Yield its family."""
-        yield _family(self._sample.metric, [self._sample])
-
-
-def grouped(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Yield the samples of each metric together, in the catalogue's order."""
-    groups: dict[str, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.metric.name, []).append(sample)
-    return (groups[metric.name] for metric in catalog.METRICS if metric.name in groups)
 
 
 def _family(metric: Metric, samples: list[Sample]) -> Family:

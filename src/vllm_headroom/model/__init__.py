@@ -24,6 +24,5 @@ from vllm_headroom.model.inside import (
     SchedulerReading,
 )
 from vllm_headroom.model.reading import Failure, ReadingTime
-from vllm_headroom.model.sample import Metric, Published, Sample
+from vllm_headroom.model.sample import Metric, Published, Sample, Values, Verdict, worst
 from vllm_headroom.model.snapshot import Snapshot
-from vllm_headroom.model.verdict import Values, Verdict, worst

@@ -23,20 +23,20 @@ class Rise:
 
 
 class Histogram:
-    """Values to three digits, which keeps some thousand of them at the most, and their quantiles."""
+    """Values to three digits, and their quantiles; however many there are, some thousand of them are kept."""
 
     def __init__(self) -> None:
-        self._counts: Counter[float] = Counter()
+        self.counts: Counter[float] = Counter()
 
     def add(self, value: float | None) -> None:
         """Count one more value, where it is known."""
         if value is not None:
-            self._counts[float(f"{value:.3g}")] += 1
+            self.counts[float(f"{value:.3g}")] += 1
 
     def quantile(self, share: float) -> float | None:
         """Return the least value that so large a share of all does not exceed; None without any."""
-        wanted, counted = share * self._counts.total(), 0
-        for value, times in sorted(self._counts.items()):
+        wanted, counted = share * self.counts.total(), 0
+        for value, times in sorted(self.counts.items()):
             counted += times
             if counted >= wanted:
                 return value

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.parse import YEAR_10000
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.trace.write import line
 
 FLIGHT: Final = "flight.jsonl"
 INCIDENTS: Final = "incidents"
 INCIDENT: Final = "incident"
 """The key of what is known of an incident, in the header of its trace."""
+
+
+class What(StrEnum):
+    """What happened, as the header has it."""
+
+    ENDED = "ended"
+    STALLED = "stalled"
 
 
 def name_of(seconds: float) -> str:

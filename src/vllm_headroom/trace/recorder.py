@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.trace.write import HEADER, line, record_of
 from vllm_headroom.trace.writing import WRITE_SECONDS, Writing
 

@@ -16,9 +16,9 @@ def test_every_setting_says_what_it_is_for_and_what_it_accepts() -> None:
     for name, field in DemoSettings.model_fields.items():
         assert field.description, name
         assert field.description.endswith("."), name
-        assert about(field, "accepts"), name
-        assert about(field, "shown"), name
-        assert about(field, "word").isupper(), name
+        assert about(field).kind.accepts, name
+        assert about(field).default, name
+        assert about(field).word.isupper(), name
 
 
 def help_of(kind: type[Settings], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -32,8 +32,8 @@ def test_help_has_every_setting_with_its_variable_and_its_default(monkeypatch: p
     text = " ".join((*help_of(Settings, monkeypatch).split(), ""))
 
     for name, field in Settings.model_fields.items():
-        assert f" {option(name)} {about(field, 'word')} " in text
-        assert f" {variable(name)}; default: {about(field, 'shown')} " in text
+        assert f" {option(name)} {about(field).word} " in text
+        assert f" {variable(name)}; default: {about(field).default} " in text
     assert " Accepts a number of seconds from 0 to 3600. HEADROOM_GPU_FATAL_GRACE_SECONDS; default: 60 " in text
 
 

@@ -29,7 +29,7 @@ from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker

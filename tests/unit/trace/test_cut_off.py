@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.parse import snapshots
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded, snapshots
 
 HEADER = b'{"headroom_trace": 1}\n'
 

@@ -16,7 +16,7 @@ from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import RATIO, TRACE, Value, page_url, tokens, whole
 from vllm_headroom.config.options import BadOptions, Parser
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 DESCRIPTION: Final = """\
 Says which of the known causes of memory trouble fits an engine, the figures

@@ -45,7 +45,7 @@ def _excess_words(excess: Excess | None) -> str:
 def costs(record: Record, before: Record | None, most: float) -> Iterator[Judgement]:
     """Yield what a running request costs on each GPU at the highest load with enough readings."""
     for gpu, past in paired(record, before):
-        cost, old = gpu.costs.busiest, None if past is None else past.costs.busiest
+        cost, old = gpu.busiest, None if past is None else past.busiest
         missing = doubt(record, gpu.coverage, gpu.name)
         if cost is None and missing is None:
             missing = f"no load has {READINGS} readings, after {LEAST_REQUESTS:,.0f} requests: run each for longer"

@@ -32,7 +32,7 @@ from vllm_headroom.commands.progress import reading
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, bounded, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 DESCRIPTION: Final = """\
 The gate for CI: says whether an engine kept its limits while a trace of it was

@@ -89,8 +89,8 @@ class Record:
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
         series.step(seen, told, self._detector.requests(uuid), running)
-        if running is not None and gpu.inside is not None:
-            series.parts.step(gpu.inside)
+        for part, part_bytes in () if running is None or gpu.inside is None else gpu.inside.parts:
+            series.parts.step(part, part_bytes)
 
     def _engines(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)

@@ -99,13 +99,13 @@ def _growth(
 
 
 def _greatest(series: MemorySeries | None, past: MemorySeries | None) -> tuple[Cost, Cost] | None:
-    here, there = ({} if each is None else each.costs.at_load for each in (series, past))
+    here, there = ({} if each is None else each.costs for each in (series, past))
     pairs = [(here[band], there[band]) for band in here.keys() & there.keys()]
     return max(pairs, key=lambda pair: (pair[0].held_bytes / pair[1].held_bytes, pair[0].running), default=None)
 
 
 def _loads(series: MemorySeries | None) -> str:
-    running = [] if series is None else [cost.running for cost in series.costs.at_load.values()]
+    running = [] if series is None else [cost.running for cost in series.costs.values()]
     if not running:
         return "none that lasted"
     return f"{running[0]:.3g} to {running[-1]:.3g} running" if len(running) > 1 else f"{running[0]:.3g} running"
@@ -144,7 +144,7 @@ def _parts(gpu: MemorySeries, past: MemorySeries, ratio: float) -> Iterator[Judg
 
     A part alone may be small: twice as much of little is nothing.
     """
-    here, there = gpu.parts.means, past.parts.means
+    here, there = gpu.parts.of(), past.parts.of()
     for part in (part for part in COMPARED if part in here and part in there):
         now, then = here[part], there[part]
         most = then + ratio * sum(there.values())

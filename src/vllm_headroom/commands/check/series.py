@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -12,11 +13,12 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.discrepancy import discrepancy
 from vllm_headroom.derive.leak.baseline import READINGS, load_band
 from vllm_headroom.derive.leak.facts import Observation
-from vllm_headroom.model import Failure, Inside, Snapshot
+from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS
 from vllm_headroom.vocabulary import MemoryPart
 
+Key = TypeVar("Key", int, MemoryPart)
 Reading = tuple[Observation, float]
 """What the detector was told, and the requests that had finished by then as it counts them."""
 
@@ -91,50 +93,21 @@ class Cost(Struct, frozen=True, kw_only=True):
         return self.held_bytes / self.running
 
 
-class Costs:
-    """Gathers readings by load, in the bands in which the daemon compares them."""
+class Means(Generic[Key]):
+    """The means of a figure, by what it was read of."""
 
     def __init__(self) -> None:
-        self._bands: dict[int, tuple[int, float, float]] = {}
+        self._counts: Counter[Key] = Counter()
+        self._sums: defaultdict[Key, float] = defaultdict(float)
 
-    def step(self, held_bytes: float, running: float) -> None:
-        """Add a reading; `running` is above 0."""
-        band = load_band(running)
-        count, held, ran = self._bands.get(band, (0, 0.0, 0.0))
-        self._bands[band] = (count + 1, held + held_bytes, ran + running)
+    def step(self, key: Key, value: float) -> None:
+        """Add a reading."""
+        self._counts[key] += 1
+        self._sums[key] += value
 
-    @property
-    def at_load(self) -> dict[int, Cost]:
-        """The costs by band, from the idlest to the busiest; bands of too few readings are left out."""
-        return {
-            band: Cost(held_bytes=held / count, running=ran / count)
-            for band, (count, held, ran) in sorted(self._bands.items())
-            if count >= READINGS
-        }
-
-    @property
-    def busiest(self) -> Cost | None:
-        """The cost at the highest load with enough readings; None when no load has as many."""
-        return next(reversed(self.at_load.values()), None)
-
-
-class PartMeans:
-    """The mean of each part of one GPU over a trace, while the engine served."""
-
-    def __init__(self) -> None:
-        self._sums: Counter[MemoryPart] = Counter()
-        self._counts: Counter[MemoryPart] = Counter()
-
-    def step(self, inside: Inside) -> None:
-        """Add one sample."""
-        for part, part_bytes in inside.parts:
-            self._sums[part] += part_bytes
-            self._counts[part] += 1
-
-    @property
-    def means(self) -> dict[MemoryPart, float]:
-        """The parts that were known at all."""
-        return {part: total / self._counts[part] for part, total in self._sums.items()}
+    def of(self, least: int = 1) -> dict[Key, float]:
+        """Return the means in the order of their keys, those of fewer than `least` readings left out."""
+        return {key: self._sums[key] / count for key, count in sorted(self._counts.items()) if count >= least}
 
 
 class MemorySeries:
@@ -148,7 +121,9 @@ class MemorySeries:
         self.key, self.name = key, name
         self.course = course
         self.coverage, self.told = Coverage(), Coverage()
-        self.costs, self.parts = Costs(), PartMeans()
+        self.parts: Means[MemoryPart] = Means()
+        self._held: Means[int] = Means()
+        self._ran: Means[int] = Means()
         self.readings: list[Reading] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
@@ -165,7 +140,19 @@ class MemorySeries:
             return
         self.coverage.step(seen.seconds)
         if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
-            self.costs.step(seen.held_bytes, running)
+            self._held.step(load_band(running), seen.held_bytes)
+            self._ran.step(load_band(running), running)
+
+    @property
+    def costs(self) -> dict[int, Cost]:
+        """What was held by the bands of load in which the daemon compares it, from the idlest to the busiest."""
+        held, ran = self._held.of(READINGS), self._ran.of(READINGS)
+        return {band: Cost(held_bytes=held[band], running=ran[band]) for band in held}
+
+    @property
+    def busiest(self) -> Cost | None:
+        """The cost at the highest load with enough readings; None when no load has as many."""
+        return next(reversed(self.costs.values()), None)
 
     def exceeds(self, excess: Excess) -> None:
         """Add a discrepancy."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import Annotated, ClassVar, Final
-
-from pydantic import AfterValidator
+from typing import ClassVar, Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.config.fields import setting
-from vllm_headroom.config.kinds import choice
+from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
@@ -28,27 +26,17 @@ SCENARIOS: Final = tuple(TABLE)
 FASTEST: Final = 1000
 
 
-SCENARIO: Final = choice(SCENARIOS)
-
-
 class DemoSettings(Settings):
     """The daemon's settings and the demo's own; how to reach an engine is none of them, for the demo brings its own."""
 
     no_options: ClassVar = frozenset(name for name in Settings.model_fields if name.startswith(("engine_", "canary_")))
 
-    scenario: Annotated[str, AfterValidator(SCENARIO.read)] = setting(
-        SCENARIOS[0],
-        "What happens in the simulation.",
-        accepts=SCENARIO.accepts,
-        word="NAME",
-    )
+    scenario: str = setting(choice(SCENARIOS), SCENARIOS[0], "NAME", "What happens in the simulation.")
     speed: float = setting(
+        Value(read=above_zero(bounded(float, 0, FASTEST)), accepts=f"a number above 0, at most {FASTEST}"),
         60,
+        "NUMBER",
         "How many times as fast as the clock the simulation's time runs.",
-        accepts=f"a number above 0, at most {FASTEST}",
-        word="NUMBER",
-        gt=0,
-        le=FASTEST,
     )
 
 

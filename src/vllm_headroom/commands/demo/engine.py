@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.demo.memory import ACTIVATIONS_MIB, MIB, SMALL_SEGMENT_MIB, Allocator, segments
+from vllm_headroom.commands.demo.memory import ACTIVATIONS_MIB, MIB, SMALL_SEGMENT_MIB, segments, taken_mib
 from vllm_headroom.commands.demo.scenario import chance
 from vllm_headroom.commands.demo.traffic import KV_BLOCKS, Traffic
 
@@ -37,7 +37,7 @@ class Engine:
         self.traffic = Traffic(chance(seed, f"traffic {number}"))
         self.asleep = False
         self.leaked_bytes = 0.0
-        self._allocator = Allocator(chance(seed, f"allocator {number}"))
+        self._most_running = 0
 
     @property
     def first_pid(self) -> int:
@@ -62,11 +62,8 @@ class Engine:
         """Serve for one second; asleep, turn away what arrives."""
         if self.asleep:
             return
-        finished = self.traffic.step(arrived)
-        self._allocator.step(
-            requests=finished, requests_total=self.traffic.finished_total, running=self.traffic.running
-        )
-        self.leaked_bytes += finished * leak_bytes_per_request
+        self.leaked_bytes += self.traffic.step(arrived) * leak_bytes_per_request
+        self._most_running = max(self._most_running, self.traffic.running)
 
     def gpu_bytes(self, seconds: float) -> int:
         """Return what its worker holds on the GPU."""
@@ -74,7 +71,8 @@ class Engine:
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         if self.serves(seconds):
             fixed_mib = OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB
-            return (fixed_mib + self._allocator.mib + segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
+            taken = taken_mib(self.traffic.finished_total, self._most_running)
+            return (fixed_mib + taken + segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
         if self.exists(seconds):
             done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
             return (OUTSIDE_MIB + segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)) * MIB

@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.demo.engine import Engine
 from vllm_headroom.commands.demo.memory import MIB
-from vllm_headroom.commands.demo.traffic import BLOCK_TOKENS, CAPACITY_TOKENS, KV_BLOCKS
+from vllm_headroom.commands.demo.traffic import BLOCK_TOKENS, CAPACITY_TOKENS, KV_BLOCKS, MOST_RUNNING
 from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.peak import Peak
@@ -72,6 +72,10 @@ RESIDENT_MIB: Final[tuple[tuple[Role, int], ...]] = (
 )
 """The engine's processes, in the order of their pids, with the memory each has when it starts to serve."""
 
+IDLE_WATTS: Final = 70.0
+IDLE_CELSIUS: Final = 31.0
+CELSIUS_PER_WATT: Final = 0.06
+
 SETTLING_MIB: Final = 45.0
 SETTLING_SECONDS: Final = 900.0
 """How resident memory grows after the start, and how fast that fades."""
@@ -93,9 +97,9 @@ class SimulatedGpus:
             name="Simulated H100 80GB",
             memory=_memory(world),
             used_peak_bytes=self._peak.highest_bytes(world.seconds),
-            utilization_ratio=world.board.utilization_ratio,
-            temperature_celsius=float(round(world.board.temperature_celsius)),
-            power_watts=round(world.board.power_watts, 1),
+            utilization_ratio=world.busy / (world.busy + 8.0),
+            temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (_power_watts(world) - IDLE_WATTS))),
+            power_watts=round(_power_watts(world), 1),
             processes=tuple(_gpu_processes(world)),
         )
         return GpuReadings(driver_version="580.00", devices=(device,))
@@ -146,6 +150,10 @@ def _memory(world: World) -> GpuMemory:
         free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
         reserved_bytes=RESERVED_BYTES,
     )
+
+
+def _power_watts(world: World) -> float:
+    return IDLE_WATTS + (230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING) if world.busy else 0.0)
 
 
 def _gpu_processes(world: World) -> list[GpuProcess]:

@@ -8,7 +8,7 @@ from typing import Final
 from vllm_headroom.commands.demo.engine import Engine
 from vllm_headroom.commands.demo.memory import MIB, SMALL_SEGMENT_MIB, segments
 from vllm_headroom.commands.demo.scenario import Recurring, Scenario, Span, Visit, chance
-from vllm_headroom.commands.demo.traffic import MOST_RUNNING, Demand
+from vllm_headroom.commands.demo.traffic import Demand
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB
@@ -30,12 +30,15 @@ NEIGHBOUR_RAMP: Final = 0.2
 
 
 class World:
-    """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds."""
+    """A function of scenario, seed and time alone; `seconds` is the time since the demo began, in whole seconds.
+
+    `busy` is how many requests the GPU works on.
+    """
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
         self.engine = _first_engine(scenario, seed)
-        self.board = Board()
+        self.busy = 0
         self.neighbour: Visit | None = None
         self._scenario = scenario
         self._seed = seed
@@ -89,7 +92,7 @@ class World:
         if self.serves and not hangs:
             leaking = self.seconds > 0
             self.engine.step(arrived, self._scenario.leak_bytes_per_request if leaking else 0.0)
-        self.board.step(0 if hangs else self.engine.traffic.running)
+        self.busy = 0 if hangs else self.engine.traffic.running
         if self.seconds >= self._ends_seconds or self.used_bytes > OUT_OF_MEMORY_BYTES:
             self._restart()
 
@@ -110,24 +113,3 @@ def _first_engine(scenario: Scenario, seed: int) -> Engine:
         loading = chance(seed, "first load").uniform(*scenario.loading_seconds)
         return Engine(seed, 0, started_seconds=0.0, serving_seconds=loading)
     return Engine(seed, 0, started_seconds=-WARM_SECONDS - scenario.loading_seconds[1], serving_seconds=-WARM_SECONDS)
-
-
-class Board:
-    """The GPU's own sensors, which follow the load."""
-
-    IDLE_WATTS: Final = 70.0
-    IDLE_CELSIUS: Final = 31.0
-    CELSIUS_PER_WATT: Final = 0.06
-    SETTLING_SECONDS: Final = 60.0
-
-    def __init__(self) -> None:
-        self.utilization_ratio = 0.0
-        self.power_watts = self.IDLE_WATTS
-        self.temperature_celsius = self.IDLE_CELSIUS
-
-    def step(self, running: int) -> None:
-        """Follow so many running requests for a second; warmth lags behind power."""
-        self.utilization_ratio = running / (running + 8.0)
-        self.power_watts = self.IDLE_WATTS + (230.0 + 380.0 * min(1.0, running / MOST_RUNNING) if running else 0.0)
-        settled = self.IDLE_CELSIUS + self.CELSIUS_PER_WATT * (self.power_watts - self.IDLE_WATTS)
-        self.temperature_celsius += (settled - self.temperature_celsius) / self.SETTLING_SECONDS

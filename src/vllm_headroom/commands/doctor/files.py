@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.commands.doctor.fixes import POD, Check, Fix, Status, setting
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, begins_one
 from vllm_headroom.trace.writing import attempted
 from vllm_headroom.worker import Worker

@@ -30,7 +30,7 @@ from vllm_headroom.config.kinds import (
     whole,
 )
 from vllm_headroom.config.options import Parser
-from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.config.plain import AUTO
 
 
 class Order(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Order(Struct, frozen=True, kw_only=True):
     requests_per_second: float | None
     bearer_token_file: Path | None
     ca_file: Path | None
-    gpus: Selection | None
+    gpus: str | tuple[str, ...]
     probe_dir: Path | None
     trace: Path
 
@@ -149,12 +149,8 @@ def _sight(add: Add) -> None:
     page = page_url("http://127.0.0.1:8000")
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
-    add(
-        "--gpus",
-        metavar="GPUS",
-        type=Value(read=_selection, accepts=GPUS.accepts),
-        help="the engine's; without it those its processes use",
-    )
+    gpus = "the engine's; without it those its processes use"
+    add("--gpus", metavar="GPUS", type=GPUS, default=AUTO, help=gpus)
     probe, usual = (
         "where the probe inside vLLM writes; without it HEADROOM_PROBE_DIR",
         os.environ.get("HEADROOM_PROBE_DIR"),
@@ -162,13 +158,6 @@ def _sight(add: Add) -> None:
     add("--probe-dir", metavar="DIRECTORY", type=FOLDER, default=usual or None, help=probe)
     trace = "the new file to record in; without it one named by the time"
     add("--trace", metavar="FILE", type=FILE, default=f"vllm-headroom-load-{when}.jsonl", help=trace)
-
-
-def _selection(text: str) -> Selection | None:
-    names = GPUS.read(text)
-    if names == "auto":
-        return None
-    return Selection(listed=names) if isinstance(names, tuple) else Selection(everything=True)
 
 
 async def _run(given: Namespace) -> dict[str, Any]:

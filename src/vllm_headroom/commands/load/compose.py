@@ -20,9 +20,9 @@ from vllm_headroom.commands.load.prompts import Prompts, request_body
 from vllm_headroom.commands.load.run import Run, streams_at_most
 from vllm_headroom.commands.load.sampling import Elsewhere, Sampling, new_trace
 from vllm_headroom.commands.load.target import Target, find, offered_model
+from vllm_headroom.config.plain import AUTO, selected
 from vllm_headroom.daemon.life import signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
-from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
@@ -54,7 +54,7 @@ async def load(order: Order) -> dict[str, Any]:
     clock = SystemClock()
     sampling = Sampling(
         parts=_parts(order, target, clock),
-        selection=order.gpus or Selection(),
+        selection=selected(order.gpus),
         interval_seconds=SAMPLE_SECONDS,
         trace=order.trace,
     )
@@ -118,7 +118,7 @@ def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
             ca_file=order.ca_file,
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
-        if here or order.gpus
+        if here or order.gpus != AUTO
         else Elsewhere(Source.NVML, Reason.NO_DEVICES),
         processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
         if here

@@ -12,8 +12,8 @@ from vllm_headroom.commands.load.judge import faults, growth, verdict
 from vllm_headroom.commands.load.observed import Labels, Observed, Span
 from vllm_headroom.commands.load.run import Stage
 from vllm_headroom.commands.load.stream import Outcome
-from vllm_headroom.commands.load.tally import Quantiles
 from vllm_headroom.model import Failure, Metric
+from vllm_headroom.trace.counter import Histogram
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import Source
@@ -141,5 +141,5 @@ def _unread(whole: Observed, page: str) -> Iterator[str]:
         yield f"nvml: {NOT_CHOSEN}"
 
 
-def _quantiles(values: Quantiles) -> dict[str, float | None]:
-    return {name: values.at(share) for name, share in SHARES.items()}
+def _quantiles(values: Histogram) -> dict[str, float | None]:
+    return {name: values.quantile(share) for name, share in SHARES.items()}

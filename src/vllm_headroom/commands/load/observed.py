@@ -10,9 +10,9 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.commands.load.tally import Quantiles
 from vllm_headroom.derive.readings import gpu_labels
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
+from vllm_headroom.trace.counter import Histogram
 from vllm_headroom.vocabulary import Reason, Source
 
 Labels = tuple[str, ...]
@@ -63,7 +63,7 @@ class Observed:
         self.held = Spans()
         self.host = Spans()
         self._engine = Spans()
-        self._per_request: defaultdict[Labels, Quantiles] = defaultdict(Quantiles)
+        self._per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
 
     def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
         """Take one tick: what was read, and what the daemon derives of it."""
@@ -120,7 +120,7 @@ class Observed:
 
     def bytes_per_request(self, labels: Labels) -> float | None:
         """Return the median of what a running request cost on a GPU; None where nothing was seen to run."""
-        return self._per_request[labels].at(MEDIAN) if labels in self._per_request else None
+        return self._per_request[labels].quantile(MEDIAN) if labels in self._per_request else None
 
 
 def _starts(page: EnginePage) -> frozenset[float]:

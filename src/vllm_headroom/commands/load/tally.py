@@ -5,56 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import ceil, log, sqrt
 from typing import Final
 
 from vllm_headroom.commands.load.stream import Completion, Outcome
-
-EXACT_VALUES: Final = 10_000
-"""Up to so many, every value is kept."""
-
-GROWTH: Final = 1.02
-"""Beyond, a bin's upper end over its lower: what is said of a value is within 1 % of it."""
-
-LEAST: Final = 1e-6
-"""Values below count as this in the bins; these are seconds, and a microsecond is below what is measured here."""
-
-
-class Quantiles:
-    """Takes values from 0 up; its memory is bounded by EXACT_VALUES and then by the bins between extremes."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._values: list[float] = []
-        self._bins: dict[int, int] = {}
-
-    def add(self, value: float) -> None:
-        """Take one more value."""
-        self.count += 1
-        if self._bins:
-            self._put(value)
-            return
-        self._values.append(value)
-        if len(self._values) > EXACT_VALUES:
-            for known in self._values:
-                self._put(known)
-            self._values = []
-
-    def at(self, share: float) -> float | None:
-        """Return the least value that `share` of all are at most; None where there is none."""
-        rank = max(1, ceil(share * self.count))
-        if self._values:
-            return sorted(self._values)[rank - 1]
-        for index in sorted(self._bins):
-            rank -= self._bins[index]
-            if rank <= 0:
-                return float(GROWTH**index / sqrt(GROWTH))
-        return None
-
-    def _put(self, value: float) -> None:
-        index = ceil(log(max(value, LEAST)) / log(GROWTH))
-        self._bins[index] = self._bins.get(index, 0) + 1
-
+from vllm_headroom.trace.counter import Histogram
 
 MOST_TEXTS: Final = 20
 """Different words of the server that are kept for each step; a broken server can say something new each time."""
@@ -78,14 +32,14 @@ class Tally:
         self.engine_dead = False
         self.streams = 0
         self.most_streams = 0
-        self.to_first = Quantiles()
-        self.between = Quantiles()
-        self.per_token = Quantiles()
-        self.to_end = Quantiles()
+        self.to_first = Histogram()
+        self.between = Histogram()
+        self.per_token = Histogram()
+        self.to_end = Histogram()
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.uncounted = 0
-        self.delays = Quantiles()
+        self.delays = Histogram()
 
     @property
     def open(self) -> int:

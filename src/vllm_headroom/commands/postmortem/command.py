@@ -22,7 +22,7 @@ from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded
 
 DESCRIPTION: Final = """\
 Says in one page what happened before the engine ended, and why: out of GPU

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import EngineReading
 from vllm_headroom.trace.course import Moment
+from vllm_headroom.trace.incidents import What
 from vllm_headroom.vocabulary import ExitReason, LeakState
-
-
-class What(StrEnum):
-    """What happened; as the flight record's header has it."""
-
-    ENDED = "ended"
-    STALLED = "stalled"
 
 
 class GpuAtEnd(Struct, frozen=True, kw_only=True):

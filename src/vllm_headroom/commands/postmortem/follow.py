@@ -8,7 +8,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
 from vllm_headroom.commands.postmortem.known import (
     Known,
     exit_reason,
@@ -24,6 +24,7 @@ from vllm_headroom.derive.life.lives import OneLife, is_broken
 from vllm_headroom.derive.page_facts import named, together
 from vllm_headroom.model import EngineReading, Failure, Fate, Snapshot
 from vllm_headroom.trace.course import Moment
+from vllm_headroom.trace.incidents import What
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
 
@@ -65,7 +66,7 @@ class Follower:
         what, reason = self._event(snapshot)
         orphans, self._orphans = self._orphans, _orphans(snapshot)
         leaves = what is What.ENDED and self._orphans > orphans
-        self._broken = self._broken or leaves or _goes_to_pieces(before.newest, snapshot)
+        self._broken = self._broken or leaves or _goes_to_pieces(before.present, snapshot)
         if what is not None:
             self.facts = self._facts(snapshot, what, reason)
         newest = self.watch.lives.newest
@@ -181,8 +182,8 @@ def _orphans(snapshot: Snapshot) -> int:
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
-def _goes_to_pieces(life: OneLife | None, snapshot: Snapshot) -> bool:
+def _goes_to_pieces(life: OneLife, snapshot: Snapshot) -> bool:
     """Return whether the page goes on without a process that it needs; at an orderly end it goes first."""
-    if life is None or life.ended or snapshot.page is None or isinstance(snapshot.processes, Failure):
+    if snapshot.page is None or isinstance(snapshot.processes, Failure):
         return False
     return is_broken(life, snapshot.processes)

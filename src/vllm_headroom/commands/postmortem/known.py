@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.commands.postmortem.facts import What
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.errors import BadInput
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, incidents_in, known_of
-from vllm_headroom.trace.parse import YEAR_10000
-from vllm_headroom.trace.read import LONGEST_LINE
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, incidents_in, known_of
+from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 

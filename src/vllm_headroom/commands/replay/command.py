@@ -16,8 +16,7 @@ from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.curves import Curves
-from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded, snapshot_of
 from vllm_headroom.trace.replay import Watch
 
 DESCRIPTION: Final = """\

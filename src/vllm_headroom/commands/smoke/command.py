@@ -5,36 +5,29 @@ from __future__ import annotations
 import asyncio
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from vllm_headroom.commands.cli import Command, tell
 from vllm_headroom.commands.smoke.completion import completed, counted, offered, read_page
 from vllm_headroom.commands.smoke.gpus import within
 from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import State, Step
-from vllm_headroom.config.fields import from_text, setting
+from vllm_headroom.config.fields import setting
+from vllm_headroom.config.kinds import SHARE, Value, above_zero, bounded
 from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.model import Failure
-from vllm_headroom.units import duration, duration_seconds, share
+from vllm_headroom.units import duration, duration_seconds
 from vllm_headroom.vocabulary import Reason
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
 
 
-def _duration(default: float, shown: str, description: str) -> float:
-    """Declare a duration of at most a day."""
-    field: float = setting(
-        default,
-        description,
-        accepts="a duration above 0, at most a day, such as 90s or 15m",
-        word="DURATION",
-        shown=shown,
-        gt=0,
-        le=86400,
-    )
-    return field
+DURATION: Final = Value(
+    read=above_zero(bounded(duration_seconds, 0, 86400)),
+    accepts="a duration above 0, at most a day, such as 90s or 15m",
+)
 
 
 class SmokeSettings(Settings):
@@ -44,20 +37,18 @@ class SmokeSettings(Settings):
         name for name in Settings.model_fields if not name.startswith("engine_") and name not in USED
     )
 
-    deadline: Annotated[float, from_text(duration_seconds)] = _duration(
-        900, "15m", "How long vLLM may take until it is healthy; a large model loads for minutes."
+    deadline: float = setting(
+        DURATION,
+        900,
+        "DURATION",
+        "How long vLLM may take until it is healthy; a large model loads for minutes.",
+        shown="15m",
     )
-    completion_deadline: Annotated[float, from_text(duration_seconds)] = _duration(
-        120, "2m", "How long the one completion may take; the first compiles kernels."
+    completion_deadline: float = setting(
+        DURATION, 120, "DURATION", "How long the one completion may take; the first compiles kernels.", shown="2m"
     )
-    max_discrepancy: Annotated[float, from_text(share)] = setting(
-        0.05,
-        "How much more GPU memory vLLM may hold than it was told to use.",
-        accepts="a share such as 5% or 0.05, at most 100%",
-        word="SHARE",
-        shown="5%",
-        ge=0,
-        le=1,
+    max_discrepancy: float = setting(
+        SHARE, 0.05, "SHARE", "How much more GPU memory vLLM may hold than it was told to use.", shown="5%"
     )
 
 

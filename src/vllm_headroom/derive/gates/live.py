@@ -8,7 +8,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.place import may_leave, share
 from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.model import Metric, Snapshot, Values
@@ -47,8 +46,7 @@ def live(state: Live, snapshot: Snapshot, values: Values, rules: Rules) -> Live:
     """
     if rules.live_seconds is None:
         return state
-    now, name, turn_seconds = snapshot.monotonic_seconds, rules.name, rules.ready_most_seconds
-    began = None if snapshot.life is None else snapshot.life.began_seconds
+    now, began = snapshot.monotonic_seconds, None if snapshot.life is None else snapshot.life.began_seconds
     failed_at = now if state.failed_at is None or state.failed_at > now else state.failed_at
     following = replace(state, failed_at=failed_at, life=began, loads=_loads(state.loads, snapshot))
     if state.reason is not None:
@@ -57,9 +55,9 @@ def live(state: Live, snapshot: Snapshot, values: Values, rules: Rules) -> Live:
     if now - failed_at < rules.live_seconds:
         return following
     left = _left(values)
-    if left is None or not _is_time(following.loads, snapshot.time_seconds, left, share(name), 2 * turn_seconds):
+    if left is None or not _is_time(following.loads, snapshot.time_seconds, left, rules):
         return following
-    if left > MARGIN_SECONDS and not may_leave(name, snapshot.time_seconds, turn_seconds):
+    if left > MARGIN_SECONDS and not rules.may_leave(snapshot.time_seconds):
         return following
     text = f"the engine leaks and may be out of memory in {duration(left)}: begun anew while load is low"
     return replace(following, reason=text, failed_at=now)
@@ -78,22 +76,21 @@ def _leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
     return [labels[:-1] for labels, held in values.of(states).items() if held and labels[-1] == LeakState.LEAKING]
 
 
-def _is_time(
-    loads: tuple[float | None, ...], now: float, left: float, share_of_name: float, turns_seconds: float
-) -> bool:
+def _is_time(loads: tuple[float | None, ...], now: float, left: float, rules: Rules) -> bool:
     """Return whether this is the moment: replicas are spread over half an hour, and over the last one by what is left.
 
-    The other half of the hour, or `turns_seconds` of the last, is for their turns, each of which then comes: whoever is
-    left until the end is minutes away goes while others may be gone.
+    The other half of the hour, or two turns of the last, is for their turns, each of which then comes: whoever is left
+    until the end is minutes away goes while others may be gone.
     """
+    turns_seconds = 2 * rules.ready_most_seconds
     if left <= HOUR_SECONDS + MARGIN_SECONDS:
-        return left <= MARGIN_SECONDS + turns_seconds + share_of_name * max(0.0, HOUR_SECONDS - turns_seconds)
+        return left <= MARGIN_SECONDS + turns_seconds + rules.share * max(0.0, HOUR_SECONDS - turns_seconds)
     hours = [int(now // HOUR_SECONDS) + ahead for ahead in range(int((left - MARGIN_SECONDS) // HOUR_SECONDS) + 1)]
     known = [loads[hour % HOURS] for hour in hours[:HOURS]]
     present, others = known[0], [load for load in known if load is not None]
     if present is None or len(others) < len(known):
         return False
-    return present <= min(others) and now % HOUR_SECONDS >= share_of_name * HOUR_SECONDS / 2
+    return present <= min(others) and now % HOUR_SECONDS >= rules.share * HOUR_SECONDS / 2
 
 
 def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:

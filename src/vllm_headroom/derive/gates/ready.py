@@ -8,7 +8,6 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.gates.danger import Danger, Watched, danger, watched
-from vllm_headroom.derive.gates.place import has_the_watch
 from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot, Values
 
@@ -44,7 +43,7 @@ def ready(state: Ready, snapshot: Snapshot, values: Values, rules: Rules, *, end
     if ending is not None:
         return replace(state, known=known, reason=ending, closed_at=now if state.closed_at is None else state.closed_at)
     found = danger(known, snapshot, values, least_seconds=rules.ready_seconds, closed=closed)
-    if found is not None and not found.urgent and has_the_watch(rules.name, snapshot.time_seconds, most_seconds):
+    if found is not None and not found.urgent and rules.has_the_watch(snapshot.time_seconds):
         found = None
     state = replace(
         state,

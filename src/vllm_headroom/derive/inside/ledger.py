@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -68,8 +68,8 @@ def _sums(found: list[tuple[AllocatorReading, EngineParts | None]]) -> Sums:
         allocated=_whole(device.allocated_bytes for device in devices),
         reserved=_whole(device.reserved_bytes for device in devices),
         split=_whole(device.inactive_split_bytes for device in devices),
-        weights=_whole(_weights(part) for part in parts),
-        kv_cache=_whole(_kv_cache(part) for part in parts),
+        weights=_whole(_now(part, "weights_bytes") for part in parts),
+        kv_cache=_whole(_now(part, "kv_cache_bytes") for part in parts),
         graphs=_whole(None if part is None else part.cuda_graphs_bytes for part in parts),
     )
 
@@ -79,21 +79,12 @@ def _whole(values: Iterable[int | None]) -> int | None:
     return None if total is None else int(total)
 
 
-def _weights(parts: EngineParts | None) -> int | None:
-    """Return what weights take now: the pool knows it, and what was measured at the start is gone during sleep."""
-    if parts is None:
+def _now(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:
+    """Return what a part takes now: the pool knows it, and what was measured at the start is gone during sleep."""
+    if parts is None or (parts.pool is None and parts.asleep):
         return None
-    if parts.pool is not None:
-        return parts.pool.weights_bytes
-    return None if parts.asleep else parts.weights_bytes
-
-
-def _kv_cache(parts: EngineParts | None) -> int | None:
-    if parts is None:
-        return None
-    if parts.pool is not None:
-        return parts.pool.kv_cache_bytes
-    return None if parts.asleep else parts.kv_cache_bytes
+    n_bytes: int | None = getattr(parts if parts.pool is None else parts.pool, name)
+    return n_bytes
 
 
 def ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:

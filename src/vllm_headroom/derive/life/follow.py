@@ -98,10 +98,8 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
     """
-    now, newest = snapshot.monotonic_seconds, state.lives.newest
-    top_bytes = 0 if newest is None or newest.ended else newest.top_bytes
-    asleep = state.state is EngineState.ASLEEP
-    seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=top_bytes, asleep=asleep)
+    now, asleep = snapshot.monotonic_seconds, state.state is EngineState.ASLEEP
+    seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=state.lives.present.top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
     looked = _looked(state, lives, seen, now)
     age = None if seen.page is None else progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
@@ -154,25 +152,25 @@ def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     if awake(seen.page) is False:
         return EngineState.ASLEEP
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
-    if is_broken(state.lives.newest, seen.processes) or (age is not None and age >= most):
+    if is_broken(state.lives.present, seen.processes) or (age is not None and age >= most):
         return EngineState.STALLED
     return EngineState.SERVING
 
 
 def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
-    life = state.lives.newest
-    goes_on = life is not None and not (life.ended or is_broken(life, seen.processes))
+    life = state.lives.present
+    is_lost = state.state is EngineState.DOWN or is_broken(life, seen.processes)
     return Life(
         state=state.state,
-        in_service=life.worked if life and goes_on and state.state is not EngineState.DOWN else False,
-        began_seconds=None if life is None or life.ended else life.began_seconds,
+        in_service=False if is_lost else life.worked,
+        began_seconds=life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else stranded(state.movements, now),
-        first_rooms=() if life is None or life.ended else tuple(life.rooms.items()),
-        first_host_room_bytes=None if life is None or life.ended else life.host_room_bytes,
+        first_rooms=tuple(life.rooms.items()),
+        first_host_room_bytes=life.host_room_bytes,
         to_wake=tuple(
             (uuid, max(0, state.served_bytes[uuid] - n_bytes))
             for uuid, n_bytes in seen.held.items()

@@ -64,6 +64,11 @@ class Lives(Struct, frozen=True, kw_only=True):
     ends_seconds: tuple[float, ...] = ()
     sighted: bool | None = None
 
+    @property
+    def present(self) -> OneLife:
+        """The life that goes on; one of which nothing is known where none does."""
+        return OneLife() if self.newest is None or self.newest.ended else self.newest
+
 
 def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> Lives:
     """Return the lives with one more look, at `now` seconds since the epoch.
@@ -88,9 +93,9 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     return Lives(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
 
 
-def is_broken(life: OneLife | None, processes: tuple[EngineProcess, ...] | None) -> bool:
+def is_broken(life: OneLife, processes: tuple[EngineProcess, ...] | None) -> bool:
     """Return whether a process without which this life serves nobody has gone; not where none can be seen."""
-    if life is None or not processes:
+    if not processes:
         return False
     now = Counter(process.role for process in processes)
     return any(now[role] < most for role, most in life.vital.items())

@@ -16,7 +16,7 @@ from vllm_headroom.commands.demo.world import OUT_OF_MEMORY_BYTES, TOTAL_BYTES, 
 HOUR = 3_600
 DAY = 24 * HOUR
 
-Picture = tuple[int, int, int, int, int, float]
+Picture = tuple[int, int, int, int, int, int]
 
 
 def world(scenario: str, seed: int = 0) -> World:
@@ -37,7 +37,7 @@ def picture(world: World) -> Picture:
         traffic.finished_total,
         traffic.waiting,
         traffic.prefix_hits_total,
-        world.board.temperature_celsius,
+        world.busy,
     )
 
 

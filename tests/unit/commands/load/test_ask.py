@@ -17,6 +17,7 @@ from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, unt
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.commands.load.stream import LONGEST_TEXT, Outcome
 from vllm_headroom.commands.load.tally import Tally
+from vllm_headroom.trace.counter import Histogram
 
 IS: dict[Way, tuple[Outcome, str]] = {
     Way.STREAM: (Outcome.SUCCEEDED, ""),
@@ -40,6 +41,10 @@ IS: dict[Way, tuple[Outcome, str]] = {
     Way.NO_HTTP: (Outcome.FAILED, "it broke HTTP: illegal status line: bytearray(b'+PONG')"),
 }
 SILENT = {Way.STALL, Way.STALL_IN_STREAM}
+
+
+def times(histogram: Histogram) -> int:
+    return histogram.counts.total()
 
 
 def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally:
@@ -88,16 +93,16 @@ def test_the_clients_counts_are_the_servers() -> None:
         assert counted.uncounted == server.ways[Way.WITHOUT_USAGE] == 2
         assert counted.generation_tokens == server.generation_tokens - 2 * 3
         assert counted.prompt_tokens == server.prompt_tokens - 2 * 7
-        assert counted.to_first.count == counted.to_end.count == server.finished == 6
+        assert times(counted.to_first) == times(counted.to_end) == server.finished == 6
 
 
 def test_every_gap_between_tokens_is_counted() -> None:
     with StreamingServer(interval_seconds=0.01) as server:
         counted = asked(server, tokens=5)
 
-    assert counted.between.count == 4
-    assert counted.per_token.count == 1
-    first, last = counted.to_first.at(1), counted.to_end.at(1)
+    assert times(counted.between) == 4
+    assert times(counted.per_token) == 1
+    first, last = counted.to_first.quantile(1), counted.to_end.quantile(1)
     assert first is not None
     assert last is not None
     assert 0 < first < last

@@ -8,7 +8,6 @@ from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.load.command import COMMAND, Order, order
 from vllm_headroom.commands.load.prompts import Api, Lengths
 from vllm_headroom.config.options import BadOptions
-from vllm_headroom.derive.attribution import Selection
 
 LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
 
@@ -24,7 +23,7 @@ def test_what_is_not_said_is_bounded() -> None:
     assert (made.api, made.concurrency, made.model) == (Api.COMPLETIONS, 10, None)
     assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (60, 30, 300)
     assert (made.prompt_tokens, made.output_tokens) == (Lengths(least=512, most=512), Lengths(least=128, most=128))
-    assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, None)
+    assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, "auto")
     assert made.trace.name.startswith("vllm-headroom-load-2")
     assert str(made) == "completions, prompts of about 512 tokens, answers of 128"
 
@@ -42,11 +41,11 @@ def test_everything_can_be_said() -> None:
     assert (made.model, made.most_requests, made.requests_per_second) == ("m", 7, 0.5)
     assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (300, 2, 90)
     assert str(made.page) == "http://pod:9000/metrics"
-    assert made.gpus == Selection(listed=("0", "GPU-a"))
+    assert made.gpus == ("0", "GPU-a")
     assert (made.trace, made.bearer_token_file, made.ca_file) == (Path("t.jsonl"), Path("token"), Path("ca.pem"))
     assert made.probe_dir == Path("/run/headroom-probe")
-    assert ordered("--gpus", "all").gpus == Selection(everything=True)
-    assert ordered("--gpus", "auto").gpus is None
+    assert ordered("--gpus", "all").gpus == "all"
+    assert ordered("--gpus", "auto").gpus == "auto"
 
 
 @pytest.mark.parametrize(

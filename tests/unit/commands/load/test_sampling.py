@@ -182,7 +182,7 @@ def test_each_request_counts_in_the_step_in_which_it_began(tmp_path: Path) -> No
         steps = load(server, tmp_path / "trace")
 
         assert sum(step.tally.began for step in steps) == server.finished
-        assert sum(step.tally.to_end.count for step in steps) == server.finished
+        assert sum(step.tally.to_end.counts.total() for step in steps) == server.finished
     assert [(step.share, step.clients) for step in steps] == [(0.5, 5), (0.75, 8), (1.0, 10), (1.2, 12)]
     assert all(step.tally.open == 0 and step.tally.began >= 1 for step in steps)
     assert [step.observed.grown(catalog.ENGINE_FINISHED) for step in steps] == [step.tally.began for step in steps]

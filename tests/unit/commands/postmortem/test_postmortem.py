@@ -20,8 +20,7 @@ from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.postmortem.command import COMMAND
 from vllm_headroom.trace.flight import set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of
-from vllm_headroom.trace.parse import snapshot_of
-from vllm_headroom.trace.read import recorded
+from vllm_headroom.trace.parse import recorded, snapshot_of
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.trace.write import HEADER, line
 

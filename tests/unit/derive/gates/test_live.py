@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.gates.live import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, live
-from vllm_headroom.derive.gates.place import may_leave
 from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.vocabulary import EngineState, LeakState
@@ -111,7 +110,7 @@ def test_with_less_than_an_hour_left_each_goes_in_another_moment_of_the_others_t
 
             assert failed is not None
             assert end - failed > MARGIN_SECONDS
-            assert may_leave(name, MIDNIGHT + failed, TURN)
+            assert rules(name).may_leave(MIDNIGHT + failed)
             moments.add(failed)
         assert len(moments) >= 3
 

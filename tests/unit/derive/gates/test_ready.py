@@ -9,9 +9,8 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.place import GROUPS, has_the_watch, place
 from vllm_headroom.derive.gates.ready import CLOSE_AFTER_SECONDS, OPEN_AFTER_SECONDS, Ready, ready
-from vllm_headroom.derive.gates.rules import Rules
+from vllm_headroom.derive.gates.rules import GROUPS, Rules, place
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, Source
@@ -111,10 +110,10 @@ def test_minutes_before_its_own_end_nobody_stays() -> None:
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 5])
 def test_of_neighbours_in_a_statefulset_one_is_always_open_and_one_may_close(replicas: int) -> None:
-    names = [f"vllm-{number}" for number in range(replicas)]
+    all_rules = [Gate(f"vllm-{number}").rules for number in range(replicas)]
 
     for turn in range(6):
-        assert {has_the_watch(name, EPOCH + turn * MOST, MOST) for name in names} == {True, False}
+        assert {each.has_the_watch(EPOCH + turn * MOST) for each in all_rules} == {True, False}
 
 
 def test_names_of_a_deployment_are_spread_evenly() -> None:

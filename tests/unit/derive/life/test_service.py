@@ -22,9 +22,9 @@ from tests.unit.derive.life.watch import (
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.life import life
 from vllm_headroom.derive.life.service import in_service
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
+from vllm_headroom.derive.readings import life
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
 
 HOUR = 3600

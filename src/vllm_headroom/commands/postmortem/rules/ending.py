@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import Circumstances, What
+from vllm_headroom.commands.postmortem.facts import Circumstances
 from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.commands.postmortem.rules.memory import FEW_BYTES, left
+from vllm_headroom.trace.incidents import What
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import ExitReason
 

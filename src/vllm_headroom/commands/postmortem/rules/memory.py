@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd, What
+from vllm_headroom.commands.postmortem.facts import Circumstances, GpuAtEnd
 from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
+from vllm_headroom.trace.incidents import What
 from vllm_headroom.units import GIB, duration, size
 from vllm_headroom.vocabulary import LeakState
 

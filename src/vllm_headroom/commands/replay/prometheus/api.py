@@ -8,8 +8,7 @@ import ssl
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import httpx
 from msgspec import Struct
@@ -43,7 +42,7 @@ class Series(Struct, frozen=True, kw_only=True):
 
 
 class Api:
-    """The HTTP API of the Prometheus at `url`, or of what speaks like one; `close` or `with` ends its connection.
+    """The HTTP API of the Prometheus at `url`, or of what speaks like one.
 
     The token in `bearer_token_file` stands in for the user and password of the URL; `ca_file` replaces the authorities
     trusted by default. Raises BadInput when one of them cannot be used.
@@ -78,12 +77,8 @@ class Api:
             raise BadInput(self._no_answer(error)) from error
         return self._series(response, body)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """End the connection."""
         self._client.close()
 
     def _body(self, response: httpx.Response) -> bytes:

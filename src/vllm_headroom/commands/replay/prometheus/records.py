@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -112,7 +113,7 @@ def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             ("--match-engine", args.match_engine),
         )
     )
-    with Api(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file) as api:
+    with closing(Api(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)) as api:
         sources = find_sources(api, span, both + gpu, both + engine)
         if sources[0].interval_ms > span.step_ms * _NEARLY:
             span = replace(span, step_ms=sources[0].interval_ms)

@@ -9,10 +9,8 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.trace.errors import BadInput
+from vllm_headroom.units import NUMBER, duration_seconds
 
-_UNIT_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-_NUMBER: Final = r"\d{1,12}(?:\.\d{1,12})?"
-_PART: Final = rf"({_NUMBER})(ms|[smhdw])"
 _MATCHER: Final = re.compile(r"\s*([a-zA-Z_]\w*)\s*(=~|!~|!=|=)\s*(.*?)\s*", re.DOTALL)
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'|`[^`]*`')
 _MS: Final = 1000
@@ -76,7 +74,7 @@ def _time(option: str, text: str, now_seconds: float) -> float:
     if text.startswith("-"):
         return now_seconds - _seconds(option, text, sign="-")
     try:
-        return float(text) if re.fullmatch(_NUMBER, text) else _moment(text)
+        return float(text) if re.fullmatch(NUMBER, text) else _moment(text)
     except ValueError:
         advice = "write 2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
         raise BadInput(f"{option} {text}: not a time, {advice}") from None
@@ -90,9 +88,7 @@ def _moment(text: str) -> float:
 
 
 def _seconds(option: str, text: str, *, sign: str = "") -> float:
-    amount = text.removeprefix(sign)
-    if re.fullmatch(_NUMBER, amount):
-        return float(amount)
-    if not re.fullmatch(f"(?:{_PART})+", amount):
-        raise BadInput(f"{option} {text}: not a duration, write {sign}15s, {sign}1m, {sign}24h or {sign}7d")
-    return sum(float(number) * _UNIT_SECONDS[unit] for number, unit in re.findall(_PART, amount))
+    try:
+        return duration_seconds(text.removeprefix(sign))
+    except ValueError:
+        raise BadInput(f"{option} {text}: not a duration, write {sign}15s, {sign}1m, {sign}24h or {sign}7d") from None
