@@ -51,8 +51,8 @@ def room(gpu: Gpu) -> int | None:
 class Point(Struct, frozen=True, gc=False):
     """A closed block of readings: when it ended on the three axes, and the least that was held in it.
 
-    `busy_seconds` counts only time in which work was done or memory grew. There are hundreds, of numbers alone: what the
-    collector of cycles would keep for each is saved.
+    `busy_seconds` counts only time in which work was done or memory grew. There are hundreds, of numbers alone: what
+    the collector of cycles would keep for each is saved.
     """
 
     seconds: float
