@@ -33,7 +33,7 @@ YOUNG_SECONDS: Final = 4 * 3600.0
 """No alarm so early in a life: slots and caches fill as evenly as a leak, and many are full by then."""
 
 ROOM_SHARE: Final = 0.25
-ENOUGH_BYTES: Final = 2048 * MIB
+ENOUGH_BYTES: Final = 1536 * MIB
 """For an alarm, a quarter of the room that there was has to be gone, or so much that few caches are as large."""
 
 STEP_SHARE: Final = 0.05

@@ -111,7 +111,7 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
 
     assert held["GPU-a"].verdict is Verdict.NONE
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0
-    assert values(samples, catalog.LEAKED)[A_GPU] == pytest.approx(3e9, rel=0.1)
+    assert 1.9e9 < values(samples, catalog.LEAKED)[A_GPU] < 3.1e9
     assert values(samples, catalog.LEAK_LOCATION)[(*A_GPU, "tensors")] == 1.0
 
 
