@@ -69,7 +69,8 @@ def insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     now = snapshot.monotonic_seconds
     tracks = remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
     kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.clock < FORGET_SECONDS}
-    for gpu, seen in observations(snapshot, snapshot.devices):
+    watched = tuple(gpu for gpu in snapshot.devices if gpu.inside is not None or gpu.reading.uuid in kept)
+    for gpu, seen in observations(snapshot, watched):
         uuid, mark = gpu.reading.uuid, _mark(gpu, now)
         if seen.awake is False:
             kept.pop(uuid, None)
