@@ -8,7 +8,6 @@ from typing import Final
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.leak.asleep import surer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
@@ -128,7 +127,7 @@ class Watch:
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
         inside, asleep = (self._memory.inside.get(name), self._memory.asleep.get(name)) if place else (None, None)
-        estimate = None if track is None else sharpened(surer(track, asleep), inside).estimate
+        estimate = None if track is None else sharpened(track, asleep, inside).estimate
         course.step(LeakState(state), _moment(self._last_seconds, estimate, location(estimate, inside)), anew=anew)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.asleep import held, surer
+from vllm_headroom.derive.leak.asleep import held
 from vllm_headroom.derive.leak.facts import Track, Verdict
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, sharpened
 from vllm_headroom.derive.leak.location import location
@@ -35,7 +35,8 @@ def gpu_leaks(
     for gpu, seen in observations(snapshot, snapshot.owned):
         uuid = gpu.reading.uuid
         tracks[uuid] = held(tracks.get(uuid) or Track(clock=now), seen, asleep.get(uuid))
-        samples += _samples(gpu, surer(tracks[uuid], asleep.get(uuid)), inside.get(uuid), settled=settled)
+        told = sharpened(tracks[uuid], asleep.get(uuid), inside.get(uuid))
+        samples += _samples(gpu, told, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
 
@@ -62,7 +63,7 @@ def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
 
 
 def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
-    labels, track = gpu_labels(gpu), sharpened(track, inside)
+    labels = gpu_labels(gpu)
     is_in = leak_state(track, known=gpu.held_bytes is not None, settled=settled)
     yield from states(catalog.LEAK_STATE, labels, is_in)
     if track.estimate is None or is_in not in SHOWN:

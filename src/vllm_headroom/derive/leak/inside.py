@@ -7,12 +7,12 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.leak.asleep import surer
 from vllm_headroom.derive.leak.facts import Observation, Track
 from vllm_headroom.derive.leak.judged import foretold
 from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.leak.steady import Floor, Steady, estimated, followed
 from vllm_headroom.derive.leak.track import observe
-from vllm_headroom.derive.page_facts import finished, running_requests
 from vllm_headroom.derive.readings import remembered
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import MemoryPart
@@ -111,10 +111,9 @@ def _least(block: Mark, mark: Mark) -> Mark:
 
 
 def _closed(track: InsideTrack, block: Mark, snapshot: Snapshot, seen: Observation) -> InsideTrack:
-    page = snapshot.page
-    if page is None:  # how much was done is not known: the block goes on
+    if snapshot.page is None:  # how much was done is not known: the block goes on
         return track
-    done, running = finished(page) or 0.0, running_requests(page) or 0.0
+    done, running = seen.finished_total or 0.0, seen.running or 0.0
     marks = (*track.marks, block)
     return replace(
         track,
@@ -134,18 +133,19 @@ def _in_use(track: Track | None, block: Mark, seen: Observation) -> Track:
     return observe(track or Track(clock=seen.seconds), replace(seen, held_bytes=used_bytes, room_bytes=room_bytes))
 
 
-def sharpened(track: Track, inside: InsideTrack | None) -> Track:
-    """Return the track of what is held with the surer verdict of what is inside, and its figures.
+def sharpened(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
+    """Return the track of what is held with the surest verdict: its own, what is kept asleep, or what is inside.
 
     Of all that is in use only its large steps say anything: a cache that fills is as even there as a leak.
     """
+    track = surer(track, asleep)
     if inside is None:
         return track
-    if inside.in_use is not None and (steps := foretold(inside.in_use)) > max(track.verdict, inside.surest.verdict):
-        return replace(track, verdict=steps, estimate=inside.in_use.estimate)
-    if inside.surest.verdict <= track.verdict:
-        return track
-    return replace(track, verdict=inside.surest.verdict, estimate=estimated(inside.surest, inside.room_bytes))
+    if inside.surest.verdict > track.verdict:
+        track = replace(track, verdict=inside.surest.verdict, estimate=estimated(inside.surest, inside.room_bytes))
+    if inside.in_use is not None and (steps := foretold(inside.in_use)) > track.verdict:
+        track = replace(track, verdict=steps, estimate=inside.in_use.estimate)
+    return track
 
 
 def moved(track: InsideTrack, shift: float) -> InsideTrack:

@@ -20,7 +20,7 @@ LEAST_STEPS: Final = 1.8
 """Growth before a projection says anything, and how many equal steps it has to be worth: one step is no pace."""
 
 ODDS, LEAST_ODDS = log(12), log(8)
-"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did; for an alarm four
+"""Twelve to one that the window goes on by time, and not by folds of work as the life before it did; for an alarm eight
 to one do, where the steps look like a leak's."""
 
 SURE: Final = 7.0

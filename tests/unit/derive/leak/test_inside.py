@@ -40,9 +40,9 @@ def test_the_surer_verdict_stands() -> None:
     growing = followed(60, tensors)["GPU-a"]
     alarmed = Track(clock=0.0, verdict=Verdict.LEAKING)
 
-    assert sharpened(alarmed, growing) is alarmed
-    assert sharpened(alarmed, None) is alarmed
-    assert sharpened(Track(clock=0.0), growing).verdict is Verdict.GROWING
+    assert sharpened(alarmed, None, growing) is alarmed
+    assert sharpened(alarmed, None, None) is alarmed
+    assert sharpened(Track(clock=0.0), None, growing).verdict is Verdict.GROWING
 
 
 def test_sleep_and_a_new_life_begin_the_comparison_anew() -> None:
