@@ -31,7 +31,7 @@ class Ours:
         address = (LOOPBACK, port)
         headers = (("Host", LOOPBACK), *HEADERS.items())
         target = Target(address=address, host=LOOPBACK, path=PATHS[Api.COMPLETIONS], headers=headers, tls=None)
-        self._asker = Asker(target=target, make_body=lambda: BODY, timeout_seconds=600, now=time.monotonic)
+        self._asker = Asker(target=target, make_body=lambda: BODY, timeout_seconds=600)
         self._tally = Tally(time.monotonic())
 
     async def ask(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
@@ -17,17 +17,18 @@ def residues(
     asleep: dict[str, Track],
     tracks: dict[str, Track],
     least_bytes: Mapping[str, int],
-    seen: Iterator[tuple[Gpu, Observation]],
+    seen: Iterable[tuple[Gpu, Observation]],
 ) -> dict[str, Track]:
     """Return the tracks of what is kept of each GPU, by UUID, after one more look; `least_bytes` are the residues.
 
-    There is none in a life that has not slept yet. `tracks` are those of what is held, before this look.
+    One begins in a sleep that is seen, of a life that has worked: what was kept before tells of less than its work.
+    `tracks` are those of what is held, before this look.
     """
     found = {uuid: track for uuid, track in asleep.items() if uuid in least_bytes}
     for gpu, each in seen if least_bytes else ():
         uuid = gpu.reading.uuid
-        if uuid in least_bytes:
-            before = found.get(uuid) or Track(clock=each.seconds)
+        before = found.get(uuid) or (Track(clock=each.seconds) if each.awake is False else None)
+        if before is not None and uuid in least_bytes:
             found[uuid] = _looked(before, tracks.get(uuid), _kept(each, least_bytes[uuid]))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite, log
+from math import log
 from typing import Final
 
 from msgspec import Struct, field
@@ -49,11 +49,11 @@ def baseline(
     mean of the first readings at comparable load, once there are enough of them; there is no sample while nothing runs.
     """
     page = snapshot.page
-    if page is None or isinstance(snapshot.gpus, Failure):
+    if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
     state = _of_this_life(state, page)
     running = running_requests(page)
-    if not running or not isfinite(running):
+    if not running:
         return state, ()
     state = replace(state, busiest=_busiest(state.busiest, running, snapshot.time_seconds))
     band, warm = load_band(running), (finished(page) or 0.0) >= WARM_REQUESTS

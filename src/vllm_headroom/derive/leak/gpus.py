@@ -7,13 +7,12 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.asleep import held
-from vllm_headroom.derive.leak.facts import Track, Verdict
+from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
 from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, sharpened
 from vllm_headroom.derive.leak.location import location
-from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.leak.track import warming_up
 from vllm_headroom.derive.readings import gpu_labels, remembered, states
-from vllm_headroom.model import Gpu, Sample, Snapshot
+from vllm_headroom.model import Gpu, Sample
 from vllm_headroom.vocabulary import LeakState
 
 SHOWN: Final = frozenset({LeakState.GROWING, LeakState.LEAKING})
@@ -26,15 +25,14 @@ Tracks = dict[str, Track]
 
 
 def gpu_leaks(
-    state: Tracks, snapshot: Snapshot, *, settled: bool, inside: InsideTracks, asleep: Tracks
+    state: Tracks, seen: Collection[tuple[Gpu, Observation]], *, settled: bool, inside: InsideTracks, asleep: Tracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
-    now = snapshot.monotonic_seconds
-    tracks = kept(state, {gpu.reading.uuid for gpu in snapshot.owned})
+    tracks = kept(state, {gpu.reading.uuid for gpu, _ in seen})
     samples: list[Sample] = []
-    for gpu, seen in observations(snapshot, snapshot.owned):
+    for gpu, each in seen:
         uuid = gpu.reading.uuid
-        tracks[uuid] = held(tracks.get(uuid) or Track(clock=now), seen, asleep.get(uuid))
+        tracks[uuid] = held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
         told = sharpened(tracks[uuid], asleep.get(uuid), inside.get(uuid))
         samples += _samples(gpu, told, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)

@@ -26,6 +26,9 @@ to one do, where the steps look like a leak's."""
 SURE: Final = 7.0
 """For an alarm: the odds with the likeness of the steps to a leak's."""
 
+SURE_WHERE_FULL: Final = 4.4
+"""And where no step as large as the largest finds room any more: few engines fill so far whose growth is bounded."""
+
 SCARCE, MOST_LEFT = 0.7, 20.0
 """And so much more for each e-fold of the number of largest steps that fit into what is left, up to 20."""
 
@@ -169,8 +172,10 @@ def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life
     old = now.seconds - life.first.seconds >= YOUNG_SECONDS
     if goes_on or (odds >= LEAST_ODDS and enough and old and lasted >= patience(left)):
         sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
-        sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, room / window.largest_bytes)))
-        if goes_on or sure >= SURE:
+        left_steps = room / window.largest_bytes
+        sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, left_steps)))
+        is_full = life.room_bytes is not None and left_steps <= 1
+        if goes_on or sure >= (SURE_WHERE_FULL if is_full else SURE):
             return Verdict.LEAKING, sure
     growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
     return Verdict.GROWING if growing else Verdict.NONE, odds

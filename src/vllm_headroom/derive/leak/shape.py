@@ -88,14 +88,17 @@ def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdi
     """Return what the stretch amounts to, given how steady the whole life's growth is.
 
     Whatever its cause may be, growth that has lasted longer than what is left until the device is full is an alarm.
+    Single large steps are no part of an even pace: sure growth is waited for the longer, the more of it is theirs.
     """
     even = _evenness(grown)
     if Verdict.NONE in (even, steadiness):
         return Verdict.NONE
     lasted = grown.points[-1].seconds - grown.points[0].seconds
-    left = _left(grown, lasted, room_bytes)
+    raw_bytes = grown.retained_bytes[-1] - grown.retained_bytes[0]
+    left = _left(raw_bytes, lasted, room_bytes)
+    left_evenly = _left(grown.total_bytes**2 / raw_bytes, lasted, room_bytes)
     sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
-    if sure and lasted >= patience(left):
+    if sure and lasted >= patience(left_evenly):
         return Verdict.LEAKING
     if lasted < GROWING_SECONDS:
         return Verdict.NONE
@@ -110,12 +113,9 @@ def patience(left: float | None) -> float:
     return min(max(HASTE * left, GROWING_SECONDS), late)
 
 
-def _left(grown: Growth, lasted: float, room_bytes: float | None) -> float | None:
-    """Return the seconds until the device is full at the stretch's pace; None where nothing can fill up."""
-    if room_bytes is None:
-        return None
-    pace = (grown.retained_bytes[-1] - grown.retained_bytes[0]) / lasted
-    return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) / pace
+def _left(grown_bytes: float, lasted: float, room_bytes: float | None) -> float | None:
+    """Return the seconds until the device is full at a stretch's pace; None where nothing can fill up."""
+    return None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) * lasted / grown_bytes
 
 
 def _evenness(grown: Growth) -> Verdict:

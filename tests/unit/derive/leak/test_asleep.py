@@ -12,8 +12,8 @@ from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, RATE, STEP, TOTAL
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import MIB
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.model import Sample, Snapshot
-from vllm_headroom.vocabulary import LeakState
+from vllm_headroom.model import Life, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState
 
 KEPT = 2_000 * MIB
 EVERY, ASLEEP = 480.0, 120.0
@@ -41,7 +41,8 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         size = int(lost(awake_seconds) + (KEPT if asleep else BASE + cached(seconds)))
         told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
         seen = gpu(total=TOTAL, used=size, engine=size, other=0)
-        yield snapshot(at=seconds, engines=page(replace(told, started_at_seconds=1.0 + started)), gpus=(seen,))
+        told = replace(told, started_at_seconds=1.0 + started)
+        yield snapshot(at=seconds, engines=page(told), gpus=(seen,), life=Life(state=EngineState.SERVING))
 
 
 def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
@@ -162,3 +163,16 @@ def test_an_alarm_of_cache_ends_with_the_sleep_that_shows_it() -> None:
 
     assert found[awake - 1] is LeakState.LEAKING
     assert not {LeakState.GROWING, LeakState.LEAKING} & set(found[awake:])
+
+
+def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing() -> None:
+    """Its first use of kernels takes what the sleeps after it keep as well."""
+    *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
+    begun = (replace(each, life=Life(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
+    *_, (before, kept) = said(begun)
+    *_, (after, _) = said(iter([awake]), before)
+
+    assert values(kept, catalog.SLEEP_RESIDUE) == {A_GPU: KEPT}
+    assert values(kept, catalog.LEAK_STATE)[(*A_GPU, "asleep")] == 1.0
+    assert after.sleep.least_bytes == {"GPU-a": KEPT}
+    assert not after.asleep

@@ -13,8 +13,8 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.leak.baseline import READINGS, Baselines, baseline
 from vllm_headroom.derive.leak.facts import MIB
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.model import EngineProcess, Failure, HostMemory, Metric, Sample, Snapshot
-from vllm_headroom.vocabulary import LeakState, Role, Source
+from vllm_headroom.model import EngineProcess, Failure, HostMemory, Life, Metric, Sample, Snapshot
+from vllm_headroom.vocabulary import EngineState, LeakState, Role, Source
 
 FAMILY = (
     catalog.LEAK_RATE,
@@ -25,6 +25,7 @@ FAMILY = (
     catalog.TIME_TO_OOM,
     catalog.TIME_TO_OOM_LOWER,
 )
+SERVING = Life(state=EngineState.SERVING)
 Change = Callable[[Snapshot, float], Snapshot]
 
 
@@ -43,6 +44,7 @@ def run(hours: float, shape: Callable[[float], float], change: Change = unchange
             engines=page(engine(running=80.0, waiting=0.0, finished_total=seconds * RATE, started_at_seconds=1.0)),
             gpus=(gpu(total=TOTAL, used=size, engine=size, other=0),),
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=size, started_at_seconds=1.0),),
+            life=SERVING,
         )
         state, samples = leaks(state, change(seen, seconds))
         yield samples
@@ -232,6 +234,7 @@ def ratios(held: Callable[[int], int], turns: int, configured: float | None = No
             at=turn * 5.0,
             engines=page(engine(running=running, finished_total=2000.0 + turn, started_at_seconds=1.0)),
             gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
+            life=SERVING,
         )
         state, samples = baseline(state, seen, configured_bytes=configured)
         found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
@@ -256,6 +259,7 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
         seen = replace(
             snapshot(engines=page(engine(running=running)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),)),
             time_seconds=seconds,
+            life=SERVING,
         )
         return baseline(state, seen, configured_bytes=500.0)
 
@@ -268,7 +272,7 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
 
 def test_a_baseline_of_another_life_is_forgotten() -> None:
     state = Baselines(life="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
-    seen = snapshot(engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)))
+    seen = snapshot(engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), life=SERVING)
 
     state, samples = baseline(state, seen, configured_bytes=None)
 
@@ -276,7 +280,16 @@ def test_a_baseline_of_another_life_is_forgotten() -> None:
     assert all(count < READINGS for bands in state.bands.values() for count, _ in bands.values())
 
 
+def test_what_is_not_in_service_has_no_ratio() -> None:
+    seen = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
+    lost = Life(state=EngineState.STALLED, in_service=False)
+
+    said = [baseline(Baselines(), replace(seen, life=life), configured_bytes=500.0) for life in (SERVING, lost, None)]
+
+    assert [len(samples) for _, samples in said] == [1, 0, 0]
+
+
 def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:
     for running in (0.0, None):
-        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)))
+        seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)), life=SERVING)
         assert baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()

@@ -8,10 +8,16 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, failure, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Track, Verdict
+from vllm_headroom.derive.leak.facts import Observation, Track, Verdict
 from vllm_headroom.derive.leak.gpus import Tracks, gpu_leaks
 from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, moved, sharpened
+from vllm_headroom.derive.leak.observed import observations
+from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
+
+
+def told(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
+    return tuple(observations(seen, seen.owned))
 
 
 def verdict(tracks: InsideTracks) -> Verdict:
@@ -21,10 +27,9 @@ def verdict(tracks: InsideTracks) -> Verdict:
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(60, tensors)
     seen = look(59, tensors(59))
-    state, samples = gpu_leaks({}, seen, settled=True, inside=tracks, asleep={})
-    _, samples = gpu_leaks(
-        state, replace(seen, monotonic_seconds=seen.monotonic_seconds + 1), settled=True, inside=tracks, asleep={}
-    )
+    state, _ = gpu_leaks({}, told(seen), settled=True, inside=tracks, asleep={})
+    later = replace(seen, monotonic_seconds=seen.monotonic_seconds + 1)
+    _, samples = gpu_leaks(state, told(later), settled=True, inside=tracks, asleep={})
 
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "growing")] == 1.0
     assert values(samples, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK / SECONDS, rel=0.01)
@@ -107,7 +112,7 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
         grown = lost_from_the_cache(at)
         seen = look(at, grown, cached=6e9 - grown[0])
         tracks = insides(tracks, seen)
-        held, samples = gpu_leaks(held, seen, settled=True, inside=tracks, asleep={})
+        held, samples = gpu_leaks(held, told(seen), settled=True, inside=tracks, asleep={})
 
     assert held["GPU-a"].verdict is Verdict.NONE
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0

@@ -224,3 +224,14 @@ def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> No
 def changed_total(seen: Iterator[Observation], share: object) -> Iterator[Observation]:
     for each in seen:
         yield replace(each, finished_total=round((each.finished_total or 0.0) * share(each)))  # type: ignore[operator]
+
+
+def test_an_alarm_waits_the_longer_the_more_of_the_growth_is_single_large_steps() -> None:
+    def stepped(seconds: float) -> float:
+        return leak(seconds) + 300 * MIB * int(seconds / (HOUR / 3))
+
+    alone, beneath = (follow(readings(shape, 4)).first(Verdict.LEAKING) for shape in (leak, stepped))
+
+    assert alone is not None
+    assert beneath is not None
+    assert alone < beneath < 2 * alone

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.unit.derive.leak.stretches import BASE, TOTAL, Shape, follow, readings
+from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, follow, readings
 from vllm_headroom.derive.leak.facts import MIB, Observation, Step, Track, Verdict
 from vllm_headroom.derive.leak.steps import NEWEST_STEPS, likeness, stepped
 from vllm_headroom.derive.leak.track import observe
@@ -70,12 +70,25 @@ def test_steps_of_one_size_are_told_before_steps_of_sizes_between(minutes: float
     assert unequal is None or equal < unequal
 
 
+def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
+    sizes = (1300, 1200, 1250, 1150, 1100)
+
+    def stairs(seconds: float) -> float:
+        return MIB * sum(sizes[: int(seconds / (1.5 * HOUR))])
+
+    course = follow(readings(stairs, 14))
+    alarm = course.first(Verdict.LEAKING)
+
+    assert alarm is not None
+    assert alarm > 5 * 1.5
+
+
 def flushed(kept: float, running: float = 80.0) -> Track:
     """Fill the card by records for eight hours, and give back all but so large a share of the growth.
 
     So many run in the last half hour.
     """
-    held, at = 0.0, {2 * number**2: 300 + 8 * number for number in range(1, 21)}
+    held, at = 0.0, {round(4 * 1.3**number): 300 + 8 * number for number in range(1, 21)}
     track = Track(clock=0.0)
     for number in range(8 * 120):
         held += min(at.get(number, 0) * MIB, TOTAL - BASE - held)
