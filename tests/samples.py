@@ -16,6 +16,7 @@ from vllm_headroom.model import (
     GpuReading,
     HostMemory,
     Inside,
+    Life,
     Metric,
     ProbedProcess,
     ProbeReadings,
@@ -96,6 +97,7 @@ def snapshot(
     reading_times: tuple[ReadingTime, ...] = (),
     host: HostMemory | None = None,
     probe: ProbeReadings | Failure | None = None,
+    life: Life | None = None,
 ) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0 + at,
@@ -106,6 +108,7 @@ def snapshot(
         probe=probe,
         reading_times=reading_times,
         host=host,
+        life=life,
     )
 
 

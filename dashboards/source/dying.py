@@ -21,7 +21,6 @@ from dashboards.source.series import (
     TIME_TO_OOM_VALUES,
     ahead,
     leak_state,
-    lowest_free,
     rooms,
     time_to_oom,
 )
@@ -31,17 +30,18 @@ def about_to_die() -> Row:
     """Return the row that is read first."""
     return Row(
         title="Is it about to die?",
-        panels=[_alerts(), _engine(), _left(), _least(), _state(), *_free(), _others(), _room(), each_gpu()],
+        panels=[_alerts(), _engine(), _left(), _least(), _state(), _free(), _others(), _room(), each_gpu()],
     )
 
 
 def _alerts() -> Json:
-    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",severity=~"page|critical|warning",{TARGET}}}'
+    firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",{TARGET},severity='
+    counts = (f'count by (severity) ({firing}"{severity}"}})' for severity in ("page", "critical", "warning"))
     return stat(
         "Alerts",
-        "How many of the alerts on this engine are firing, by severity; the incident dashboard names them. None also "
+        "How many alerts on this engine are firing, the worst first; the incident dashboard names them. None also "
         "where Prometheus does not evaluate the rules.",
-        [query(f"count by (severity) ({firing})", "{{severity}}")],
+        [query(" or ".join(counts), "{{severity}}")],
         unit="none",
         width=3,
         named=True,
@@ -73,7 +73,7 @@ def _left() -> Json:
         "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
         "unknown: the engine does not answer, or what it holds cannot be told.",
         "headroom_time_to_oom_seconds",
-        width=4,
+        width=6,
     )
 
 
@@ -112,29 +112,17 @@ def _state() -> Json:
     )
 
 
-def _free() -> list[Json]:
-    return [
-        stat(
-            "Free now",
-            "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
-            [query(f"bottomk(1, {FREE}{{{GPU}}})", "GPU {{gpu}}")],
-            unit="bytes",
-            width=3,
-            named=True,
-            noValue="unknown",
-            thresholds=FREE_FLOOR,
-        ),
-        stat(
-            "Lowest",
-            "The least that was free at any moment of the time shown: from the peaks that the sidecar keeps between "
-            "scrapes, of the GPU that had least.",
-            [query(f"min({lowest_free(GPU)})")],
-            unit="bytes",
-            width=2,
-            noValue="unknown",
-            thresholds=FREE_FLOOR,
-        ),
-    ]
+def _free() -> Json:
+    return stat(
+        "Free now",
+        "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
+        [query(f"bottomk(1, {FREE}{{{GPU}}})", "GPU {{gpu}}")],
+        unit="bytes",
+        width=3,
+        named=True,
+        noValue="unknown",
+        thresholds=FREE_FLOOR,
+    )
 
 
 def _others() -> Json:
@@ -166,7 +154,7 @@ def _room() -> Json:
             RUNNING,
         ],
         unit="bytes",
-        width=14,
+        width=13,
         height=10,
         min=0,
         thresholds=steps((None, BAD), (512 * MIB, "transparent")),

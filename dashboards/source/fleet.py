@@ -37,7 +37,7 @@ def fleet() -> Json:
         rows=[
             Row(title="How many are in trouble?", panels=_counts()),
             Row(title="Which are worst?", panels=[tables.gpus(), tables.silent(), tables.alerts()]),
-            Row(title="By model", panels=[tables.models(), *_over_time()]),
+            Row(title="By model, of every instance", panels=[tables.models(), *_over_time()]),
         ],
     )
 
@@ -59,7 +59,7 @@ def _counts() -> list[Json]:
             "and they wait before they judge.",
             [query(_in_each_state(), "{{state}}")],
             unit="locale",
-            width=7,
+            width=6,
             noValue="unknown",
             named=True,
             overrides=STATE_NAMES,
@@ -80,6 +80,7 @@ def _counts() -> list[Json]:
             "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
             f"{SIDECAR} == 0",
             SIDECAR,
+            width=4,
         ),
         _trouble("GPUs lost", "The engines' GPUs that the driver cannot reach.", ranked(',state="lost"'), ranked()),
     ]
@@ -110,13 +111,13 @@ def _time_to_oom() -> str:
     )
 
 
-def _trouble(title: str, description: str, bad: str, every: str) -> Json:
+def _trouble(title: str, description: str, bad: str, every: str, *, width: int = 3) -> Json:
     return stat(
         title,
         description,
         [query(f"count({bad}) or 0 * count({every})")],
         unit="locale",
-        width=3,
+        width=width,
         noValue="unknown",
         thresholds=steps((None, GOOD), (1, BAD)),
     )

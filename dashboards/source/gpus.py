@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.source.colours import STATES
-from dashboards.source.grafana import Json, override, query, values
+from dashboards.source.grafana import MINUTE, Json, override, query, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import number, organized
 from dashboards.source.series import FREE, FREE_FLOOR, GPU, lowest_free
@@ -19,12 +19,12 @@ def each_gpu() -> Json:
     }
     names = {f"Value #{letter}": name for letter, name in zip("BCDE", columns, strict=True)}
     states = [(state, state.replace("_", " "), colour) for state, colour in STATES]
-    when = {"unit": "dateTimeAsIsoNoDateIfToday", "custom__width": 160}
+    when = {"unit": MINUTE, "custom__width": 120}
     return table(
         "Each GPU, and when it will be full",
-        "The state of each GPU, what is free, the least that was free in the time shown, and while it grows or leaks "
-        "when it will be out of memory: as it goes on now, and at the earliest. Where it leaks only the probe inside "
-        "vLLM tells.",
+        "The state of each GPU, what is free, the least that its peaks left free in the time shown, and while it grows "
+        "or leaks when it will be out of memory: as it goes on now, and at the earliest. Where it leaks only the probe "
+        "inside vLLM tells.",
         [
             query(f"max by (gpu, state) (headroom_leak_state{{{GPU}}} == 1)"),
             *(query(f"max by (gpu) ({expr})") for expr in columns.values()),
@@ -39,9 +39,9 @@ def each_gpu() -> Json:
                 {"gpu": "GPU", "location": "where", **names},
             ),
         ],
-        width=10,
+        width=11,
         height=10,
-        noValue="",
+        noValue="no GPU of the engine is seen",
         overrides=[
             override("GPU", custom__width=40),
             override(
@@ -52,7 +52,7 @@ def each_gpu() -> Json:
                 custom__cellOptions={"type": "color-text"},
             ),
             number("free", "bytes", 75, FREE_FLOOR, noValue="unknown"),
-            number("lowest", "bytes", 75, FREE_FLOOR),
+            number("lowest", "bytes", 75, FREE_FLOOR, noValue="unknown"),
             override("out of memory", **when),
             override("at the earliest", **when),
         ],

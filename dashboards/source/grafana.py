@@ -10,6 +10,9 @@ Json = dict[str, Any]
 DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 
 
+MINUTE: Final = "time:MMM D HH:mm"
+"""The unit of a moment, such as Nov 23 04:08; what is expected, or looked for by the minute, has no seconds."""
+
 LEGEND: Final = {"legend": True, "tooltip": False, "viz": False}
 """Hides from the legend what the tooltip tells: eight GPUs would fill the panel with names."""
 

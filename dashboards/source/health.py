@@ -52,7 +52,7 @@ def host_memory() -> Row:
                     query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the least"),
                 ],
                 unit="s",
-                noValue="none in sight",
+                noValue="none in sight, or no limit known",
                 overrides=[coloured("about", WARNING), coloured("at the least", NEUTRAL, custom__lineWidth=1)],
             ),
             timeseries(
@@ -85,6 +85,7 @@ def _asleep() -> Json:
         "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
         [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
         unit="bytes",
+        width=8,
         noValue="has not slept",
     )
 
@@ -127,7 +128,8 @@ def _troubles() -> list[Json]:
             "Whether each GPU can be read; a lost one stays red until it is reset.",
             [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
-            width=16,
+            width=8,
+            height=8,
         ),
         stat(
             "XID errors since the sidecar started",
@@ -135,6 +137,7 @@ def _troubles() -> list[Json]:
             [query(f"sum by (gpu, xid) (headroom_gpu_xid_errors_total{{{GPU}}})", "GPU {{gpu}} XID {{xid}}")],
             unit="short",
             width=8,
+            height=8,
             noValue="none known",
             thresholds=steps((None, NEUTRAL), (1, BAD)),
         ),
@@ -160,8 +163,8 @@ def _readings() -> list[Json]:
             height=6,
         ),
         timeseries(
-            "Failed readings",
-            "Readings that failed per second, by source and reason.",
+            "Failed readings per second",
+            "By source and reason.",
             [query(f"sum by (source, reason) (rate({failures}[$__rate_interval])) > 0", "{{source}} {{reason}}")],
             unit="short",
             height=6,

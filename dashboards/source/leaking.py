@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dashboards.source.colours import GPU_COLOURS, RUNNING_COLOUR
 from dashboards.source.dashboard import Row
-from dashboards.source.grafana import Json, on_the_right, override, query
+from dashboards.source.grafana import MINUTE, Json, on_the_right, override, query
 from dashboards.source.panels import stat, state_timeline, timeseries
 from dashboards.source.series import BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state
 
@@ -62,7 +62,10 @@ def _rate() -> Json:
 
 
 def _leaked() -> Json:
-    leaking = f'headroom_leak_state{{{GPU},state="leaking"}} == 1'
+    state = f'headroom_leak_state{{{GPU},state="leaking"}}'
+    since = " or ".join(
+        f"{bound}_over_time(timestamp({state} == {value})[$__range:1m])" for bound, value in (("max", 0), ("min", 1))
+    )
     return stat(
         "Leaked",
         "Of the GPU that leaks most: growth since it began, per thousand finished requests, and since when the alarm "
@@ -70,15 +73,12 @@ def _leaked() -> Json:
         [
             query(f"max(headroom_leaked_bytes{{{GPU}}})", "so far"),
             query(f"1000 * max(headroom_leak_bytes_per_request{{{GPU}}})", "per 1,000 requests"),
-            query(
-                f"1000 * min(min_over_time(timestamp({leaking})[$__range:1m]) and {leaking})",
-                "leaking since",
-            ),
+            query(f"1000 * min(({since}) and {state} == 1)", "leaking since"),
         ],
         unit="bytes",
         width=5,
         height=8,
         noValue="none known",
         text={"titleSize": 14, "valueSize": 28},
-        overrides=[override("leaking since", unit="dateTimeAsIsoNoDateIfToday")],
+        overrides=[override("leaking since", unit=MINUTE)],
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dashboards.source.colours import GPU_COLOURS, NEUTRAL, PALETTE, UNKNOWN_COLOUR
-from dashboards.source.grafana import DATASOURCE, Json, coloured, steps
+from dashboards.source.grafana import DATASOURCE, Json, coloured, override, steps
 
 
 def _nothing(text: str) -> Json:
@@ -32,7 +32,11 @@ def panel(
     overrides: Sequence[Json] = (),
     **defaults: Any,
 ) -> Json:
-    """Return a panel without id and place, which `dashboard` gives it; `defaults` go into the field configuration."""
+    """Return a panel without id and place, which `dashboard` gives it; `defaults` go into the field configuration.
+
+    Where there is nothing to show it says so, and where to look for the cause.
+    """
+    defaults.setdefault("noValue", "not known: see which sources answer")
     defaults.setdefault("color", PALETTE)
     defaults.setdefault("thresholds", steps((None, NEUTRAL)))
     defaults.setdefault("mappings", [])
@@ -181,7 +185,11 @@ def table(
     height: int = 8,
     **more: Any,
 ) -> Json:
-    """Return a table of now; the transformations join and sort its queries."""
+    """Return a table of now; the transformations join and sort its queries.
+
+    A cell that has nothing is empty: why the whole table is, is said where it has no line.
+    """
+    more["overrides"] = [override("/./", noValue=""), *more.get("overrides", ())]
     made = panel(
         "table",
         title,

@@ -62,7 +62,7 @@ def prefix_cache() -> Row:
                 custom={"thresholdsStyle": {"mode": "dashed"}, **ALL_OF_IT},
             ),
             timeseries(
-                "Prompt tokens looked up and found",
+                "Prompt tokens looked up and found per second",
                 "How much the ratio stands for: tokens per second looked up in the prefix cache, and found there.",
                 [
                     query(rate.format(kind="queries", engine=ENGINE), "looked up"),
@@ -113,7 +113,7 @@ def _queue() -> Json:
 
 def _tokens() -> Json:
     return timeseries(
-        "KV cache per running request",
+        "KV-cache tokens per running request",
         "Live KV-cache tokens over running requests: how long the conversations are.",
         [query(f"headroom_engine_kv_cache_tokens_per_running_request{{{ENGINE}}}", EACH)],
         unit="short",
@@ -145,6 +145,7 @@ def _capacity() -> Json:
         unit="short",
         width=6,
         height=8,
+        named=True,
         noValue="unknown",
         text={"titleSize": 14, "valueSize": 36},
         overrides=[override("bytes", unit="bytes")],

@@ -52,7 +52,7 @@ def gpus() -> Json:
         ],
         joined(zip("BCDEFG", columns, strict=True), "A"),
         height=12,
-        noValue="",
+        noValue="no GPU of an engine is seen, or Prometheus does not have the recording rules",
         overrides=[OPEN, *NARROW, _state(), *NUMBERS],
     )
 
@@ -153,7 +153,7 @@ def models() -> Json:
         f"(namespace_model:...), empty without them; {ROWS} at most. A model's name narrows this page to it.",
         [query(rows), *asked],
         joined(zip("BCDEFGHIJK", columns, strict=True), "A"),
-        noValue="",
+        noValue="no engine is seen, or Prometheus does not have the recording rules",
         overrides=[
             override("model", links=[{"title": "Only this model", "url": ONLY_THIS_MODEL}]),
             *NARROW[:2],

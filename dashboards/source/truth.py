@@ -47,7 +47,7 @@ def _unreported() -> Json:
 
 def _more() -> Json:
     return stat(
-        "More requests",
+        "More requests that fit",
         "How many more requests of today's average size the free KV cache takes.",
         [query(f"sum(headroom_engine_additional_requests{{{ENGINE}}})")],
         unit="locale",

@@ -73,7 +73,9 @@ GPU_UTILIZATION: Final = _gauge(
 GPU_TEMPERATURE: Final = _gauge("gpu_temperature_celsius", GPU, "Temperature of the GPU die.")
 GPU_POWER: Final = _gauge("gpu_power_watts", GPU, "Power drawn by the device.")
 GPU_XID_ERRORS: Final = _counter(
-    "gpu_xid_errors", (*GPU, "xid"), "XID errors the driver reported for this device since the daemon started."
+    "gpu_xid_errors",
+    (*GPU, "xid"),
+    "XID errors the driver reported for this device since the daemon started; 0 is what came after 128 codes.",
 )
 
 ENGINE_INFO: Final = _gauge(

@@ -20,13 +20,16 @@ MOST_ENTRIES = 4096
 """A look at a folder that somebody has filled must end; hundreds of lives are not as many."""
 
 
-def started_at() -> float:
-    """Return when this process began, in seconds since the epoch, to a hundredth, as others read it in /proc too."""
+def started() -> tuple[float, float]:
+    """Return when this process began, to a hundredth, as others read it in /proc too: since the boot and the epoch.
+
+    The second moves when the clock is set, and is by the clock of now.
+    """
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is a millisecond of imports
-        ticks = int(file.read().rpartition(b")")[2].split()[19])
+        since_boot = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     with open("/proc/stat", "rb") as file:  # noqa: PTH123
         booted = next(int(line.split()[1]) for line in file if line.startswith(b"btime "))
-    return booted + ticks / os.sysconf("SC_CLK_TCK")
+    return since_boot, booted + since_boot
 
 
 def replace(folder: str, name: str, document: Mapping[str, Any], largest_bytes: int = LARGEST_BYTES) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_headroom_probe import engine as vllm
-from vllm_headroom_probe.folder import prune, replace, started_at
+from vllm_headroom_probe.folder import prune, replace, started
 from vllm_headroom_probe.gpu import Gpu
 from vllm_headroom_probe.host import host
 from vllm_headroom_probe.record import Record
@@ -147,7 +147,7 @@ class Probe:
     def _identity(self) -> dict[str, Any]:
         """Return what stays; the process's place among the files is made on the way."""
         prune(self.folder)
-        began = started_at()
+        since_boot, began = started()
         self._name = f"{os.getpid()}-{int(began)}"
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123 - see folder
             boot_id = file.read().strip()
@@ -157,6 +157,7 @@ class Probe:
             "interval_seconds": INTERVAL_SECONDS,
             "pid": os.getpid(),
             "started_at": began,
+            "started_since_boot": since_boot,
             "boot_id": boot_id,
             **{each: None if version is None else str(version)[:64] for each, version in versions.items()},
         }

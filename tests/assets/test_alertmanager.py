@@ -151,7 +151,7 @@ def test_each_team_has_its_key_in_a_file_and_none_is_in_this_one() -> None:
 
 def test_only_memory_alerts_mute_and_only_less_severe_ones_of_their_gpu() -> None:
     for rule in GPU_RULES:
-        assert set(rule["equal"]) == {*ENGINE, "gpu"}
+        assert set(rule["equal"]) == {*ENGINE, "gpu", "uuid"}, "MIG instances have one number"
         for source, target in itertools.product(SEVERITIES, SEVERITIES):
             mutes = matches(rule["source_matchers"], of(source)) and matches(rule["target_matchers"], of(target))
             assert not mutes or SEVERITIES.index(source) < SEVERITIES.index(target)

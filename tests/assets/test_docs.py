@@ -43,6 +43,12 @@ def test_each_command_has_its_page_and_its_row_in_the_readme() -> None:
     assert sorted(page.stem for page in COMMAND_PAGES.glob("*.md")) == sorted(COMMANDS)
 
 
+def test_the_readme_leads_to_each_page() -> None:
+    linked = {target for target, _ in _LINK.findall(README.read_text(encoding="utf-8"))}
+
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+
+
 @each_page
 def test_a_link_leads_somewhere(page: Path) -> None:
     for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):

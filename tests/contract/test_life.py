@@ -9,10 +9,12 @@ import pytest
 from tests.contract.recorded import CAPTURES
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, Watch
 from vllm_headroom.derive.life.follow import STALLED_SECONDS
+from vllm_headroom.derive.page_facts import running_requests
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 HUNG: Final = "vllm-0.32.0-engine-hung"
+SLEPT: Final = "vllm-0.32.0-sleep"
 DEAD: Final = "vllm-0.32.0-engine-dead"
 SERIES: Final = sorted(name for name in CAPTURES if name.startswith("vllm-0.32.0-series/"))
 STEPPED: Final = sorted({name.split("/")[0] for name in CAPTURES if name.endswith("/load-nowaiting")})
@@ -30,6 +32,23 @@ def test_an_engine_that_was_stopped_is_stalled_after_a_minute_and_serves_when_it
     assert state(watch, f"{HUNG}/engine-hung-8s-5-more-sent", after=STALLED_SECONDS - 1) is EngineState.SERVING
     assert state(watch, f"{HUNG}/engine-hung-8s-5-more-sent", after=1) is EngineState.STALLED
     assert state(watch, f"{HUNG}/engine-resumed") is EngineState.SERVING
+
+
+def test_what_is_frozen_in_a_sleeper_is_no_stall_at_its_wake() -> None:
+    watch = Watch()
+
+    assert state(watch, f"{SLEPT}/asleep-keep") is EngineState.ASLEEP
+    assert state(watch, f"{SLEPT}/asleep-keep", after=3600) is EngineState.ASLEEP
+    assert running_requests(CAPTURES[f"{SLEPT}/asleep-keep"].read()) == 0
+    assert state(watch, f"{SLEPT}/woken") is EngineState.SERVING
+    assert running_requests(CAPTURES[f"{SLEPT}/woken"].read()) == 3
+
+
+def test_no_series_tells_a_pause_from_a_hang() -> None:
+    watch = Watch()
+
+    assert state(watch, f"{SLEPT}/paused") is EngineState.SERVING
+    assert state(watch, f"{SLEPT}/paused", after=STALLED_SECONDS) is EngineState.STALLED
 
 
 def test_the_last_page_of_a_dead_engine_is_stalled_by_its_processes_and_then_down() -> None:

@@ -91,7 +91,7 @@ EMPTY: Final = (
     Empty(
         why="every reading succeeds",
         over=EVERYWHERE - {"restart", "engine down", "crash"},
-        queries={"headroom": {"Failed readings": ()}},
+        queries={"headroom": {"Failed readings per second": ()}},
     ),
     Empty(
         why="no life lasts long enough for a baseline",
@@ -101,7 +101,7 @@ EMPTY: Final = (
     Empty(
         why="it sleeps",
         over=frozenset({"asleep"}),
-        queries={"headroom": {"More requests": (), "Unreported": ("of the card, since it first served",)}},
+        queries={"headroom": {"More requests that fit": (), "Unreported": ("of the card, since it first served",)}},
     ),
     Empty(
         why="everything answers now",
@@ -114,7 +114,7 @@ EMPTY: Final = (
         queries={
             "headroom": {
                 "Unreported": (),
-                "More requests": (),
+                "More requests that fit": (),
                 "KV cache capacity": (),
                 "Inputs the engine does not offer": (),
             },

@@ -92,9 +92,11 @@ def whole(dashboard: Json) -> Faults:
 
 
 def admitted(dashboard: Json) -> Faults:
-    """A number says what is not known, in grey; the colour of the lowest value would be a verdict."""
+    """An empty panel says why, a number in grey what is not known: the lowest value's colour would be a verdict."""
     for panel in panels(dashboard):
         defaults = panel["fieldConfig"]["defaults"]
+        if not defaults.get("noValue"):
+            yield Fault(where=panel["title"], what="does not say why it is empty")
         if panel["type"] != "stat":
             continue
         special = [each["options"] for each in defaults["mappings"] if each["type"] == "special"]

@@ -133,6 +133,7 @@ BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("distinct", lambda made: panel(made, HERO)["fieldConfig"]["overrides"].extend(map(coloured, RED_AND_GREEN)), HERO),
     ("whole", asks(f"sum(headroom_gpu_memory_free_bytes{{{GPU}}})"), TITLE),
     ("admitted", has("fieldConfig", "defaults", "noValue", value=""), TITLE),
+    ("admitted", lambda made: panel(made, HERO)["fieldConfig"]["defaults"].pop("noValue"), HERO),
     ("admitted", has("fieldConfig", "defaults", "mappings", value=[]), TITLE),
     (
         "single",

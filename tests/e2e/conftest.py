@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,17 +14,12 @@ from tests.e2e.life import Start
 from tests.e2e.vllm import Vllm
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
+from tests.fakes.ports import free_port
 
 
 @pytest.fixture
 def nvml(tmp_path: Path) -> FakeNvml:
     return FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a")])
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture

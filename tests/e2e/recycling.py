@@ -9,10 +9,10 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from tests.e2e.conftest import free_port
 from tests.e2e.life import becomes, settings
 from tests.e2e.vllm import Vllm
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
+from tests.fakes.ports import free_port
 from tests.process import daemon, eventually
 
 LAST_PID: Final = Path("/proc/sys/kernel/ns_last_pid")

@@ -182,7 +182,7 @@ def test_memory_and_its_cost_are_told_of_what_ran(nvml: FakeNvml, trace: Path, s
     assert found["requests"]["unfinished"] == found["requests"]["began"] == 5
     assert (gpu["before_bytes"], gpu["most_bytes"], gpu["after_bytes"]) == (70 * GIB, 75 * GIB, 75 * GIB)
     assert step["gpus"][0]["held_most_bytes"] == 75 * GIB
-    assert 70 * GIB / 5 <= step["gpus"][0]["bytes_per_running_request"] <= 75 * GIB
+    assert 0.99 * 70 * GIB / 5 <= step["gpus"][0]["bytes_per_running_request"] <= 75 * GIB  # to three digits
     assert (step["streams_most"], step["engine"]["running_most"], step["engine"]["preemptions"]) == (5, 5, 3)
     assert step["engine"]["kv_used_ratio_most"] > 0
     assert gpu["verdict"] == "cannot_tell"

@@ -153,3 +153,19 @@ def test_the_demo_is_a_new_world_each_time(tmp_path: Path) -> None:
         assert is_in(first) in {"unknown", "warming_up", "unsettled", "stable"}
         assert running.log().count(SET_ASIDE) == 1
         assert "before the engine's restart" in running.log()
+
+
+def test_a_gpu_that_was_lost_before_the_sidecar_began_is_the_engines_still(
+    engine: EngineServer, tmp_path: Path
+) -> None:
+    nvml = FakeNvml(tmp_path, [FakeGpu(uuid="GPU-a"), FakeGpu(uuid="GPU-b")])
+    settings = {"ENGINE_URL": engine.url, "STATE_DIR": str(tmp_path / "state"), **FAST, **nvml.environment()}
+    with daemon(GPUS="GPU-b", **settings) as running:
+        running.sees(lambda page: page.has("gpu_info", uuid="GPU-b", attribution="uuid"), "whose the GPU is")
+        running.stop()
+    nvml.gpus[1].errors = {"all": 15}
+    nvml.write()
+
+    with daemon(**settings) as running:
+        seen = running.sees(lambda page: page.has("gpu_info", uuid="GPU-b", attribution="process"), "it is known again")
+        assert seen.value("gpu_up", uuid="GPU-b") == 0

@@ -15,6 +15,7 @@ from tests.e2e.recycling import LAST_PID
 from tests.e2e.test_whose import ends, held, looked_again, serves_its_first_life
 from tests.e2e.vllm import ROOT
 from tests.fakes.nvml.library import GIB, FakeNvml
+from tests.fakes.ports import free_port
 from tests.process import Page, daemon, eventually
 
 WRAPPERS = {
@@ -101,8 +102,8 @@ sys.stdin.read()
 """
 
 
-def test_of_the_ranks_below_a_supervisor_each_daemon_tells_its_own(nvml: FakeNvml, port: int, tmp_path: Path) -> None:
-    program, folders = tmp_path / "vllm", [tmp_path / "zero", tmp_path / "one"]
+def test_of_the_ranks_below_a_supervisor_each_daemon_tells_its_own(nvml: FakeNvml, tmp_path: Path) -> None:
+    program, folders, port = tmp_path / "vllm", [tmp_path / "zero", tmp_path / "one"], free_port(in_a_row=2)
     program.write_text(SUPERVISOR)
     for folder in folders:
         folder.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.e2e.door import PASSWORD, client, guarded, port, secured, write
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import LOOPBACK
+from tests.fakes.ports import free_port
 from tests.process import Daemon, eventually
 
 PROMETHEUS = """\
@@ -80,12 +80,6 @@ def test_a_file_that_cannot_be_used_ends_it_with_status_2_and_a_line_each(tmp_pa
         (True, False),
         (False, True),
     ]
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        number: int = listener.getsockname()[1]
-    return number
 
 
 def test_a_real_prometheus_scrapes_over_mutual_tls(folder: Path, tmp_path: Path) -> None:

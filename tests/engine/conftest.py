@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.engine.serving import FOLDER, Engine, free_port, serving, started
+from tests.engine.serving import FOLDER, Engine, serving, started
+from tests.fakes.ports import free_port
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engine.serving import FOLDER, HERE, Engine, answers
+from tests.fakes.ports import free_port
 from tests.process import eventually
 from vllm_headroom.commands.probe.command import install
 
@@ -55,9 +55,7 @@ def probed(
     """Serve until the test has ended; `within` is a command that runs it, `path` what else vLLM finds modules in."""
     install(place / "site")
     (place / "files").mkdir(exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     found = {"PYTHONPATH": ":".join(map(str, (*path, place / "site"))), "HEADROOM_PROBE_DIR": str(place / "files")}
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(

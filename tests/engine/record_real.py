@@ -21,7 +21,8 @@ from typing import Final
 import httpx
 
 from tests.engine.loads import LOADS
-from tests.engine.serving import FOLDER, HERE, free_port, serving, started
+from tests.engine.serving import FOLDER, HERE, serving, started
+from tests.fakes.ports import free_port
 from tests.process import daemon
 
 PYTHON: Final = FOLDER / "venv/bin/python"

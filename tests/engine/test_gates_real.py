@@ -12,8 +12,9 @@ import httpx
 import pytest
 
 from tests.e2e.cluster.kubelet import Scripts, spec
-from tests.engine.serving import Engine, free_port, serving, started, words
+from tests.engine.serving import Engine, serving, started, words
 from tests.engine.test_life_real import core
+from tests.fakes.ports import free_port
 from tests.process import NO_TLS, eventually
 
 pytestmark = pytest.mark.engine

@@ -22,8 +22,9 @@ import pytest
 from tests.bench.test_gates_save import WORLDS
 from tests.e2e.cluster.kubelet import Container, Scripts
 from tests.e2e.cluster.replicas import Service, load
-from tests.engine.serving import FOLDER, HERE, START_SECONDS, free_port
+from tests.engine.serving import FOLDER, HERE, START_SECONDS
 from tests.fakes.cgroups import leave, limited
+from tests.fakes.ports import free_port
 from tests.process import NO_TLS, daemon, eventually
 
 pytestmark = pytest.mark.engine

@@ -15,8 +15,9 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.engine.serving import HERE, Engine, free_port, serving, started, words
+from tests.engine.serving import HERE, Engine, serving, started, words
 from tests.fakes.cgroups import leave, limited
+from tests.fakes.ports import free_port
 from tests.process import Daemon, Page, daemon, eventually
 
 pytestmark = pytest.mark.engine

@@ -17,9 +17,10 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from tests.engine.serving import FOLDER, Engine, free_port, serving, started, words
+from tests.engine.serving import FOLDER, Engine, serving, started, words
 from tests.engine.test_life_real import PATIENCE_SECONDS, becomes, core
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.ports import free_port
 from tests.process import Daemon, daemon
 
 pytestmark = pytest.mark.engine
@@ -87,7 +88,7 @@ def test_a_core_that_is_killed_at_work_is_a_crash_and_that_is_not_sure(engine: E
     assert found["sure"] != "sure"
 
 
-def test_an_engine_that_is_told_to_end_while_idle_is_an_orderly_end(tmp_path: Path) -> None:
+def test_an_engine_that_is_told_to_end_while_idle_ended_so(tmp_path: Path) -> None:
     with serving(free_port(), FOLDER / "serve.log") as engine:
         started(engine)
         engine.complete(words(1, 20), 5)
@@ -96,5 +97,5 @@ def test_an_engine_that_is_told_to_end_while_idle_is_an_orderly_end(tmp_path: Pa
             os.kill(engine.process.pid, signal.SIGTERM)
             found = named(running, tmp_path)
 
-    assert (found["what"], found["cause"]) == ("ended", "orderly_end")
+    assert (found["what"], found["cause"]) == ("ended", "ended_while_idle")
     assert found["sure"] != "sure"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from tests.contract.recorded import OTHERS
 from tests.engine.serving import FOLDER, HERE, answers
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
+from tests.fakes.ports import free_port
 from tests.process import Daemon, daemon, eventually
 from vllm_headroom.commands.cli import execute
 from vllm_headroom.commands.doctor.command import COMMAND
@@ -26,9 +26,7 @@ PATIENCE_SECONDS = 120
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     python = FOLDER / "llama" / "bin" / "python"
     process = subprocess.Popen([python, HERE / "llama_cpp.py", str(port), tmp_path_factory.mktemp("llama")])
     try:

@@ -148,6 +148,7 @@ def test_without_files_to_open_it_ends_with_a_line(argv: tuple[str, ...]) -> Non
     ("word", "meant"),
     [
         ("doctr", "did you mean doctor?"),
+        ("http://gpu-7:8000", "did you mean --engine-url http://gpu-7:8000?"),
         (
             "x",
             "accepts run, demo, doctor, probe, plan, preflight, smoke, load, check, advise, watch, postmortem, replay",

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from vllm_headroom import catalog
-from vllm_headroom.model import Failure, Metric, ProbedProcess, Snapshot, Values, Verdict
+from vllm_headroom.model import Failure, ProbedProcess, Snapshot, Values, Verdict
 
 MOST_HOLDERS: Final = 64
 FIGURES: Final = (
@@ -32,10 +32,7 @@ def context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> 
     ]
     return {
         "t": round(snapshot.time_seconds, 3),
-        "verdicts": [
-            {"subject": each.subject, "level": each.level, "sentence": each.sentence, "alert": each.alert}
-            for each in verdicts
-        ],
+        "verdicts": [asdict(each) for each in verdicts],
         "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
         "holders": holders[:MOST_HOLDERS],
         "probe": [_json_of(process) for process in _probed(snapshot)[:MOST_HOLDERS]],
@@ -74,10 +71,6 @@ def _json_of(value: object) -> Any:  # noqa: ANN401 - a value of JSON
 
 
 def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
-    figures = {_name(metric): values.value(metric, gpu, uuid) for metric in FIGURES}
+    figures = {metric.name.removeprefix("headroom_"): values.value(metric, gpu, uuid) for metric in FIGURES}
     finite = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
     return {"gpu": int(gpu), "uuid": uuid, "state": values.state(catalog.LEAK_STATE, gpu, uuid), **finite}
-
-
-def _name(metric: Metric) -> str:
-    return metric.name.removeprefix("headroom_")

@@ -19,6 +19,7 @@ from vllm_headroom.derive.inside.ledger import with_inside
 from vllm_headroom.derive.inside.present import told
 from vllm_headroom.derive.inside.schedulers import with_steps
 from vllm_headroom.derive.life.follow import LIFE, LifeState, forgotten, lived
+from vllm_headroom.derive.lost import with_lost
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -138,6 +139,7 @@ class Sampler:
             unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
             neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
             ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
+            left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:
@@ -179,6 +181,7 @@ class Sampler:
     def _lived(self, snapshot: Snapshot) -> Snapshot:
         try:
             self._states[LIFE], snapshot = lived(self._states[LIFE], snapshot)
+            snapshot = with_lost(snapshot)
         except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without the life nothing is judged
             self._states[LIFE] = forgotten(self._states[LIFE])
             self._transitions.derivation(LIFE, error)

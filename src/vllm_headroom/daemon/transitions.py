@@ -8,7 +8,8 @@ import structlog
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values
+from vllm_headroom.derive.leftovers import of_no_gpu
+from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values, called
 from vllm_headroom.parse.page import nothing_found
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Source
 
@@ -39,9 +40,8 @@ BLIND: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
 """The states in which it cannot tell whether what it found goes on; in any other it has found nothing."""
 
 
-def left_out(gpus: tuple[Gpu, ...], selection: Selection) -> tuple[Gpu, ...]:
-    """Return the GPUs that the engine's processes hold memory of and that the operator's list leaves out."""
-    return tuple(gpu for gpu in gpus if selection.listed and gpu.engine_bytes and gpu.attribution is None)
+MOST_STOPPED: Final = 64
+"""Probes that are told to have given up: lives of a whole engine, and files of the engine's container fill no log."""
 
 
 class Transitions:
@@ -67,6 +67,7 @@ class Transitions:
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
         self._engines_found(snapshot.ambiguous)
+        self._left_behind(snapshot.left_behind)
         if snapshot.life is not None:
             self._life(snapshot.life)
 
@@ -80,7 +81,7 @@ class Transitions:
         before = self._found.pop(labels, None)
         if now is not None:
             self._found[labels] = now
-        whose = f"GPU {labels[0]}" if len(labels) > 1 else f"host memory of {labels[0]}"
+        whose = called(*labels) if len(labels) > 1 else f"host memory of {labels[0]}"
         if now is None and before is not None:
             log.info("memory no longer grows without explanation", of=whose, before=before)
         elif now != before:
@@ -111,6 +112,11 @@ class Transitions:
         if self._is_new("engines", ambiguous_roots) and ambiguous_roots:
             log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
 
+    def _left_behind(self, pids: frozenset[int]) -> None:
+        problem = of_no_gpu(pids, ())
+        if self._is_new("left behind", problem, usual=None) and problem is not None:
+            log.warning("an engine that has ended left processes behind", problem=problem)
+
     def _source(self, source: Source, part: object) -> None:
         if not self._is_new(str(source), part.reason if isinstance(part, Failure) else None):
             return
@@ -121,11 +127,11 @@ class Transitions:
 
     def _probe(self, probe: ProbeReadings | Failure) -> None:
         self._source(Source.PROBE, probe)
-        stopped = () if isinstance(probe, Failure) else tuple(each for each in probe.others if each.stopped)
-        for each in stopped:
-            if (each.pid, each.started_at_seconds) not in self._stopped:
+        for each in () if isinstance(probe, Failure) else probe.others:
+            name = each.pid, each.started_at_seconds
+            if each.stopped and name not in self._stopped and len(self._stopped) < MOST_STOPPED:
+                self._stopped.add(name)
                 log.warning("a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped)
-        self._stopped = {(each.pid, each.started_at_seconds) for each in stopped}
 
     def _page(self, page: EnginePage) -> None:
         offers = any(found for _, found in page.inputs)
@@ -140,7 +146,7 @@ class Transitions:
             log.warning("engine's inputs missing", problem=nothing_found(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        uuids = ",".join(gpu.reading.uuid for gpu in left_out(gpus, self._selection))
+        uuids = ",".join(gpu.reading.uuid for gpu in gpus if gpu.left_out)
         if self._is_new("left out", uuids) and uuids:
             log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)

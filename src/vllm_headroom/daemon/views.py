@@ -50,10 +50,8 @@ class Views:
         """Take note of a sample that was published."""
         if sampler.snapshot is None or sampler.published is None:
             return
-        page = sampler.snapshot.page
         self.verdicts = verdicts(sampler.snapshot, sampler.values)
-        running = running_requests(page)
-        self.history.step(sampler.snapshot, self.verdicts, running)
+        self.history.step(sampler.snapshot, self.verdicts, running_requests(sampler.snapshot.page))
 
     async def record(self, sampler: Sampler) -> None:
         """Write down a sample that was published, where a record is kept."""

@@ -14,11 +14,9 @@ from vllm_headroom.derive.inside.counters import Counts, counters
 from vllm_headroom.derive.kv_cache import TokenBytes, kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.derive.life.service import in_service, leaks_in_service
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import life, readings
-from vllm_headroom.derive.sleep import SleepState, sleep
 
 
 def derivations(
@@ -45,11 +43,10 @@ def derivations(
         Derivation(name="admission", initial=Batches(), step=admission),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="sleep", initial=SleepState(), step=sleep),
-        Derivation(name="leak", initial=LeakMemory(), step=leaks_in_service(leaks)),
+        Derivation(name="leak", initial=LeakMemory(), step=leaks),
         Derivation(
             name="baseline",
             initial=Baselines(),
-            step=in_service(partial(baseline, configured_bytes=baseline_bytes_per_request)),
+            step=partial(baseline, configured_bytes=baseline_bytes_per_request),
         ),
     )

@@ -13,6 +13,7 @@ from vllm_headroom.derive.inside.schedulers import schedulers
 from vllm_headroom.derive.page_facts import named
 from vllm_headroom.derive.readings import engine_labels
 from vllm_headroom.model import EngineReading, ProbeReadings, Sample, SchedulerReading, Snapshot
+from vllm_headroom.vocabulary import EngineState
 
 TIMES: Final = 3
 """How often others must have waited beside the most that ever ran: a queue of one moment says nothing of a limit."""
@@ -36,11 +37,13 @@ def admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample
     """Return how many more requests each engine could run: as many as fit its KV cache and `max_num_seqs` admits.
 
     vLLM tells that setting nowhere on its page: where the probe does not either, and the most that ever ran stays the
-    most while others wait for anything but the KV cache, it is the limit. There is no sample while nothing runs.
+    most while others wait for anything but the KV cache, it is the limit. There is no sample while nothing runs, nor
+    while the engine does not serve: what its page shows asleep, or stalled, is frozen.
     """
-    state = _followed(state, snapshot)
-    if snapshot.page is None:
+    serves = snapshot.life is None or snapshot.life.state is EngineState.SERVING
+    if snapshot.page is None or not serves:
         return state, ()
+    state = _followed(state, snapshot)
     present = snapshot.probe.present if isinstance(snapshot.probe, ProbeReadings) else ()
     told = schedulers(snapshot.page, present)
     return state, tuple(
@@ -53,12 +56,8 @@ def admission(state: Batches, snapshot: Snapshot) -> tuple[Batches, tuple[Sample
 def _followed(state: Batches, snapshot: Snapshot) -> Batches:
     if snapshot.life is not None and snapshot.life.restarts != state.restarts:
         state = Batches(restarts=snapshot.life.restarts)
-    if snapshot.page is None:
-        return state
-    seen = {engine_labels(engine): engine for engine in named(snapshot.page)}
-    return replace(
-        state, engines={labels: _of(state.engines.get(labels, Batch()), engine) for labels, engine in seen.items()}
-    )
+    seen = {engine_labels(each): each for each in named(snapshot.page)}
+    return replace(state, engines={labels: _of(state.engines.get(labels, Batch()), seen[labels]) for labels in seen})
 
 
 def _of(batch: Batch, engine: EngineReading) -> Batch:

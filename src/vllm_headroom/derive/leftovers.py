@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from vllm_headroom.model import Fate, GpuProcess, Leftover, ProcessReadings
+from vllm_headroom.model import Fate, Gpu, GpuProcess, Leftover, ProcessReadings
 from vllm_headroom.units import size
 
 _FIRST: Final = 1
@@ -48,12 +48,22 @@ def described(leftover: Leftover) -> str:
     return f"{held} held by {pid}{WHO[leftover.fate]}: {what_to_do}"
 
 
+def of_no_gpu(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
+    """Return what is said of the orphans that no GPU has among its leftovers, None where there are none."""
+    pids = [str(pid) for pid in sorted(orphans - {left.pid for gpu in gpus for left in gpu.leftovers})]
+    if not pids:
+        return None
+    what_to_do = WHAT_TO_DO[Fate.ORPHANED].format(pid=" ".join(pids))
+    who = f"pid {pids[0]} is" if len(pids) == 1 else f"pids {', '.join(pids)} are"
+    return f"{who} {WHO[Fate.ORPHANED]}: {what_to_do}"
+
+
 def _fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
     """Return what became of a process; None where it lives, or may.
 
     One that never was seen is missed only where all processes of the machine show: without pid 1 some are hidden.
     """
-    if pid in processes.orphans or pid in processes.strays:
+    if pid in processes.left_behind:
         return Fate.ORPHANED
     if pid in processes.zombies:
         return Fate.ZOMBIE

@@ -31,8 +31,11 @@ def together(values: Iterable[float | None]) -> float | None:
 
 
 def running_requests(page: EnginePage | None) -> float | None:
-    """Return the requests all engines of the page run; None where one does not say, or there is none."""
-    return together(engine.running for engine in named(page))
+    """Return the requests all engines of the page run; None where one does not say, or there is none.
+
+    One that sleeps runs none: what its page shows then was frozen in it.
+    """
+    return together(0.0 if each.running and each.awake is False else each.running for each in named(page))
 
 
 def finished(page: EnginePage | None) -> float | None:

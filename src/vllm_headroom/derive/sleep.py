@@ -15,6 +15,9 @@ from vllm_headroom.model import Sample, Snapshot
 SETTLED_SECONDS: Final = 30.0
 """Memory goes after the page says that the engine sleeps, on some cards seconds after (vllm-project/vllm#37533)."""
 
+GIVEN_BACK: Final = 0.1
+"""What gives back less than this share of what it keeps has no residue: level 0 pauses the scheduler and keeps all."""
+
 
 class SleepState(Struct, frozen=True, kw_only=True):
     """Since when this life sleeps, on the monotonic clock, and the least it held of each GPU in its last sleep.
@@ -56,6 +59,8 @@ def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
     if now - since < SETTLED_SECONDS:
         return replace(state, since_seconds=since)
     held = {gpu.reading.uuid: gpu.held_bytes for gpu in snapshot.owned if gpu.held_bytes is not None}
+    to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
+    held = {uuid: n_bytes for uuid, n_bytes in held.items() if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes}
     least = state.least_bytes if state.settled else {}
     least = remembered(least, held) | {uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()}
     return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)

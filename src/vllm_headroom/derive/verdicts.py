@@ -8,7 +8,7 @@ from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive import growing
-from vllm_headroom.derive.leftovers import described
+from vllm_headroom.derive.leftovers import described, of_no_gpu
 from vllm_headroom.model import Failure, GpuReading, Life, Snapshot, Values, Verdict
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import EngineState, LeakState, Level
@@ -41,6 +41,9 @@ ENGINE_SAYS: Final = {
     EngineState.UNKNOWN: (Level.UNKNOWN, "may be up or down: that is not known", "HeadroomSidecarBlind"),
 }
 
+LAST_SEEN: Final = {EngineState.SERVING: "served when last seen", EngineState.ASLEEP: "was asleep when last seen"}
+"""What is said without a page while its state is still taken for what it was."""
+
 NEVER_SEEN: Final = (Level.UNKNOWN, "has not been seen yet: there is no page and no server of it", None)
 """HeadroomEngineDown waits too until one has lived."""
 
@@ -69,6 +72,10 @@ def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     if not snapshot.owned:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
+    for gpu in (each for each in snapshot.devices if each.left_out):
+        text = f"the engine's processes hold {size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
+        name = gpu.reading.called
+        yield Verdict(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
         yield _gpu(values, gpu.reading, snapshot.life)
         for leftover in gpu.leftovers:
@@ -100,7 +107,7 @@ def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
         level, alert = (Level.WARNING, "HeadroomGpuMemoryLow") if low else (level, None)
         room = f"; {'only ' if low else ''}{size(free)} are free"
     to_wake = None if life is None else dict(life.to_wake).get(uuid)
-    if to_wake is not None:
+    if to_wake:
         text = f"{text}; to wake takes {size(to_wake)}"
         if free is not None and free < to_wake:
             level, room = Level.WARNING, f"{room}: {size(to_wake - free)} are missing"
@@ -117,7 +124,7 @@ def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     if state is EngineState.DOWN and snapshot.life is not None and not any(count for _, count in snapshot.life.exits):
         level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        cause = f"; {snapshot.engines.message}"
+        text, cause = LAST_SEEN.get(state, text), f"; {snapshot.engines.message}"
     else:
         cause = _load(values) if state is EngineState.SERVING else ""
     yield Verdict(subject="engine", level=level, sentence=_ended(f"The engine {text}{cause}"), alert=alert)
@@ -132,10 +139,12 @@ def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
 
 
 def _load(values: Values) -> str:
+    """Return what it does; while requests wait there is no room for more, whatever the KV cache has left."""
     counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
     words = [f"{sum(found.values()):.0f} {word}" for metric, word in counted if (found := values.of(metric))]
     used = values.of(catalog.ENGINE_KV_USED).values()
-    more = values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
+    waits = any(values.of(catalog.ENGINE_WAITING).values())
+    more = () if waits else values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
     words += [f"KV cache {100 * max(used):.0f} % used"] if used else []
     words += [f"room for {sum(more):.0f} more"] if more else []
     return f": {', '.join(words)}" if words else ""
@@ -144,6 +153,9 @@ def _load(values: Values) -> str:
 def _host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
+    left = of_no_gpu(snapshot.left_behind, snapshot.owned)
+    if left is not None:
+        yield Verdict(subject="processes", level=Level.WARNING, sentence=f"{left[0].upper()}{left[1:]}.")
     for role, state in grows.items():
         yield growing.of_host(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:

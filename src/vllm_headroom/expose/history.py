@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite, isnan, nan
 from typing import Final
@@ -17,6 +16,10 @@ from vllm_headroom.vocabulary import Level
 STEP_SECONDS: Final = 60
 POINTS: Final = 1440
 """A day: for eight GPUs 98 kB, and 131 kB where it is kept."""
+
+MOST_BACK: Final = 5
+"""Minutes by which a clock is set back in its daily course, be it by a tenth of a second at the turn of one: the newest
+minute goes on until the clock has caught up."""
 
 MOST_GPUS: Final = 64
 MOST_CURVES: Final = 2 * MOST_GPUS + 1
@@ -41,12 +44,11 @@ Said = tuple[str, Level, str | None]
 class KeptHistory(Struct, frozen=True, kw_only=True):
     """The history as it is kept over a restart of the daemon; `minute` is that of the newest point.
 
-    `curves` are a day's values under the name of what they are of, as floats of 32 bits in base64, `said` is what was
-    said last.
+    `curves` are a day's values under the name of what they are of, as floats of 32 bits, `said` is what was said last.
     """
 
     minute: int | None = None
-    curves: dict[str, str] = field(default_factory=dict)
+    curves: dict[str, bytes] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
     said: frozenset[Said] | None = None
 
@@ -64,13 +66,13 @@ class History:
         self._said: frozenset[Said] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
-        """Add what one tick saw; where the clock was set back the day begins anew."""
+        """Add what one tick saw; where the clock was set back by much the day begins anew."""
         minute = int(snapshot.time_seconds // STEP_SECONDS)
-        if self._minute is None or minute < self._minute:
-            self._curves = {}
-        else:
+        if self._minute is None or minute < self._minute - MOST_BACK:
+            self._curves, self._minute = {}, minute
+        elif minute > self._minute:
             self._forget(min(minute - self._minute, POINTS))
-        self._minute = minute
+            self._minute = minute
         gpus = snapshot.owned[:MOST_GPUS]
         if len(self._curves) > MOST_CURVES:  # of GPUs, or parts of them, that have gone
             shown = {"", *(gpu.reading.uuid for gpu in gpus)}
@@ -95,14 +97,14 @@ class History:
 
     def kept(self) -> KeptHistory:
         """Return what a later process takes up."""
-        curves = {name: b64encode(curve).decode() for name, curve in self._curves.items()}
+        curves = {name: curve.tobytes() for name, curve in self._curves.items()}
         return KeptHistory(minute=self._minute, curves=curves, events=self.events, said=self._said)
 
     def take_up(self, kept: KeptHistory) -> None:
         """Go on from what an earlier process kept; curves of another length are left out."""
         self._minute, self.events, self._said = kept.minute, kept.events[-MOST_EVENTS:], kept.said
-        decoded = {name: array(TYPE, b64decode(values)) for name, values in kept.curves.items()}
-        self._curves = {name: curve for name, curve in decoded.items() if len(curve) == POINTS}
+        whole = {name: values for name, values in kept.curves.items() if len(values) == POINTS * array(TYPE).itemsize}
+        self._curves = {name: array(TYPE, values) for name, values in whole.items()}
 
     def _gpu(self, gpu: Gpu) -> None:
         memory, peak_bytes = gpu.reading.memory, gpu.reading.used_peak_bytes

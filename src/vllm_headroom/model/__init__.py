@@ -10,7 +10,19 @@ from vllm_headroom.model.engine import (
     ProcessName,
     ProcessReadings,
 )
-from vllm_headroom.model.gpu import Fate, Gpu, GpuMemory, GpuProcess, GpuReading, GpuReadings, Leftover, Vendor
+from vllm_headroom.model.gpu import (
+    Device,
+    Fate,
+    Gpu,
+    GpuMemory,
+    GpuProcess,
+    GpuReading,
+    GpuReadings,
+    Leftover,
+    Vendor,
+    called,
+    part_of,
+)
 from vllm_headroom.model.host import Cgroup, HostMemory, HostReading, MachineMemory, Shm
 from vllm_headroom.model.inside import (
     AllocatorReading,

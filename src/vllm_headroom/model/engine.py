@@ -79,15 +79,17 @@ SAME_START_SECONDS: Final = 2.0
 class EngineProcess(Struct, frozen=True, kw_only=True):
     """A process of the engine found in /proc.
 
-    `started_at_seconds` is seconds since the epoch. `cpu_seconds` is what it has computed so far, in all its threads.
-    Of `rss_bytes`, `anonymous_bytes` is the process's own and `file_bytes` maps files, which the kernel can take back;
-    the rest is shared memory. None where it is not told, as of the time computed in a trace.
+    `started_at_seconds` is seconds since the epoch, `since_boot_seconds` since the boot. `cpu_seconds` is what it has
+    computed so far, in all its threads. Of `rss_bytes`, `anonymous_bytes` is the process's own and `file_bytes` maps
+    files, which the kernel can take back; the rest is shared memory. None where it is not told, as of the time computed
+    in a trace.
     """
 
     pid: int
     role: Role
     rss_bytes: int
     started_at_seconds: float
+    since_boot_seconds: float | None = None
     cpu_seconds: float | None = None
     anonymous_bytes: int | None = None
     file_bytes: int | None = None
@@ -116,6 +118,11 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
     strays: frozenset[int] = frozenset()
     zombies: frozenset[int] = frozenset()
     host: HostReading = field(default_factory=HostReading)
+
+    @property
+    def left_behind(self) -> frozenset[int]:
+        """The pids of what serves no engine any more."""
+        return self.orphans | self.strays
 
 
 class Life(Struct, frozen=True, kw_only=True):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum, StrEnum
+from typing import Final
 
 from msgspec import Struct
 
 from vllm_headroom.model.inside import Inside
 from vllm_headroom.model.reading import Failure
 from vllm_headroom.vocabulary import Attribution
+
+_PART: Final = re.compile(r"(MIG-.{1,8}).*|(?:GPU-[0-9a-f]+|PCI-[0-9a-f:.]+)-([0-9]+)", re.IGNORECASE)
 
 
 class Vendor(Enum):
@@ -58,6 +62,20 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
     used_bytes: int | None
 
 
+def part_of(uuid: str) -> str:
+    """Return what tells a MIG instance, or a partition of an AMD card, from the others of its index; "" of a whole GPU.
+
+    Of a MIG instance's UUID that is as much as a person compares.
+    """
+    found = _PART.fullmatch(uuid)
+    return "" if found is None else found[1] or f"partition {found[2]}"
+
+
+def called(index: int | str, uuid: str) -> str:
+    """Return what a person calls a device in a sentence."""
+    return f"GPU {index} {part_of(uuid)}".rstrip()
+
+
 class Fate(StrEnum):
     """What became of a process that holds GPU memory for no engine any more."""
 
@@ -74,21 +92,29 @@ class Leftover(Struct, frozen=True, kw_only=True):
     used_bytes: int | None
 
 
-class GpuReading(Struct, frozen=True, kw_only=True):
+class Device(Struct, frozen=True, kw_only=True):
+    """A whole GPU or a part of one, as it is told from others."""
+
+    index: int
+    uuid: str
+
+    @property
+    def called(self) -> str:
+        """What a person calls it in a sentence."""
+        return called(self.index, self.uuid)
+
+
+class GpuReading(Device, frozen=True, kw_only=True):
     """What is told of one device, a whole GPU or a part of one: a MIG instance, or a partition of an AMD card.
 
     What the device does not support is None. `index` is NVML's; AMD's cards are counted on from there.
 
     `failure` is set when the device cannot be read: then everything but index, uuid, name and xid_errors is None.
     `processes` is None when the list could not be read, which is not the same as an empty list.
-    `xid_errors` pairs XID codes with their count since the daemon started. `part` tells a part from the others of its
-    index, and is empty for a whole GPU.
+    `xid_errors` pairs XID codes with their count since the daemon started.
     """
 
-    index: int
-    uuid: str
     name: str
-    part: str = ""
     memory: GpuMemory | None = None
     used_peak_bytes: int | None = None
     utilization_ratio: float | None = None
@@ -99,18 +125,12 @@ class GpuReading(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
     vendor: Vendor = Vendor.NVIDIA
 
-    @property
-    def called(self) -> str:
-        """What a person calls it in a sentence."""
-        return f"GPU {self.index} {self.part}".rstrip()
-
     def failed(self, failure: Failure) -> GpuReading:
         """Return the reading of the same device when it cannot be read; XID errors are counted here and stay known."""
         return GpuReading(
             index=self.index,
             uuid=self.uuid,
             name=self.name,
-            part=self.part,
             xid_errors=self.xid_errors,
             failure=failure,
             vendor=self.vendor,
@@ -142,3 +162,8 @@ class Gpu(Struct, frozen=True, kw_only=True):
     process_count: int | None = None
     leftovers: tuple[Leftover, ...] = ()
     inside: Inside | None = None
+
+    @property
+    def left_out(self) -> bool:
+        """Whether processes that serve the engine hold memory of it, and the operator's list leaves it out."""
+        return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

@@ -84,11 +84,12 @@ class OomRecord(Struct, frozen=True, kw_only=True):
 class ProbedProcess(Struct, frozen=True, kw_only=True):
     """The newest file of one process, whose pid is that of its own namespace; times in seconds since the epoch.
 
-    `stopped` is why its probe gave up for good.
+    `since_boot_seconds` is when it began by a count that no clock moves, `stopped` why its probe gave up for good.
     """
 
     pid: int
     started_at_seconds: float
+    since_boot_seconds: float | None = None
     written_at_seconds: float
     interval_seconds: float
     role: Role

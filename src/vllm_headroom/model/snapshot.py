@@ -18,7 +18,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     no folder is configured, `host` where nothing is known of the host's memory.
     `unanswered_since_seconds` is since when, on that clock, the engine owes an answer to a request of the daemon's own.
     `neighbours` are the first processes of the engines in sight that were not taken for the one that is watched;
-    `ambiguous` is how many there are where any of them may be it.
+    `ambiguous` is how many there are where any of them may be it. `left_behind` are the pids of what serves none now.
     `life` is None where it is not known, as when following it failed: then nothing is gathered for a verdict.
     """
 
@@ -33,6 +33,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     life: Life | None = None
     neighbours: frozenset[ProcessName] = frozenset()
     ambiguous: int = 0
+    left_behind: frozenset[int] = frozenset()
     host: HostMemory | None = None
 
     @property

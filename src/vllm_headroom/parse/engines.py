@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import inf, isfinite
+from math import isfinite
 from typing import Any, Final
 
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
 from vllm_headroom.parse.exposition import beyond
+from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 
 MOST_ENGINES: Final = 256
@@ -157,5 +158,5 @@ def _amount(fact: Fact, sample: Sample) -> float | None:
 
 
 def _usable(field: str, value: float) -> float | None:
-    highest = 1.0 if field.endswith("_ratio") else inf
+    highest = 1.0 if field.endswith("_ratio") else LARGEST
     return value if isfinite(value) and 0 <= value <= highest else None

@@ -57,6 +57,7 @@ def _process(document: Mapping[str, Any]) -> ProbedProcess:
     return ProbedProcess(
         pid=pid,
         started_at_seconds=_needed(document, "started_at"),
+        since_boot_seconds=number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
         role=_role(document),

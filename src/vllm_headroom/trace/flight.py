@@ -6,11 +6,13 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
+from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, append
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import make, put
@@ -49,15 +51,28 @@ def keep(folder: Path, written: bytes) -> None:
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     """Make the incident of that time from the record as it is now, in place of one of the same time; raises OSError.
 
-    The file is there as a whole or not at all. The oldest samples are left out where there are too many.
+    The file is there as a whole or not at all. The oldest samples are left out where there are too many; half of the
+    room is theirs.
     """
-    header, incidents = line({**HEADER, INCIDENT: known}), folder / INCIDENTS
-    samples = _stretch(_lines(folder), seconds, int(share_of(folder) * INCIDENT_BYTES) - len(header))
+    most_bytes, incidents = int(share_of(folder) * INCIDENT_BYTES), folder / INCIDENTS
+    header = _header(known, most_bytes // 2)
+    samples = _stretch(_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header)))
     make(folder)
     make(incidents)
     file = incidents / name_of(seconds)
     put(file, incidents / "unfinished", chain((header,), samples))
     _make_room(incidents, file)
+
+
+def _header(known: dict[str, Any], most_bytes: int) -> bytes:
+    """Return the first line; where it would be too long, the longest of what was known before goes first.
+
+    What the probe's files say is as long as the engine's container likes, and readers take a line of LONGEST_LINE.
+    """
+    before = dict(known.get("before", {}))
+    while len(header := line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
+        del before[max(before, key=lambda name: len(line(before[name])))]
+    return header
 
 
 def share_of(folder: Path) -> float:
@@ -77,12 +92,11 @@ def _make_room(incidents: Path, newest: Path) -> None:
 
 
 def _lines(folder: Path) -> Iterator[bytes]:
-    for name in (f"{FLIGHT}.1", FLIGHT):
-        try:
-            with (folder / name).open("rb") as stream:
-                yield from stream
-        except FileNotFoundError:
-            continue
+    """Yield the lines of the record, of what is none parts of bounded length; a pipe or a device is not opened."""
+    for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
+        if file.is_file():
+            with file.open("rb") as stream:
+                yield from iter(partial(stream.readline, LONGEST_LINE), b"")
 
 
 def _stretch(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:

@@ -30,8 +30,8 @@ def name_of(seconds: float) -> str:
 
 
 def incidents_in(folder: Path) -> list[Path]:
-    """Return the incidents of a folder, the newest last; raises OSError."""
-    return sorted(file for file in folder.glob("*.jsonl") if began(file) is not None)
+    """Return the incidents of a folder, the newest last; raises OSError. A pipe or a device is none."""
+    return sorted(file for file in folder.glob("*.jsonl") if began(file) is not None and file.is_file())
 
 
 def newest_in(folder: Path) -> tuple[Path, dict[str, Any]] | None:

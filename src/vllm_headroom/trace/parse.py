@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
+from codecs import BOM_UTF8, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from gzip import BadGzipFile, GzipFile
+from io import BufferedReader
 from os import fstat
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final, cast
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
 from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
@@ -30,6 +34,15 @@ CLOCKS_SECONDS: Final = 300.0
 BACK: Final = "a clock was set back, or files were put together in a wrong order: FILE.1 comes before FILE"
 YEAR_10000: Final = 253_402_300_800
 NO_TRACE: Final = f"no trace of this version, whose first line is {json.dumps(HEADER)}"
+UNPACK: Final = "packed by {}: unpack it first, only gzip's is read as it is"
+FOREIGN: Final = {
+    BOM_UTF16_LE: "UTF-16, as some shells write with >: make UTF-8 of it",
+    b"\x28\xb5\x2f\xfd": UNPACK.format("zstd"),
+    b"\xfd7zXZ": UNPACK.format("xz"),
+}
+GZIP: Final = b"\x1f\x8b"
+MOST_QUOTED: Final = 60
+"""Characters of what is no trace, by which one sees what it is."""
 
 _GPUS_FAILED: Final = Failure(
     source=Source.NVML, reason=Reason.UNKNOWN, message="the trace has no reading of the GPUs here"
@@ -48,11 +61,13 @@ Watched = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
 def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[Snapshot]:
     """Yield the snapshots of a file, or of standard input for "-", as `snapshots` does."""
     if trace == "-":
-        yield from _noted(snapshots(watched(_lines(sys.stdin.buffer), None), STDIN), STDIN)
+        lines = lines_of(cast(BufferedReader, sys.stdin.buffer))
+        yield from _noted(snapshots(watched(lines, None), STDIN), STDIN)
         return
     try:
         with Path(trace).open("rb") as stream:
-            yield from _noted(snapshots(watched(_lines(stream), fstat(stream.fileno()).st_size), trace), trace)
+            n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
+            yield from _noted(snapshots(watched(lines_of(stream), n_bytes), trace), trace)
     except OSError as error:
         raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
 
@@ -72,8 +87,17 @@ def _noted(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
         yield snapshot
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(stream.readline, LONGEST_LINE), b"")
+def lines_of(stream: BufferedReader) -> Iterator[bytes]:
+    """Yield the lines, also of what gzip has packed; raises BadInput where that is spoiled."""
+    plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
+    try:
+        yield from iter(partial(plain.readline, LONGEST_LINE), b"")
+    except (BadGzipFile, EOFError, zlib.error) as error:
+        raise BadInput("what gzip packed is damaged, cut off or followed by something else") from error
+
+
+def _is_packed(stream: BufferedReader) -> bool:
+    return stream.peek(len(GZIP)).startswith(GZIP)
 
 
 def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
@@ -86,7 +110,7 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
     for number, line in enumerate(rest, start=1):
         record = _record(line)
         if number == 1 and not _is_header(record):
-            raise BadInput(f"line 1: {NO_TRACE}")
+            raise BadInput(f"line 1: {NO_TRACE}; this {_seen(line)}")
         if isinstance(record, str):
             if line.endswith(b"\n") or next(rest, None) is not None:
                 raise BadInput(f"line {number}: {record}")
@@ -99,7 +123,13 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
                 raise BadInput(f"line {number}: {wrong}") from None
             yield snapshot
     if number == 0:
-        raise BadInput(f"line 1: {NO_TRACE}")
+        raise BadInput(f"line 1: {NO_TRACE}; this is empty")
+
+
+def _seen(line: bytes) -> str:
+    """Return what a file that is no trace begins with, or is."""
+    known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
+    return f"is {known}" if known else f"begins with {line[:MOST_QUOTED].decode(errors='replace').strip()!r}"
 
 
 def _is_header(record: object) -> bool:
@@ -112,7 +142,7 @@ _JSON: Final = json.JSONDecoder(parse_constant=no_number)
 def _record(line: bytes) -> dict[str, Any] | str | None:
     """Return the object on a line, None for a blank line, or what is wrong with it."""
     try:
-        content = str(line, "utf-8").strip()
+        content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
         if not content:
             return None
         record = _JSON.decode(content)

@@ -14,7 +14,6 @@ from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.location import location
 from vllm_headroom.derive.life.follow import LifeState, lived
 from vllm_headroom.derive.life.lives import Lives
-from vllm_headroom.derive.sleep import SleepState, sleep
 from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.trace.course import Course, Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
@@ -32,7 +31,7 @@ class Watch:
     """What the detector said of every GPU and every host role, from the first sample to the newest.
 
     `memory` is the host memory when last known, with the most that was in use. `residues` is what was kept of each GPU,
-    by index, in each sleep, by when that began; `stranded` the most of an engine's KV cache that no request held.
+    by its labels, in each sleep, by when that began; `stranded` the most of an engine's KV cache that no request held.
     """
 
     def __init__(self) -> None:
@@ -45,9 +44,8 @@ class Watch:
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
-        self._sleep = SleepState()
         self.memory: HostMemory | None = None
-        self.residues: dict[str, dict[float, float]] = {}
+        self.residues: dict[tuple[str, str], dict[float, float]] = {}
         self.stranded: dict[tuple[str, str], float] = {}
 
     @property
@@ -95,24 +93,20 @@ class Watch:
         self._last_seconds = snapshot.time_seconds
         self._life, snapshot = lived(self._life, snapshot)
         self.memory = _fuller(self.memory, snapshot.host)
-        self._rest(snapshot)
+        for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
+            self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
         before = self._memory
         self._memory, samples = answer(self._detector, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
             course.state = LeakState.UNKNOWN
+        sleep = self._memory.sleep
         for sample in samples:
             if sample.metric.name in STATES and sample.value:
                 self._follow(sample, before)
+            elif sample.metric is catalog.SLEEP_RESIDUE and sleep.settled and sleep.since_seconds is not None:
+                gpu, uuid = sample.labels
+                self.residues.setdefault((gpu, uuid), {})[sleep.since_seconds] = sample.value
         return snapshot
-
-    def _rest(self, snapshot: Snapshot) -> None:
-        """Keep what an engine holds while it sleeps, and what nobody holds of its KV cache while it is idle."""
-        self._sleep, samples = sleep(self._sleep, snapshot)
-        for sample in samples:
-            if self._sleep.settled and self._sleep.since_seconds is not None:
-                self.residues.setdefault(sample.labels[0], {})[self._sleep.since_seconds] = sample.value
-        for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
-            self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
 
     def _follow(self, sample: Sample, before: LeakMemory) -> None:
         """Go on with the series that a sample names the state of."""

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import httpx
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import LOOPBACK, EngineServer, page
+from tests.fakes.ports import free_port
 from tests.process import daemon, eventually
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -37,12 +37,6 @@ def full_pipe() -> Iterator[tuple[int, int]]:
     finally:
         os.close(taking)
         os.close(giving)
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def answers(url: str) -> bool:

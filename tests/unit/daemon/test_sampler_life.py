@@ -19,8 +19,9 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
+from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
-from vllm_headroom.vocabulary import Attribution, LeakState
+from vllm_headroom.vocabulary import Attribution, LeakState, Reason, Source
 
 ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid="GPU-0", name="H100", memory=MEMORY),))
 
@@ -76,6 +77,25 @@ def test_every_change_of_state_is_told_once() -> None:
     assert [line["reason"] for line in lines if line["event"] == "a life of the engine ended"] == ["gone"]
 
 
+def test_what_an_engine_left_behind_is_told_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
+    failed = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="no NVML")
+    said = Said(processes=readings(), gpus=failed)
+    subject = sampler(said)
+    with capture_logs() as lines:
+        for left in (frozenset[int](), frozenset({10}), frozenset({10}), frozenset[int]()):
+            said.processes = readings(engine=() if left else WHOLE, orphans=left)
+            ticked(subject)
+            assert subject.snapshot is not None
+            sentences = [each.sentence for each in verdicts(subject.snapshot, subject.values)]
+            assert (LEFT_BEHIND in sentences) is bool(left)
+
+    told = [line["problem"] for line in lines if line["event"] == "an engine that has ended left processes behind"]
+    assert told == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]
+
+
+LEFT_BEHIND = "Pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10."
+
+
 def leak(state: LeakState, *labels: str) -> Values:
     metric = catalog.LEAK_STATE if len(labels) > 1 else catalog.HOST_LEAK_STATE
     return Values(Sample(metric, (*labels, str(each)), float(each is state)) for each in LeakState)
@@ -94,6 +114,15 @@ def test_every_change_of_a_verdict_is_told_once() -> None:
         ("memory no longer grows without explanation", "GPU 0", None),
         ("memory grows without explanation", "host memory of worker", "leaking"),
     ]
+
+
+def test_instances_of_one_gpu_are_told_apart() -> None:
+    subject = Transitions(Selection())
+    with capture_logs() as lines:
+        for uuid in ("MIG-11111111-2222", "MIG-33333333-4444"):
+            subject.verdicts(leak(LeakState.LEAKING, "1", uuid))
+
+    assert [line["of"] for line in lines] == ["GPU 1 MIG-11111111", "GPU 1 MIG-33333333"]
 
 
 @pytest.mark.parametrize("blind", [LeakState.UNKNOWN, LeakState.ASLEEP, None])

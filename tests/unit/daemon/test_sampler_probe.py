@@ -15,6 +15,7 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
+from vllm_headroom.daemon.transitions import MOST_STOPPED
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, Sample
@@ -92,3 +93,15 @@ def test_a_probe_that_gave_up_is_logged_once() -> None:
             ticked(subject)
 
     assert [line["problem"] for line in lines if line["event"] == "a probe gave up"] == ["its reads took long"]
+
+
+def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> None:
+    folder = Folder()
+    subject = sampler(folder)
+
+    with capture_logs() as lines:
+        for look in range(5):
+            folder.files = tuple(now(pid=100 * look + each, stopped="it lies") for each in range(50))
+            ticked(subject)
+
+    assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_STOPPED

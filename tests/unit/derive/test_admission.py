@@ -61,6 +61,18 @@ def test_another_life_may_have_another_limit(restarts: tuple[int, ...], expected
     assert more(*[QUEUED] * TIMES, QUIET, restarts=restarts) == expected
 
 
+@pytest.mark.parametrize("doing", [EngineState.ASLEEP, EngineState.STALLED])
+def test_what_is_frozen_in_an_engine_tells_no_limit_and_nothing_more_fits(doing: EngineState) -> None:
+    state, frozen = Batches(), page(engine(running=3.0, waiting=5.0, kv_used_ratio=0.1))
+    for place in range(2 * TIMES):
+        seen = snapshot(at=5.0 * place, engines=frozen)
+        state, samples = admission(state, replace(seen, life=Life(state=doing)))
+        assert not samples
+    _, samples = admission(state, replace(seen, life=Life(state=EngineState.SERVING)))
+
+    assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS)[AN_ENGINE] == 27
+
+
 def test_how_many_more_fit_needs_no_capacity() -> None:
     assert more((3.0, 0.0, 0.7)) == 1
     assert more((5.0, 0.0, 1.0)) == 0

@@ -9,8 +9,8 @@ from vllm_headroom import catalog
 from vllm_headroom.derive.kv_cache import kv_cache
 from vllm_headroom.derive.leak.baseline import Baselines, baseline
 from vllm_headroom.derive.per_request import per_request
-from vllm_headroom.model import Sample
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.model import Life, Sample
+from vllm_headroom.vocabulary import EngineState, Source
 
 
 def names(samples: tuple[Sample, ...]) -> dict[str, float]:
@@ -60,7 +60,18 @@ def test_memory_per_running_request_is_absent_while_nothing_runs_and_on_other_gp
 
 
 def test_an_engine_that_died_between_the_readings_costs_nothing_that_is_known() -> None:
-    seen = snapshot(engines=page(engine(running=2.0)), gpus=(gpu(used=0, engine=0),))
+    seen = snapshot(
+        engines=page(engine(running=2.0)), gpus=(gpu(used=0, engine=0),), life=Life(state=EngineState.SERVING)
+    )
 
     assert per_request(seen) == ()
     assert baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()
+
+
+def test_what_is_held_asleep_is_no_price_of_the_requests_that_are_frozen_in_it() -> None:
+    frozen = engine(running=2.0, finished_total=5000.0, awake=False)
+    seen = snapshot(engines=page(frozen), gpus=(gpu(used=40, engine=40),))
+    state, samples = baseline(Baselines(), seen, configured_bytes=None)
+
+    assert per_request(seen) == ()
+    assert (samples, state.bands) == ((), {})

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.attribution_ticks import GIB, MIDDLE_DRIVER, OLD_DRIVER, device, engine, gpus, last
-from vllm_headroom.derive.leftovers import described
+from vllm_headroom.derive.leftovers import described, of_no_gpu
 from vllm_headroom.model import Fate, Gpu, Leftover, ProcessReadings
 
 BEFORE: Final = (gpus(device(0, (7, 5 * GIB), (99, GIB), used=6 * GIB)), engine(7, visible=(1, 99)))
@@ -90,3 +90,15 @@ def test_it_is_said_with_what_to_do() -> None:
     )
     assert "no signal helps" in described(replace(orphan, fate=Fate.ZOMBIE))
     assert "until the GPU is reset" in described(replace(orphan, fate=Fate.VANISHED))
+
+
+def test_what_is_on_no_gpu_that_is_told_of_is_said_by_its_pids() -> None:
+    (gpu,) = last(BEFORE, (BEFORE[0], engine(visible=(1, 99), left=(7,))))
+
+    assert of_no_gpu(frozenset({7}), (gpu,)) is None
+    assert of_no_gpu(frozenset({7, 8}), (gpu,)) == (
+        "pid 8 is left behind by an engine that has ended: end it with kill 8, or kill -9 8"
+    )
+    assert of_no_gpu(frozenset({10, 8}), ()) == (
+        "pids 8, 10 are left behind by an engine that has ended: end it with kill 8 10, or kill -9 8 10"
+    )

@@ -55,3 +55,11 @@ def test_what_is_unknown_or_began_earlier_tells_of_no_other_life(
 )
 def test_one_engine_that_sleeps_is_a_server_that_sleeps(said: tuple[bool | None, ...], *, whole: bool | None) -> None:
     assert awake(page(*(engine(str(rank), awake=each) for rank, each in enumerate(said)))) is whole
+
+
+def test_an_engine_that_sleeps_runs_nothing_whatever_is_frozen_in_it() -> None:
+    frozen = engine("0", running=3.0, awake=False)
+
+    assert running_requests(page(frozen)) == 0
+    assert running_requests(page(frozen, engine("1", running=4.0, awake=True))) == 4
+    assert running_requests(page(engine(running=None, awake=False))) is None

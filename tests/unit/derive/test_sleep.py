@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from tests.samples import engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.sleep import SETTLED_SECONDS, SleepState, sleep
-from vllm_headroom.model import EnginePage, Failure, Gpu
-from vllm_headroom.vocabulary import Source
+from vllm_headroom.model import EnginePage, Failure, Gpu, Life
+from vllm_headroom.vocabulary import EngineState, Source
 
 
 class Night:
@@ -21,10 +23,13 @@ class Night:
         awake: bool | None = False,
         started: float = 1.0,
         engines: EnginePage | Failure | None = None,
+        to_wake: int | None = None,
     ) -> float | None:
         self.at += 10.0
         told = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
         seen = snapshot(at=self.at, engines=told, gpus=self.gpus(held))
+        if to_wake is not None:
+            seen = replace(seen, life=Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
         self._state, samples = sleep(self._state, seen)
         return values(samples, catalog.SLEEP_RESIDUE).get(("0", "GPU-a"))
 
@@ -68,6 +73,15 @@ def test_a_page_or_a_gpu_that_cannot_be_read_leaves_it_as_it_was() -> None:
 
     assert night.look(40, engines=failure(Source.ENGINE)) == 40
     assert night.look(None) == 40
+
+
+def test_a_scheduler_that_is_paused_keeps_all_and_has_no_residue() -> None:
+    night = Night()
+    night.slept(40)
+    night.look(800, awake=True)
+
+    assert [night.look(798, to_wake=2) for _ in range(6)][-1] == 40
+    assert [night.look(500, to_wake=300) for _ in range(2)][-1] == 500, "one that gives back too little has one"
 
 
 def test_another_life_has_not_slept_yet() -> None:

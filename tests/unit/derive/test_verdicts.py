@@ -51,6 +51,22 @@ def test_a_leak_is_an_alarm_with_its_rate_and_its_end() -> None:
     assert (verdict.level, verdict.alert) == (Level.ALARM, "HeadroomGpuMemoryLeak")
 
 
+def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
+    left_out = gpu(index=1, uuid="GPU-b", engine=70 * GIB, attribution=None)
+    at = replace(seen(), gpus=(gpu(), left_out))
+
+    verdict = of("GPU 1", at=at)
+
+    assert verdict.sentence == (
+        "GPU 1 is not judged: the engine's processes hold 70 GiB of it, and HEADROOM_GPUS leaves it out."
+    )
+    assert verdict.level is Level.WARNING
+    dead = Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=70 * GIB)
+    for other in (replace(left_out, engine_bytes=0), replace(left_out, leftovers=(dead,))):
+        found = verdicts(replace(at, gpus=(gpu(), other)), Values(()))
+        assert not [each for each in found if each.subject == "GPU 1"]
+
+
 def test_what_is_not_known_of_a_leak_is_not_said() -> None:
     assert of("GPU 0", state(LeakState.LEAKING)).sentence == "GPU 0 leaks."
     assert of("GPU 0", state(LeakState.LEAKING), LEAK[0]).sentence == "GPU 0 leaks 343 MiB an hour."
@@ -194,6 +210,19 @@ def test_a_serving_engine_says_its_load() -> None:
     )
 
     assert of("engine", *samples).sentence == "The engine serves: 7 running, KV cache 41 % used, room for 9 more."
+    waiting = Sample(catalog.ENGINE_WAITING, ("m", "0"), 5.0)
+    assert of("engine", *samples, waiting).sentence == "The engine serves: 7 running, 5 waiting, KV cache 41 % used."
+
+
+@pytest.mark.parametrize(
+    ("doing", "says"),
+    [(EngineState.SERVING, "served when last seen"), (EngineState.ASLEEP, "was asleep when last seen")],
+)
+def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says: str) -> None:
+    """Its state stays what it was for a minute, in which nobody knows that it still serves."""
+    at = replace(seen(doing), engines=failure(Source.ENGINE))
+
+    assert of("engine", at=at).sentence == f"The engine {says}; it failed."
 
 
 def test_a_life_that_nobody_follows_is_not_known() -> None:
@@ -320,6 +349,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     [
         (2 * GIB, Level.GOOD, "; to wake takes 2 GiB; 5 GiB are free."),
         (9 * GIB, Level.WARNING, "; to wake takes 9 GiB; 5 GiB are free: 4 GiB are missing."),
+        (0, Level.GOOD, "; 5 GiB are free."),
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:

@@ -72,6 +72,12 @@ def test_a_clock_that_is_set_back_begins_anew() -> None:
     assert points(history(at(600), at(0)).free("GPU-a")) == [(BEGIN, 100.0)]
 
 
+def test_a_clock_that_steps_back_over_the_turn_of_a_minute_costs_no_point() -> None:
+    seen = history(at(0, used=900), at(60, used=800), at(59.9, used=850), at(120, used=700))
+
+    assert points(seen.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, 150.0), (BEGIN + 120, 300.0)]
+
+
 def test_gpus_that_have_gone_make_room_for_those_that_are_there() -> None:
     minutes = range(2 * MOST_GPUS)
     here = [(gpu(used=minute), gpu(used=minute, uuid=f"MIG-{minute}")) for minute in minutes]
@@ -128,6 +134,15 @@ def test_a_later_process_goes_on_from_what_was_kept() -> None:
     after.step(at(120), (), None)
 
     assert points(after.free("GPU-a")) == [(BEGIN, 100.0), (BEGIN + 60, None), (BEGIN + 120, 100.0)]
+
+
+def test_curves_of_another_length_are_left_out() -> None:
+    kept, after = history(at(0)).kept(), History()
+
+    after.take_up(replace(kept, curves={**kept.curves, "running": b"x" * 75}))
+
+    assert points(after.free("GPU-a")) == [(BEGIN, 100.0)]
+    assert points(after.running()) == []
 
 
 def test_what_changed_while_no_process_looked_is_an_event() -> None:

@@ -57,6 +57,15 @@ def test_a_failed_source_says_its_cause() -> None:
     assert "<td>12.5 ms</td><td>1 min 0 s before</td><td>unreachable: it failed</td>" in shown
 
 
+@pytest.mark.parametrize("leaking", [frozenset(), frozenset({0})])
+def test_free_memory_and_load_have_the_same_time_axis(leaking: frozenset[int]) -> None:
+    shown = landing_page(day(leaking=leaking))
+
+    axes = re.findall(r'<div class="?(axis[ a-z]*)"?><span>([^<]*) before</span>', shown)
+    assert axes == [axes[0]] * 2
+    assert ("ahead" in axes[0][0]) == bool(leaking)
+
+
 def test_the_leak_is_the_first_thing_that_is_read() -> None:
     shown = landing_page(day(gpus=2, leaking=frozenset({1})))
 
@@ -122,7 +131,7 @@ def test_a_runbook_is_linked_where_it_is_known(runbooks: str | None, link: str |
 
 
 def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
-    parts = [gpu(index=1, uuid=f"MIG-{part}", part=f"MIG-{part}", used_peak_bytes=900) for part in "xy"]
+    parts = [gpu(index=1, uuid=f"MIG-{part}", used_peak_bytes=900) for part in "xy"]
     at, history = replace(snapshot(gpus=tuple(parts)), time_seconds=NOW), History()
     history.step(at, (), None)
     samples = [Sample(catalog.GPU_INFO, ("1", f"MIG-{part}", "H100 MIG 3g.40gb", "process"), 1.0) for part in "xy"]

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-from math import isfinite
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import fields
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
+from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Reason, Source
@@ -47,7 +46,7 @@ def assert_honest(page: str) -> None:
         return
     found = {name: value for engine in read.engines for name, value in values(engine).items()}
 
-    assert all(isfinite(value) and value >= 0 for value in found.values())
+    assert all(0 <= value <= LARGEST for value in found.values())
     assert all(value <= 1 for name, value in found.items() if name.endswith("_ratio"))
     assert sum(available for _, available in read.inputs) == len(found)
 
@@ -95,3 +94,11 @@ def test_a_page_that_cannot_be_read_is_a_failure(page: str, reason: Reason) -> N
 
     assert isinstance(read, Failure)
     assert read.reason is reason
+
+
+@pytest.mark.parametrize("value", ["1e300", "9007199254740994", "1.7976931348623157e308"])
+def test_a_number_beyond_what_is_counted_exactly_is_not_known(value: str) -> None:
+    page = parse_engines(f'vllm:num_requests_running{{model_name="m",engine="0"}} {value}\n')
+
+    assert not isinstance(page, Failure)
+    assert page.engines[0].running is None, "of two such engines the sum would be no number, and no state be kept"

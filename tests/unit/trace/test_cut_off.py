@@ -38,7 +38,7 @@ def test_the_day_before_a_cut_off_line_is_read_and_the_line_is_noted(
 
 
 def test_standard_input_may_be_cut_off_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(HEADER + b"{")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(HEADER + b"{"))))
 
     assert list(recorded("-")) == []
     assert capsys.readouterr().err == "standard input: line 2, the last, is cut off and left out\n"

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from vllm_headroom.commands.advise.engine_facts import EngineFacts
 from vllm_headroom.commands.advise.settings import EngineArgs
-from vllm_headroom.model import HostMemory, Leftover
+from vllm_headroom.model import Device, HostMemory, Leftover
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakState
 
@@ -66,15 +66,13 @@ class Extent(Struct, frozen=True):
         return Extent(now, min(now, self.least), max(now, self.most))
 
 
-class GpuFacts(Struct, frozen=True, kw_only=True):
+class GpuFacts(Device, frozen=True, kw_only=True):
     """One GPU of the engine's, in bytes.
 
     `usable_bytes` is what CUDA calls its total. What `others` hold is None where the engine's share is not known, 0 up
     to SOMEBODY_BYTES. `leftovers` serve no engine any more; `roomy_running` is the most that ran with LOW_BYTES left.
     """
 
-    index: int
-    uuid: str
     leak: Leak
     usable_bytes: float | None = None
     least_room_bytes: float | None = None

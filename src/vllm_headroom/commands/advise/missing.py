@@ -24,8 +24,8 @@ WHY: Final = {
 """The states that leave it open whether it leaks; `unsettled` is load that moves, and nothing that grows."""
 
 A_MOMENT: Final = (
-    "One page is a moment: bursts before the last minute, the size of requests over time and hit ratios over hours are"
-    " not on it. A trace has them (HEADROOM_TRACE_FILE)."
+    "One page is a moment: earlier ends of the engine and bursts, the size of requests and hit ratios over hours need"
+    " a trace (HEADROOM_TRACE_FILE)."
 )
 BETWEEN_SAMPLES: Final = "A peak between two samples is not judged here; headroom_gpu_memory_used_peak_bytes has it."
 ENDED: Final = "a restart that was meant, or a crash, of which vLLM's log tells."
@@ -44,8 +44,8 @@ def missing(facts: Facts) -> Iterator[str]:
         yield "memory of the engine's GPUs: none was read that is known to be the engine's"
     for gpu in facts.gpus:
         if gpu.least_room_bytes is None:
-            yield f"GPU {gpu.index}: its memory was not read"
-        yield from _of_leak(f"GPU {gpu.index}", gpu.leak)
+            yield f"{gpu.called}: its memory was not read"
+        yield from _of_leak(gpu.called, gpu.leak)
     for host in facts.hosts:
         if host.leak.state is not LeakState.UNKNOWN:
             yield from _of_leak(f"host memory of {host.process}", host.leak)

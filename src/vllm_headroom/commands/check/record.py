@@ -13,7 +13,7 @@ from vllm_headroom.derive.leak.observed import observations
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
 from vllm_headroom.derive.life.service import of_service
 from vllm_headroom.derive.page_facts import finished, named, running_requests, together
-from vllm_headroom.model import EnginePage, Gpu, GpuReading, Snapshot
+from vllm_headroom.model import EnginePage, Gpu, Snapshot
 from vllm_headroom.trace.counter import Rise
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import duration
@@ -85,7 +85,7 @@ class Record:
 
     def _gpu(self, gpu: Gpu, seen: Observation, told: Observation | None, running: float | None) -> None:
         reading, uuid = gpu.reading, gpu.reading.uuid
-        new = MemorySeries(uuid, _name(reading), self._detector.course(uuid), keeps=self._keeps_gpus)
+        new = MemorySeries(uuid, reading.called, self._detector.course(uuid), keeps=self._keeps_gpus)
         series = self._gpus.setdefault(uuid, new)
         series.total_bytes = series.total_bytes if reading.memory is None else reading.memory.total_bytes
         series.step(seen, told, self._detector.requests(uuid), running)
@@ -113,10 +113,6 @@ def paired(record: Record, before: Record | None) -> Iterator[tuple[MemorySeries
     same = {gpu.key: gpu for gpu in old}
     for place, gpu in enumerate(record.gpus):
         yield gpu, same.get(gpu.key) or (old[place] if place < len(old) else None)
-
-
-def _name(reading: GpuReading) -> str:
-    return reading.uuid if reading.uuid.startswith("MIG-") else f"GPU {reading.index}"
 
 
 LEAST_SECONDS: Final = GROWING_SECONDS

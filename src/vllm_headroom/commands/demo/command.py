@@ -9,7 +9,6 @@ from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.config.fields import setting
 from vllm_headroom.config.kinds import Value, above_zero, bounded, choice
-from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
 DESCRIPTION: Final = """\
@@ -40,10 +39,6 @@ class DemoSettings(Settings):
     )
 
 
-def _options(parser: Parser) -> None:
-    parser.add_settings(DemoSettings)
-
-
 async def _run(given: Namespace) -> int:
     from vllm_headroom.commands.demo.run import run  # noqa: PLC0415 - --help need not wait for a web server
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
@@ -57,7 +52,7 @@ COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom demo [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=_options,
+    options=lambda parser: parser.add_settings(DemoSettings),
     run=_run,
     status=int,
 )

@@ -20,7 +20,6 @@ from vllm_headroom.commands.doctor.port import listen_port
 from vllm_headroom.commands.doctor.probe import probe, probe_files
 from vllm_headroom.commands.doctor.processes import process_memory, processes
 from vllm_headroom.commands.terminal import wrapped
-from vllm_headroom.config.options import Parser
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
@@ -98,10 +97,6 @@ asked for, or does not apply.
 """
 
 
-def _options(parser: Parser) -> None:
-    parser.add_settings(Settings)
-
-
 async def _run(given: Namespace) -> dict[str, Any]:
     logs.configure(given.settings.log_format, "error")  # the readers log what is told here in full
     return document(await examine(given.settings.values()), version())
@@ -137,7 +132,7 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=_options,
+    options=lambda parser: parser.add_settings(Settings),
     run=_run,
     text=text,
     document=lambda found: found,

@@ -21,7 +21,7 @@ from vllm_headroom.commands.doctor.fixes import (
 )
 from vllm_headroom.commands.doctor.gpus import NO_NVML, OF_OWNED_GPUS, called
 from vllm_headroom.commands.doctor.look import Sight
-from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED, left_out
+from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
 from vllm_headroom.derive.attribution import Selection, pids_are_true
 from vllm_headroom.model import Failure, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
@@ -69,7 +69,7 @@ def _judged(sight: Sight, selection: Selection) -> Check:
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
         return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
-    if others := left_out(sight.gpus, selection):
+    if others := [gpu for gpu in sight.gpus if gpu.left_out]:
         shown = ", ".join(called(gpu.reading) for gpu in others)
         text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
         return Check(

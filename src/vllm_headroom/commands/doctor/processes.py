@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from msgspec.structs import replace
+
 from vllm_headroom.commands.doctor.fixes import (
     NEWER_DRIVER,
     NODE,
@@ -22,6 +24,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.daemon.transitions import AMBIGUOUS
 from vllm_headroom.derive.attribution import pids_are_true, process_memory_is_true
 from vllm_headroom.derive.container import ContainerState, container
+from vllm_headroom.derive.leftovers import of_no_gpu
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
 from vllm_headroom.units import gib
@@ -49,6 +52,11 @@ def processes(sight: Sight) -> Check:
     found = sight.processes
     if isinstance(found, Failure):
         return _without(Status.MISSING, found.message, *_fixes(found))
+    check, left = _seen(sight, found), of_no_gpu(found.left_behind, sight.gpus)
+    return check if left is None else replace(check, details=(*check.details, left))
+
+
+def _seen(sight: Sight, found: ProcessReadings) -> Check:
     if found.engine:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))

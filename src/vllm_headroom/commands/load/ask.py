@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
-from functools import partial
+from time import monotonic
 from typing import Final
 
 from vllm_headroom.commands.load.connection import ClientConnection
@@ -28,11 +28,8 @@ UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
 class Asker:
     """Sends what `make_body` returns to the target; `timeout_seconds` is for a whole request, connecting included."""
 
-    def __init__(
-        self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float) -> None:
         self._target = target
-        self._now = now
         self._make_body = make_body
         self._timeout_seconds = timeout_seconds
         self._connecting = asyncio.Semaphore(AT_ONCE)
@@ -64,13 +61,13 @@ class Asker:
     async def _answer(self, tally: Tally) -> Completion:
         connection, connecting_seconds = await self._connection()
         body = self._make_body()
-        began = self._now() - connecting_seconds
+        began = monotonic() - connecting_seconds
         stream = Stream(tally.between.add)
         connection.send(self._target, body, stream)
         del body  # 10,000 of them are no small thing to hold while they are answered
         with tally.stream():
             answer = await connection.answer()
-        now = self._now()
+        now = monotonic()
         if connection.reusable:
             self._idle.append((now, connection))
         if answer.outcome is Outcome.SUCCEEDED:
@@ -81,15 +78,15 @@ class Asker:
         """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
         while self._idle:
             since, connection = self._idle.pop()
-            if connection.reusable and self._now() - since < KEEP_SECONDS:
+            if connection.reusable and monotonic() - since < KEEP_SECONDS:
                 return connection, 0.0
             connection.close()
         async with self._connecting:
-            began, target = self._now(), self._target
+            began, target = monotonic(), self._target
             _, connection = await asyncio.get_running_loop().create_connection(
-                partial(ClientConnection, self._now),
+                ClientConnection,
                 *target.address,
                 ssl=target.tls,
                 server_hostname=target.host if target.tls else None,
             )
-            return connection, self._now() - began
+            return connection, monotonic() - began

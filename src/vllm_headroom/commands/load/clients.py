@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from time import monotonic
 from typing import Final
 
 from vllm_headroom.commands.load.ask import Asker
@@ -15,13 +15,10 @@ from vllm_headroom.commands.load.tally import Tally
 class Pace:
     """Gives turns to all clients together; None is no cap."""
 
-    def __init__(
-        self, *, most_requests: int | None, requests_per_second: float | None, now: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, most_requests: int | None, requests_per_second: float | None) -> None:
         self._left = most_requests
         self._gap_seconds = 0.0 if requests_per_second is None else 1.0 / requests_per_second
         self._next_seconds = 0.0
-        self._now = now
 
     @property
     def used_up(self) -> bool:
@@ -30,7 +27,7 @@ class Pace:
 
     async def turn(self, until_seconds: float) -> bool:
         """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
-        now = self._now()
+        now = monotonic()
         due = max(now, self._next_seconds)
         if due >= until_seconds or self.used_up:
             return False
@@ -49,17 +46,16 @@ PAUSE_SECONDS: Final = 1.0
 class Clients:
     """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once when told to stop."""
 
-    def __init__(self, *, asker: Asker, pace: Pace, grace_seconds: float, now: Callable[[], float]) -> None:
+    def __init__(self, *, asker: Asker, pace: Pace, grace_seconds: float) -> None:
         self.stopped = False
         self._asker = asker
         self._pace = pace
         self._grace_seconds = grace_seconds
-        self._now = now
         self._deadline: asyncio.Timeout | None = None
 
     async def run(self, count: int, seconds: float, tally: Tally) -> None:
         """Run one step; returns when all its requests have ended."""
-        ends = self._now() + seconds
+        ends = monotonic() + seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds + self._grace_seconds) as self._deadline, asyncio.TaskGroup() as group:
                 for _ in range(count):
@@ -76,6 +72,6 @@ class Clients:
     async def _client(self, ends: float, tally: Tally) -> None:
         while not self.stopped and await self._pace.turn(ends):
             if await self._asker.ask(tally) is not Outcome.SUCCEEDED:
-                if self._now() + PAUSE_SECONDS >= ends:
+                if monotonic() + PAUSE_SECONDS >= ends:
                     return
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -62,10 +62,9 @@ async def load(order: Order) -> dict[str, Any]:
         target=target,
         make_body=_bodies(order, model),
         timeout_seconds=order.timeout_seconds,
-        now=clock.monotonic,
     )
-    pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second, now=clock.monotonic)
-    clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds, now=clock.monotonic)
+    pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
+    clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds)
     try:
         with signals(partial(_stop, clients)):
             run = Run(
@@ -75,7 +74,6 @@ async def load(order: Order) -> dict[str, Any]:
                 pace=pace,
                 sampling=sampling,
                 screen=Screen(),
-                now=clock.monotonic,
             )
             steps = await run.steps()
     finally:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable
+from time import monotonic
 from typing import Final, cast
 
 import h11
@@ -29,11 +29,10 @@ MOST_BODY_BYTES: Final = 2**16
 
 
 class ClientConnection(asyncio.Protocol):
-    """Carries one request at a time; `reusable` tells whether another may follow. Times are of `now`."""
+    """Carries one request at a time; `reusable` tells whether another may follow."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self) -> None:
         self.reusable = False
-        self._now = now
         self._http = h11.Connection(h11.CLIENT)
         self._reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
@@ -110,7 +109,7 @@ class ClientConnection(asyncio.Protocol):
         if self._status != OK:
             self._body = (self._body + data)[:MOST_BODY_BYTES]
         elif self._stream is not None:
-            self._stream.feed(data, self._now())
+            self._stream.feed(data, monotonic())
 
     def _finish(self) -> None:
         assert self._stream is not None  # noqa: S101 - an answer follows a question

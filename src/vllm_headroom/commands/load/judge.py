@@ -10,6 +10,7 @@ from typing import Any, Final
 from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
+from vllm_headroom.model import called
 from vllm_headroom.trace.course import Course
 from vllm_headroom.units import duration
 from vllm_headroom.vocabulary import LeakState
@@ -67,4 +68,6 @@ def faults(
         yield f"{unserved} of {had_time} requests were not served"
     for series in memory:
         if series["verdict"] is LeakVerdict.LEAKING:
-            yield f"GPU {series['gpu']} leaks" if "gpu" in series else f"host memory of {series['process']} leaks"
+            on_gpu = "gpu" in series
+            whose = called(series["gpu"], series["uuid"]) if on_gpu else f"host memory of {series['process']}"
+            yield f"{whose} leaks"

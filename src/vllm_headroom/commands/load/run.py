@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
+from time import monotonic
 from typing import Final
 
 from msgspec import Struct
@@ -54,13 +54,12 @@ class Run:
     pace: Pace
     sampling: Sampling
     screen: Screen
-    now: Callable[[], float]
     _tally: Tally = field(default_factory=lambda: Tally(0.0), init=False)
 
     async def steps(self) -> tuple[Stage, ...]:
         """Return the steps that began, the last of them cut short where it was stopped."""
         done: list[Stage] = []
-        self._tally = Tally(self.now())
+        self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
             aside = [group.create_task(each) for each in (self.sampling.run(), self._delays(), self._shown())]
             for number, share in enumerate(SHARES, start=1):
@@ -73,10 +72,10 @@ class Run:
     async def _step(self, number: int, share: float) -> Stage:
         count, observed = _clients(self.concurrency, share), Observed()
         await self.sampling.look(observed)
-        tally = self._tally = Tally(self.now())
+        tally = self._tally = Tally(monotonic())
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
         await self.clients.run(count, self.seconds, tally)
-        seconds = self.now() - tally.began_seconds
+        seconds = monotonic() - tally.began_seconds
         await self.sampling.tick()
         self.screen.end(tally, seconds)
         return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
@@ -84,11 +83,11 @@ class Run:
     async def _delays(self) -> None:
         """Measure how late the loop is: what comes late here looks late of the server."""
         while True:
-            due = self.now() + LOOK_SECONDS
+            due = monotonic() + LOOK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)
-            self._tally.delays.add(max(0.0, self.now() - due))
+            self._tally.delays.add(max(0.0, monotonic() - due))
 
     async def _shown(self) -> None:
         while True:
             await asyncio.sleep(SHOW_SECONDS)
-            self.screen.show(self._tally, self.now() - self._tally.began_seconds)
+            self.screen.show(self._tally, monotonic() - self._tally.began_seconds)

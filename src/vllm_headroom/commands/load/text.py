@@ -9,6 +9,7 @@ from typing import Any, Final
 from vllm_headroom.commands.load.run import SHARES
 from vllm_headroom.commands.load.stream import Outcome
 from vllm_headroom.commands.terminal import paragraphs
+from vllm_headroom.model import called
 from vllm_headroom.units import size
 
 Found = Mapping[str, Any]
@@ -87,8 +88,8 @@ def _rows(steps: Sequence[Found], requests: Found) -> Iterator[Row]:
     yield "KV cache used, at most", lambda step: _share(step["engine"]["kv_used_ratio_most"])
     yield "preemptions", lambda step: _number(step["engine"]["preemptions"])
     for gpu, uuid in dict.fromkeys((gpu["gpu"], gpu["uuid"]) for step in steps for gpu in step["gpus"]):
-        yield f"GPU {gpu} held, at most", partial(_gpu, uuid, "held_most_bytes")
-        yield f"GPU {gpu} held per running request", partial(_gpu, uuid, "bytes_per_running_request")
+        yield f"{called(gpu, uuid)} held, at most", partial(_gpu, uuid, "held_most_bytes")
+        yield f"{called(gpu, uuid)} held per running request", partial(_gpu, uuid, "bytes_per_running_request")
 
 
 def _count(outcome: Outcome, step: Found) -> str:

@@ -14,7 +14,7 @@ from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Suren
 from vllm_headroom.commands.postmortem.follow import Follower
 from vllm_headroom.commands.postmortem.known import header_of, trace_of
 from vllm_headroom.commands.postmortem.report import Postmortem, document, text
-from vllm_headroom.commands.postmortem.rules.ending import crash, hang, killed, orderly
+from vllm_headroom.commands.postmortem.rules.ending import crash, hang, idle, killed, stopped
 from vllm_headroom.commands.postmortem.rules.memory import burst, leak, neighbour, never_fitted
 from vllm_headroom.commands.postmortem.timeline import Timeline
 from vllm_headroom.commands.progress import reading
@@ -27,8 +27,8 @@ from vllm_headroom.trace.parse import recorded
 DESCRIPTION: Final = """\
 Says in one page what happened before the engine ended, and why: out of GPU
 memory by a leak, by a burst or by a neighbour; killed by the kernel; a crash
-with memory at ease; a start that never fitted; a hang; an orderly end. And how
-sure that is.
+with memory at ease; a start that never fitted; a hang; an end while idle. And
+how sure that is.
 
 FILE is an incident that the daemon set aside, or any trace, whose last end
 counts; of a FOLDER it is the newest incident. Without either it is that of
@@ -50,7 +50,8 @@ RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
     leak,
     burst,
     hang,
-    orderly,
+    stopped,
+    idle,
     crash,
 )
 """Of findings that are as sure as each other, the first counts."""

@@ -6,13 +6,13 @@ from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
 from vllm_headroom.derive.page_facts import together
-from vllm_headroom.model import EngineReading
+from vllm_headroom.model import Device, EngineReading
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.incidents import What
 from vllm_headroom.vocabulary import ExitReason, LeakState
 
 
-class GpuAtEnd(Struct, frozen=True, kw_only=True):
+class GpuAtEnd(Device, frozen=True, kw_only=True):
     """A GPU of the engine's before the end; None where it was not known.
 
     `first_…` is when this life began to serve, or else to be seen, `last_…` the most, or the least room, of the last
@@ -22,8 +22,6 @@ class GpuAtEnd(Struct, frozen=True, kw_only=True):
     is not told who took it.
     """
 
-    index: int
-    uuid: str
     total_bytes: int | None
     usable_bytes: int | None
     first_room_bytes: int | None
@@ -70,7 +68,8 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     `began_seconds` is when that life began, which may be before anything was seen of it, `seen_seconds` for how long it
     was seen, and `unseen_seconds` how long before its end it was last seen. `served` is whether it ever did, `hung` for
     how long nothing had moved, `answered` whether its page still came. `broken` is whether a process without which it
-    serves nobody went before the rest. `idle_seconds` is for how long nothing had run or waited when the page was last
+    serves nobody went before the rest, `shut_seconds` for how long its server lived on without one and refused its page
+    then. `idle_seconds` is for how long nothing had run or waited when the page was last
     seen; None where something did, or that is not known. `xids` and `ooms` are of the quarter of an hour before, `lost`
     is what was said then of GPUs that could not be read.
     """
@@ -85,6 +84,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     hung_seconds: float | None = None
     answered: bool = False
     broken: bool = False
+    shut_seconds: float | None = None
     engines: tuple[EngineReading, ...] = ()
     idle_seconds: float | None = None
     usual_running: float | None = None

@@ -18,7 +18,8 @@ class EndCause(StrEnum):
     NEVER_FITTED = "start_never_fitted"
     HANG = "hang"
     CRASH = "crash"
-    ORDERLY = "orderly_end"
+    STOPPED = "orderly_end"
+    IDLE = "ended_while_idle"
     UNKNOWN = "unknown"
     NOTHING = "nothing_ended"
 
@@ -80,7 +81,11 @@ TODO: Final[dict[EndCause, tuple[Remedy, ...]]] = {
         ("Look for an XID and for NCCL in the logs", XIDS),
     ),
     EndCause.CRASH: ((LOGS, TROUBLE), ("Look for an XID in the kernel's log: dmesg -T | grep -i xid", XIDS)),
-    EndCause.ORDERLY: (("Nothing, if somebody meant it: kubectl get events tells", None),),
+    EndCause.STOPPED: (("What ran was cut off: let it drain before, or give vLLM --shutdown-timeout", None),),
+    EndCause.IDLE: (
+        ("Nothing, if somebody meant it: kubectl get events tells", None),
+        ("Its exit code tells them apart (kubectl describe pod): 0 or 143 is a stop, 137 a kill", None),
+    ),
     EndCause.UNKNOWN: ((LOGS, TROUBLE),),
     EndCause.NOTHING: (),
 }

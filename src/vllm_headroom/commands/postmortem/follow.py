@@ -26,7 +26,7 @@ from vllm_headroom.model import EngineReading, Failure, Fate, Snapshot
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.trace.incidents import What
 from vllm_headroom.trace.replay import Watch
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState
+from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Reason
 
 USUAL_SECONDS: Final = 900.0
 STEP_SECONDS: Final = 5.0
@@ -102,7 +102,8 @@ class Follower:
         """Begin anew with another life."""
         self._began: float | None = None
         self._born: float | None = None
-        self._seen = 0.0
+        self._seen = self._paged_at = 0.0
+        self._shut_since: float | None = None
         self._served = self._answered = False
         self._gpus: dict[str, Looks] = {}
         self._engines: tuple[EngineReading, ...] = ()
@@ -114,7 +115,10 @@ class Follower:
     def _add(self, snapshot: Snapshot) -> None:
         now, life = snapshot.monotonic_seconds, snapshot.life
         if self._began is None:
-            self._began = now
+            self._began = self._paged_at = now
+        if snapshot.page is not None:
+            self._paged_at = now
+        self._shut_since = (self._shut_since or now) if _is_shut(self.watch.lives.present, snapshot) else None
         self._seen, self._born = now, None if life is None else life.began_seconds
         self._answered = snapshot.page is not None
         if engines := named(snapshot.page):
@@ -153,7 +157,8 @@ class Follower:
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
             served=self._served or (not self._paged and self._was_loaded()),
-            hung_seconds=(age or now - (self._hung or now)) if stalled and not self._broken else None,
+            hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
+            shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,
             broken=self._broken,
             engines=self._engines,
@@ -178,12 +183,18 @@ class Follower:
 
 
 def _orphans(snapshot: Snapshot) -> int:
-    """Return how many processes that an engine left behind are seen on its GPUs: none after an orderly end."""
+    """Return how many processes that an engine left behind are seen on its GPUs: none after one that was stopped."""
     return sum(left.fate is Fate.ORPHANED for gpu in snapshot.owned for left in gpu.leftovers)
 
 
 def _goes_to_pieces(life: OneLife, snapshot: Snapshot) -> bool:
-    """Return whether the page goes on without a process that it needs; at an orderly end it goes first."""
+    """Return whether the page goes on without a process that it needs; where it is stopped it goes first."""
     if snapshot.page is None or isinstance(snapshot.processes, Failure):
         return False
     return is_broken(life, snapshot.processes)
+
+
+def _is_shut(life: OneLife, snapshot: Snapshot) -> bool:
+    """Return whether the server lives on behind a closed port without a process that it needs, as one told to end."""
+    refused = isinstance(snapshot.engines, Failure) and snapshot.engines.reason is Reason.UNREACHABLE
+    return refused and not isinstance(snapshot.processes, Failure) and is_broken(life, snapshot.processes)

@@ -10,7 +10,7 @@ from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, incidents_in, known_of
-from vllm_headroom.trace.parse import LONGEST_LINE, YEAR_10000
+from vllm_headroom.trace.parse import YEAR_10000, lines_of
 from vllm_headroom.units import size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 
@@ -37,7 +37,7 @@ def header_of(file: Path) -> Known:
     """Return what is known of an incident; nothing where the file is another trace. Raises BadInput."""
     try:
         with file.open("rb") as stream:
-            known = known_of(stream.readline(LONGEST_LINE))
+            known = known_of(next(lines_of(stream), b""))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if known is None:

@@ -57,7 +57,7 @@ def _figures(report: Postmortem) -> Iterator[str]:
     used = header_used(report.known)
     for uuid in report.curves.uuids:
         gpu = gpus.get(uuid)
-        what = f"Free memory of {uuid if gpu is None else f'GPU {gpu.index}'}"
+        what = f"Free memory of {uuid if gpu is None else gpu.called}"
         yield _figure(f"{what}, down to zero", report.curves.free(uuid), at, sized=True)
         if gpu is not None and gpu.usable_bytes is not None:
             free: list[Point] = [(seconds, gpu.usable_bytes - n_bytes) for seconds, n_bytes in used.get(uuid, ())]

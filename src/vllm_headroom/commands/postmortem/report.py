@@ -34,7 +34,7 @@ def numbers(facts: Circumstances, known: Known) -> Iterator[Line]:
     for engine in facts.engines:
         yield f"{engine.model_name} / {engine.engine}", ", ".join(_engine(engine)) or "says nothing of itself"
     for gpu in facts.gpus:
-        yield f"GPU {gpu.index}", ", ".join(_gpu(gpu))
+        yield gpu.called, ", ".join(_gpu(gpu))
     yield from (("held by", each) for each in islice(holders(known), MOST_HOLDERS))
     yield from (("held by torch", each) for each in islice(probed(known), MOST_HOLDERS))
     if isinstance(known.get("version"), str):

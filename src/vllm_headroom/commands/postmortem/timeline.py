@@ -6,7 +6,7 @@ from collections import deque
 from typing import Final
 
 from vllm_headroom.commands.postmortem.known import Known, records
-from vllm_headroom.model import Snapshot
+from vllm_headroom.model import GpuReading, Snapshot, called
 from vllm_headroom.trace.parse import YEAR_10000
 from vllm_headroom.trace.replay import Watch
 from vllm_headroom.units import GIB, size
@@ -51,11 +51,11 @@ class Timeline:
         for index, uuid, course in watch.gpus:
             if course.state in (LeakState.GROWING, LeakState.LEAKING) and self._leaks.get(uuid) is not course.state:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"
-                self._moments.append((now, f"by this record GPU {index} {verb}"))
+                self._moments.append((now, f"by this record {called(index, uuid)} {verb}"))
             self._leaks[uuid] = course.state
         for gpu in snapshot.owned:
             if gpu.other_bytes is not None:
-                self._neighbour(now, gpu.reading.index, gpu.reading.uuid, gpu.other_bytes)
+                self._neighbour(now, gpu.reading, gpu.other_bytes)
 
     def moments(self, known: Known) -> tuple[Moment, ...]:
         """Return what happened, and among it the XIDs that the header tells of."""
@@ -66,8 +66,8 @@ class Timeline:
         ]
         return tuple(sorted((*self._moments, *xids)))
 
-    def _neighbour(self, now: float, index: int, uuid: str, other_bytes: int) -> None:
-        before = self._others.setdefault(uuid, other_bytes)
+    def _neighbour(self, now: float, gpu: GpuReading, other_bytes: int) -> None:
+        before = self._others.setdefault(gpu.uuid, other_bytes)
         if abs(other_bytes - before) >= GIB:
-            self._moments.append((now, f"others hold {size(other_bytes)} of GPU {index}, {size(before)} before"))
-            self._others[uuid] = other_bytes
+            self._moments.append((now, f"others hold {size(other_bytes)} of {gpu.called}, {size(before)} before"))
+            self._others[gpu.uuid] = other_bytes

@@ -7,6 +7,7 @@ from typing import Final
 
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point
+from vllm_headroom.model import called
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.replay import Watch
@@ -50,8 +51,8 @@ def _room(gpu: tuple[int, str, Course], curves: Curves, span: tuple[float, float
     what = "free memory, down to zero" if known else "memory held by the engine"
     full = "" if forecast is None else f", out of memory {instant(forecast.begin + forecast.seconds)}"
     marks = tuple(interval[0] for interval in course.leaking)
-    points, title = free if known else curves.held(uuid), f"GPU {index}: {what}; {course.state} at the end{full}"
-    return _box(title, points, span, marks, forecast, sized=True, to_zero=known)
+    title = f"{called(index, uuid)}: {what}; {course.state} at the end{full}"
+    return _box(title, free if known else curves.held(uuid), span, marks, forecast, sized=True, to_zero=known)
 
 
 def _forecast(course: Course, points: list[Point]) -> Forecast | None:

@@ -9,7 +9,7 @@ from msgspec.structs import asdict
 
 from vllm_headroom.derive.leak.location import PLACES
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
-from vllm_headroom.model import HostMemory
+from vllm_headroom.model import HostMemory, called
 from vllm_headroom.trace.course import Course, Interval, Moment
 from vllm_headroom.trace.entries import host_entry, unnamed
 from vllm_headroom.trace.replay import Watch
@@ -55,7 +55,7 @@ def _rest(watch: Watch) -> Iterator[str]:
     for gpu, sleeps in watch.residues.items():
         kept = tuple(sleeps.values())
         grown = "" if len(kept) == 1 else f" in the first sleep, {size(kept[-1])} in the last of {len(kept)}"
-        yield f"GPU {gpu}, asleep: kept {size(kept[0])}{grown}."
+        yield f"{called(*gpu)}, asleep: kept {size(kept[0])}{grown}."
     for (model, engine), ratio in watch.stranded.items():
         if ratio >= WORTH_A_WORD:
             yield f"{model}, engine {engine}: idle, at most {ratio:.0%} of its KV cache was held by no request."
@@ -136,7 +136,10 @@ def document(watch: Watch) -> dict[str, Any]:
             for role, course in watch.host
         ],
         "host_memory": None if watch.memory is None else host_entry(watch.memory),
-        "sleeps": [{"gpu": int(gpu), "residue_bytes": list(sleeps.values())} for gpu, sleeps in watch.residues.items()],
+        "sleeps": [
+            {"gpu": int(gpu), "uuid": uuid, "residue_bytes": list(sleeps.values())}
+            for (gpu, uuid), sleeps in watch.residues.items()
+        ],
         "stranded": [
             {"model_name": model, "engine": engine, "most_ratio": ratio}
             for (model, engine), ratio in watch.stranded.items()

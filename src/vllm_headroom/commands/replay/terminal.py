@@ -8,6 +8,7 @@ from typing import Final
 
 from vllm_headroom.commands.bars import Pick, bars
 from vllm_headroom.expose.drawing import Point, scale
+from vllm_headroom.model import called
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.curves import Curves
 from vllm_headroom.trace.replay import Watch
@@ -24,14 +25,14 @@ def drawing(watch: Watch, curves: Curves, *, columns: int) -> Iterator[str]:
     """Yield the lines of a chart for each GPU and of one of the load, where anything could be read."""
     width = columns - AXIS
     for index, uuid, course in watch.gpus:
-        yield from _gpu(index, course, curves.free(uuid), curves.held(uuid), width)
+        yield from _gpu(called(index, uuid), course, curves.free(uuid), curves.held(uuid), width)
     yield from _chart("running requests", curves.running, width, LOAD_LINES, pick=max)
 
 
-def _gpu(index: int, course: Course, free: list[Point], held: list[Point], width: int) -> Iterator[str]:
+def _gpu(name: str, course: Course, free: list[Point], held: list[Point], width: int) -> Iterator[str]:
     alarm = None if course.first is None else course.first.seconds
     mark = "" if alarm is None else "; ▲ is the first alarm"
-    title = f"GPU {index}: {{}}, GiB{mark}"
+    title = f"{name}: {{}}, GiB{mark}"
     if any(value is not None for _, value in free):
         yield from _chart(title.format("free memory, down to zero"), _in_gib(free), width, MEMORY_LINES, alarm=alarm)
     else:

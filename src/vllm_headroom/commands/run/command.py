@@ -7,7 +7,6 @@ from typing import Final
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.run.process import hand_over
-from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 
 DESCRIPTION: Final = """\
@@ -25,10 +24,6 @@ It ends with status 0 on SIGTERM or SIGINT, 2 when it cannot use its settings,
 """
 
 
-def _options(parser: Parser) -> None:
-    parser.add_settings(Settings)
-
-
 def _run(given: Namespace) -> int:
     hand_over(given.settings.values())
     return 0
@@ -38,7 +33,7 @@ COMMAND: Final[Command[int]] = Command(
     usage="vllm-headroom [run] [OPTION VALUE]...\n       vllm-headroom COMMAND [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=_options,
+    options=lambda parser: parser.add_settings(Settings),
     run=_run,
     status=int,
 )

@@ -14,7 +14,6 @@ from vllm_headroom.commands.smoke.reach import Reach
 from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.fields import setting
 from vllm_headroom.config.kinds import SHARE, Value, above_zero, bounded
-from vllm_headroom.config.options import Parser
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
 from vllm_headroom.model import Failure
@@ -98,10 +97,6 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
 MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
 
 
-def _options(parser: Parser) -> None:
-    parser.add_settings(SmokeSettings)
-
-
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
@@ -138,7 +133,7 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=_options,
+    options=lambda parser: parser.add_settings(SmokeSettings),
     run=_run,
     text=_text,
     document=lambda found: found,

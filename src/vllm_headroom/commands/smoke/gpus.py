@@ -11,7 +11,7 @@ from vllm_headroom.commands.smoke.step import State, Step
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.look import machine
 from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, called
 
 NOT_ITS_OWN: Final = -0.5
 """A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
@@ -45,11 +45,13 @@ async def within(settings: PlainSettings, page: EnginePage | Failure, limit_rati
 def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
     """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
     ratios = [
-        (sample.labels[0], sample.value) for sample in samples if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
+        (called(*sample.labels[:2]), sample.value)
+        for sample in samples
+        if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     ]
     if not ratios:
         return Step(State.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
-    told = ", ".join(f"GPU {gpu} {ratio:+.1%}" for gpu, ratio in ratios)
+    told = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
         text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
@@ -58,6 +60,6 @@ def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
     if strangers:
         return Step(
             State.SKIPPED,
-            f"{told}: GPU {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
+            f"{told}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
     return Step(State.OK, f"{told}, {limit_ratio:.1%} is allowed")

@@ -85,11 +85,11 @@ async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
 
 
 async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
-    """Write what is said, and again what changed in it: a level or a subject, not each figure."""
+    """Write what is said, and again what changed in it: a level or what the engine does, not each figure."""
     before: set[str] = set()
     while not stopped.is_set():
         found = await asked()
-        lines = {found: found} if isinstance(found, str) else {_key(each): said(each) for each in found["verdicts"]}
+        lines = {found: found} if isinstance(found, str) else _said(found)
         for key, line in lines.items():
             if key not in before:
                 say(line.translate(CONTROLS))
@@ -97,8 +97,13 @@ async def _lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
         await _pause(stopped)
 
 
-def _key(verdict: Document) -> str:
-    return f"{verdict['subject']} {verdict['level']} {verdict['alert']}"
+def _said(document: Document) -> dict[str, str]:
+    """Return the line of each verdict, under what tells it from another: of the engine's, also what it does."""
+    state = {"engine": document.get("engine_state")}
+    return {
+        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": said(each)
+        for each in document["verdicts"]
+    }
 
 
 async def _pause(stopped: asyncio.Event) -> None:

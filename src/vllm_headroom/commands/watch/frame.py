@@ -12,6 +12,7 @@ from vllm_headroom.commands.bars import Point, bars
 from vllm_headroom.commands.terminal import hanging
 from vllm_headroom.commands.watch.sidecar import Document, said
 from vllm_headroom.expose.drawing import scale
+from vllm_headroom.model import called
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import CONTROLS
 
@@ -50,8 +51,8 @@ def _room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[
     now = "not known now" if free is None else f"{size(free)} free"
     until = "" if left is None else f", none in {duration(left)}"
     span = duration(curve[-1][0] - curve[0][0])
-    index = str(gpu["gpu"]).translate(CONTROLS)
-    yield Text(f"GPU {index}: {now}{until}; the last {span}, down to zero", "bold")
+    name = called(gpu["gpu"], gpu["uuid"]).translate(CONTROLS)
+    yield Text(f"{name}: {now}{until}; the last {span}, down to zero", "bold")
     style = "red" if gpu["leak_state"] == "leaking" else "cyan"
     ends = 0.0, scale(value for _, value in curve)
     yield from (Text(line, style) for line in bars(curve, width, ROWS, ends=ends))

@@ -63,17 +63,18 @@ class File(Generic[T]):
         """
         try:
             with open(folder / self.name, "rb", opener=_unfollowed) as stream:
-                if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                status = os.fstat(stream.fileno())
+                if not stat.S_ISREG(status.st_mode):
                     raise Unusable("it is no file but a pipe or a device")
-                content = stream.read(MOST_BYTES + 1)
+                if status.st_size > MOST_BYTES:
+                    raise Unusable("it is too large to be a state")
+                content = stream.read(MOST_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise Unusable("it is no file but a link or a socket") from None
             raise
-        if len(content) > MOST_BYTES:
-            raise Unusable("it is too large to be a state")
         return self.decode(content)
 
     def write(self, folder: Path, saved: T) -> None:

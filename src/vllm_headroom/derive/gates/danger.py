@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.page_facts import engines, finished, together
-from vllm_headroom.model import Snapshot, Values
+from vllm_headroom.model import Snapshot, Values, called
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import EngineState
 
@@ -68,7 +68,7 @@ def danger(known: Watched, snapshot: Snapshot, values: Values, *, least_seconds:
     `least_seconds` is the time that must be left by the lower bound; of a gate that is `closed` more is asked.
     """
     wanted = least_seconds * (WIDER if closed else 1.0)
-    times = [(left, f"GPU {gpu}") for (gpu, _), left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
+    times = [(left, called(*gpu)) for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
     times += [(left, "the host") for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values()]
     for left, whose in sorted(times):
         if left < wanted:

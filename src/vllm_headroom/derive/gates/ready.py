@@ -15,6 +15,7 @@ CLOSE_AFTER_SECONDS: Final = 10.0
 """Two samples at the default interval: one alone closes nothing."""
 
 OPEN_AFTER_SECONDS: Final = 60.0
+OVER: Final = "nothing closes it any more: it opens when that has held for a minute"
 
 
 class Ready(Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ def _closed(state: Ready, found: Danger | None, now: float, most_seconds: float)
         return replace(opened, rests_until=now + most_seconds)
     if found is None and state.good_since is not None and now - state.good_since >= OPEN_AFTER_SECONDS:
         return opened
-    return state if found is None else replace(state, reason=found.text)
+    return replace(state, reason=OVER if found is None else found.text)
 
 
 def _since(before: float | None, now: float) -> float:

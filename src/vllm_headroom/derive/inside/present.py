@@ -22,21 +22,28 @@ def told(
     """Return what the probe says at `now`, in seconds since the epoch.
 
     Where the engine's processes show in /proc, a file is of this life if one of them began when its process did; pids
-    may be those of another namespace. Where none shows, only its date can tell.
+    may be those of another namespace, and a clock that was set between two looks at it dates a start anew. Where none
+    shows, only its date can tell.
     """
     if files is None or isinstance(files, Failure):
         return files
-    starts = () if isinstance(processes, Failure) else tuple(process.started_at_seconds for process in processes)
+    shown = () if isinstance(processes, Failure) else processes
     present, silent, others = [], [], []
     for each in _newest_of_each(each for each in files if each.written_at_seconds <= now + AHEAD_SECONDS):
-        alive = any(abs(each.started_at_seconds - start) <= SAME_START_SECONDS for start in starts)
-        if each.stopped is None and (alive or not starts) and _is_fresh(each, now):
+        alive = any(_is_of(each, process) for process in shown)
+        if each.stopped is None and (alive or not shown) and _is_fresh(each, now):
             present.append(each)
         elif each.stopped is None and alive:
             silent.append(each)
         else:
             others.append(each)
     return ProbeReadings(present=tuple(present), silent=tuple(silent), others=tuple(others))
+
+
+def _is_of(file: ProbedProcess, process: EngineProcess) -> bool:
+    if file.since_boot_seconds is not None and file.since_boot_seconds == process.since_boot_seconds:
+        return True
+    return abs(file.started_at_seconds - process.started_at_seconds) <= SAME_START_SECONDS
 
 
 def _is_fresh(process: ProbedProcess, now: float) -> bool:

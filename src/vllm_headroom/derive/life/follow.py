@@ -59,13 +59,14 @@ SILENT_SECONDS: Final = 20.0
 class LifeState(Struct, frozen=True, kw_only=True):
     """The lives so far, and what is remembered of this one by the clock of this process.
 
-    `answered_seconds` is when the page last answered, or was first asked for. `served_bytes` is the most that the
-    engine held of each GPU, by UUID, while it served, since it began or last woke.
+    `silent_seconds` is when the page was first asked for in vain since it last answered, None while it answers: a look
+    that was not taken is no silence. `served_bytes` is the most that the engine held of each GPU, by UUID, while it
+    served, since it began or last woke.
     """
 
     lives: Lives = field(default_factory=Lives)
     movements: dict[Labels, Movement] = field(default_factory=dict)
-    answered_seconds: float | None = None
+    silent_seconds: float | None = None
     answered: bool = False
     computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
@@ -80,20 +81,7 @@ def forgotten(state: LifeState) -> LifeState:
 def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     """Return the state after one more snapshot, and the snapshot with what is known of the engine's life.
 
-    | page | processes | state |
-    | --- | --- | --- |
-    | answers | any | serving; asleep where an engine says so |
-    | answers | a core or worker of this life has gone | stalled |
-    | answers, work (also a canary's) but no movement for 60 s on any rank | any | stalled |
-    | answers, no engine on it | none seen | unknown: whose page is it? |
-    | does not answer | none | down |
-    | does not answer, never did in this life | there | starting |
-    | does not answer, did in this life | there | what it was; from 60 s on stalled, unknown while its server computes |
-    | answers what cannot be read | there | unknown; what it was for 60 s where it could be read before |
-
-    Where the engine's processes cannot be seen, they are there while its GPUs hold more than half of the most that they
-    held in this life, or, before it was ready, 5 % of their size; where its memory is not known either, a refused
-    connection is down and silence is unknown.
+    Which state follows from what the page and the processes show is in the table of DESIGN.md, 38.
 
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
     spins. These cannot be told apart from here, so that none of them is said.
@@ -120,7 +108,7 @@ def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeStat
     return LifeState(
         lives=lives,
         movements=movements if seen.page is None else moved(movements, seen.page, now),
-        answered_seconds=now if answered or state.answered_seconds is None else state.answered_seconds,
+        silent_seconds=None if answered else now if state.silent_seconds is None else state.silent_seconds,
         answered=answered,
         computing=computed(state.computing, seen.processes, now),
         state=state.state,
@@ -140,7 +128,7 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
         return EngineState.UNKNOWN
     if not life.ready:
         return EngineState.STARTING
-    if state.answered_seconds is not None and now - state.answered_seconds < STALLED_SECONDS:
+    if state.silent_seconds is not None and now - state.silent_seconds < STALLED_SECONDS:
         return state.state
     computes = state.computing is not None and now - state.computing.at_seconds < STALLED_SECONDS
     return EngineState.UNKNOWN if computes or seen.answer is Answer.UNREADABLE else EngineState.STALLED
@@ -149,12 +137,12 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
 def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     if seen.page is None or not (seen.page.engines or seen.processes):
         return EngineState.UNKNOWN
+    if is_broken(state.lives.present, seen.processes):
+        return EngineState.STALLED
     if awake(seen.page) is False:
         return EngineState.ASLEEP
     most = SILENT_SECONDS if seen.silent else STALLED_SECONDS
-    if is_broken(state.lives.present, seen.processes) or (age is not None and age >= most):
-        return EngineState.STALLED
-    return EngineState.SERVING
+    return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
 
 
 def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:

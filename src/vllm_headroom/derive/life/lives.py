@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.derive.life.movement import worked
 from vllm_headroom.derive.life.signs import Answer, Signs
-from vllm_headroom.derive.page_facts import begun_anew
+from vllm_headroom.derive.page_facts import RESTART_SHARE, begun_anew
 from vllm_headroom.model import SAME_START_SECONDS, EngineProcess, ProcessName
 from vllm_headroom.vocabulary import ExitReason, Role
 
@@ -80,7 +80,11 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     life, restarts, exits = lives.newest, lives.restarts, lives.exits
     if life is not None and not life.ready and not life.ended and _is_among(life.processes, seen.snapshot.neighbours):
         life = None  # another engine was taken for this one: what lives on did not end
-    if life is not None and not life.ended and (_is_another(life, seen) or _is_gone(seen)):
+    if (
+        life is not None
+        and not life.ended
+        and (_is_another(life, seen, answered_before=answered_before) or _is_gone(seen))
+    ):
         reason = _cause(life, seen, answered_before=answered_before)
         life = replace(life, ended=True)
         exits = {**exits, reason: exits.get(reason, 0) + 1}
@@ -133,17 +137,19 @@ def _is_gone(seen: Signs) -> bool:
     return seen.answer is not Answer.GIVEN and seen.alive is False
 
 
-def _is_another(life: OneLife, seen: Signs) -> bool:
-    """Return whether this is not the life that was followed: its start, its count or all its processes are others."""
+def _is_another(life: OneLife, seen: Signs, *, answered_before: bool) -> bool:
+    """Return whether this is not the life that was followed: its start is another, all its processes are, or its count.
+
+    A count alone is that of another of several servers which answer in turn, unless it has fallen far, or the page was
+    away.
+    """
     if life.page_life is not None and seen.page_life is not None:
         return begun_anew(life.page_life, seen.page_life, life.finished_total, seen.finished_total)
-    if (
-        life.finished_total is not None
-        and seen.finished_total is not None
-        and seen.finished_total < life.finished_total
-    ):
-        return True
-    return bool(life.processes and seen.names) and not _is_among(life.processes, seen.names)
+    if life.processes and seen.names:
+        return not _is_among(life.processes, seen.names)
+    if life.finished_total is None or seen.finished_total is None:
+        return False
+    return seen.finished_total < life.finished_total * (RESTART_SHARE if answered_before else 1.0)
 
 
 def _is_among(known: Collection[ProcessName], processes: Collection[ProcessName]) -> bool:

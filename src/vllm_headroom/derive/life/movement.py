@@ -32,7 +32,7 @@ class Movement(Struct, frozen=True, kw_only=True):
 
 
 def moved(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
-    """Return the movement of each engine of the page; one that was idle starts to move when it gets work."""
+    """Return the movement of each engine of the page; one that was idle or slept starts to move when it has work."""
     return {engine_labels(engine): _of(before.get(engine_labels(engine)), engine, now) for engine in named(page)}
 
 
@@ -69,7 +69,8 @@ def worked(page: EnginePage) -> bool | None:
 
 
 def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
-    counted, busy = _counted(engine), bool(engine.running or engine.waiting)
+    asleep = engine.awake is False
+    counted, busy = _counted(engine), bool(engine.running or engine.waiting) and not asleep
     same = before is not None and before.counted == counted
     done = before is not None and before.counted[_DONE] == counted[_DONE]
     rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
@@ -78,7 +79,7 @@ def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
         busy=busy,
         moved_seconds=before.moved_seconds if before is not None and before.busy and same else now,
         done_seconds=before.done_seconds if before is not None and done else now,
-        idle_seconds=None if busy or engine.running is None or engine.awake is False else rested,
+        idle_seconds=None if busy or asleep or engine.running is None else rested,
         kv_used_ratio=engine.kv_used_ratio,
     )
 

@@ -8,7 +8,6 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.derivation import State, StepFunction
 from vllm_headroom.derive.readings import gpu_labels, states
 from vllm_headroom.model import Failure, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Reason, Role, Source
@@ -24,39 +23,26 @@ _BEFORE_WORK: Final = {
 """What is said of a leak before an engine has worked, by what it does; in any other state nothing is known."""
 
 
-def in_service(step: StepFunction[State]) -> StepFunction[State]:
-    """Return the step over what belongs to a working life: of all else it sees no page, no process and no held memory.
+def of_service(snapshot: Snapshot) -> Snapshot:
+    """Return what belongs to a working life: of all else there is no page, no process and no held memory.
 
     While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
     known to belong to a working life is taken not to.
     """
-    return lambda state, snapshot: step(state, of_service(snapshot))
-
-
-def leaks_in_service(step: StepFunction[State]) -> StepFunction[State]:
-    """Return the leak detector over what belongs to a working life; of any other it says what state that is in."""
-    served = in_service(step)
-
-    def shown(state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
-        state, samples = served(state, snapshot)
-        if snapshot.in_service:
-            return state, samples
-        life = snapshot.life
-        engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
-        rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
-        return state, (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
-
-    return shown
-
-
-def of_service(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot without what does not belong to a working life."""
     if snapshot.in_service:
         return snapshot
     gpus = snapshot.gpus
     if not isinstance(gpus, Failure):
         gpus = tuple(replace(gpu, held_bytes=None, engine_bytes=None, inside=None) for gpu in gpus)
     return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
+
+
+def out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+    """Return what the leak detector says of what is not in service: what state the engine is in, and no leak's."""
+    life = snapshot.life
+    engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
+    rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
+    return (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 
 
 def _states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:

@@ -11,7 +11,7 @@ from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
 from vllm_headroom.expose.page.figures import figures
 from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, icon
 from vllm_headroom.expose.view import Incident, View
-from vllm_headroom.model import Metric, Snapshot, Values, Verdict, worst
+from vllm_headroom.model import Metric, Snapshot, Values, Verdict, part_of, worst
 from vllm_headroom.units import duration, gib, instant
 from vllm_headroom.vocabulary import WORDS
 
@@ -102,19 +102,17 @@ NOT_KNOWN: Final = "not known"
 def tables(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield the tables that have rows."""
     values = view.values
-    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values, snapshot), kind="figures")
+    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values), kind="figures")
     yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), kind="figures")
     head = ("source", "last reading", "took", "last worked", "cause and cure")
     yield _table("Sources", head, _sources(values, snapshot), kind="words")
 
 
-def _gpus(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
-    parts = {gpu.reading.uuid: gpu.reading.part for gpu in snapshot.devices}
+def _gpus(values: Values) -> Iterator[tuple[str, ...]]:
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
-        part = parts.get(uuid, "")
-        which = gpu if part in name else f"{gpu} {part}"
+        which = gpu if part_of(uuid) in name else f"{gpu} {part_of(uuid)}"
         whose = f"the engine's by {attribution}" if attribution else "not the engine's"
         yield (f"{which} {name}, {whose}", *map(_gib, (*held, *room)))
 

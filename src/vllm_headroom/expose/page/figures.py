@@ -12,7 +12,7 @@ from vllm_headroom.expose import drawing
 from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame
 from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
-from vllm_headroom.model import Gpu, Snapshot
+from vllm_headroom.model import Gpu, Snapshot, part_of
 from vllm_headroom.units import duration, size
 from vllm_headroom.vocabulary import Level
 
@@ -27,22 +27,23 @@ AHEAD: Final = 0.5
 
 
 def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
-    """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load."""
+    """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load over the first's time."""
+    now = snapshot.time_seconds
     owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
-    yield "<div class=rooms>"
-    for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0)):
-        free = view.history.free(gpu.reading.uuid)
-        if free[0]:
-            yield _room(view, gpu, free, snapshot.time_seconds, columns)
-    yield "</div>"
+    rooms = [
+        _room(view, gpu, free, now, columns)
+        for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0))
+        if (free := view.history.free(gpu.reading.uuid))[0]
+    ]
+    yield f"<div class=rooms>{''.join(room for _, room in rooms)}</div>"
     running = view.history.running()
     if len(running[0]) > 1:
-        yield _load(running, columns)
+        yield _load(running, columns, now, rooms[0][0] if rooms else (running[0][0], now))
 
 
-def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
+def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> tuple[tuple[float, float], str]:
     reading, memory = gpu.reading, gpu.reading.memory
     forecast = _forecast(view, gpu, now)
     begin, end = _span(free[0][0], now, forecast)
@@ -61,10 +62,10 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> str:
         drawing.zero(frame),
     ]
     title = f"Free memory of {reading.called}, from {_clock(begin)} to {_clock(end)}, down to zero"
-    name, room = reading.name.removesuffix(reading.part).rstrip(), "memory not known now"
+    name, room = reading.name.removesuffix(part_of(reading.uuid)).rstrip(), "memory not known now"
     if memory is not None:
         room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
-    return (
+    return (begin, end), (
         f"<figure><figcaption><b>{escape(reading.called)}</b> {escape(name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
         f"{_axis(begin, now, end, forecast)}</figure>"
@@ -98,20 +99,22 @@ def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> st
     if forecast is not None:
         oom = now + forecast.seconds
         words.append(f"out of memory {_clock(oom)}" if oom <= end else f"{_clock(end)}; full in {duration(oom - now)}")
-    kind = "axis" if forecast is None else '"axis ahead"'
+    elif end > now:
+        words.append("")
+    kind = '"axis ahead"' if end > now else "axis"
     return f"<div class={kind}>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
 
 
-def _load(running: Curve, columns: int) -> str:
-    times, values = running
-    top = max((value for value in values if value is not None), default=1.0)
-    frame = Frame(begin=times[0], end=times[-1], top=MARGIN * top or 1.0, height=40.0)
-    stretches = drawing.thinned(running, columns)
-    shapes = (drawing.curve(frame, stretches),)
-    title = f"Running requests, from {_clock(frame.begin)} to {_clock(frame.end)}, at most {top:.0f}"
+def _load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
+    begin, end = span
+    stretches = drawing.thinned(running, columns, begin=begin)
+    top = max((value for stretch in stretches for _, value in stretch), default=1.0)
+    frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0)
+    title = f"Running requests, from {_clock(begin)} to {_clock(now)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
-        f"{drawing.picture(frame, shapes, title=title)}{_axis(frame.begin, frame.end, frame.end, None)}</figure>"
+        f"{drawing.picture(frame, [drawing.curve(frame, stretches)], title=title)}"
+        f"{_axis(begin, now, end, None)}</figure>"
     )
 
 

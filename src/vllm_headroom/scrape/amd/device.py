@@ -107,7 +107,6 @@ def _partition(card: Card, index: int, place: int, node: Node, look: Look) -> Gp
         index=index,
         uuid=uuid,
         name=f"{card.name} partition {place}",
-        part=f"partition {place}",
         memory=memory,
         used_peak_bytes=_peak(uuid, memory, look),
         processes=listed,

@@ -112,7 +112,8 @@ class _Connection:
         while not isinstance(event := await self._event(), h11.EndOfMessage):
             if isinstance(event, h11.Data):
                 yield bytes(event.data)
-        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+        more, _ = self._http.trailing_data  # nobody asked for it: it would be taken for the next answer
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE and not more:
             self._http.start_next_cycle()
             self._rested_at_seconds = self._now()
 

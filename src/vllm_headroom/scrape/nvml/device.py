@@ -111,7 +111,6 @@ class Device:
             index=part.index,
             uuid=part.uuid,
             name=part.name,
-            part=part.part,
             memory=memory,
             used_peak_bytes=self._around.peaks[part.uuid].highest_bytes(self._around.monotonic()),
             utilization_ratio=None if utilization is None else utilization.gpu / 100,

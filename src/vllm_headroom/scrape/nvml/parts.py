@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import pynvml
 
 from vllm_headroom.model import Failure, GpuReading
 from vllm_headroom.scrape.nvml.calls import Calls, Handle
-
-PART_LETTERS: Final = len("MIG-") + 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +21,9 @@ class Part:
     gpu_instance: int | None = None
     handle: Handle = field(repr=False, compare=False)
 
-    @property
-    def part(self) -> str:
-        """What tells an instance from the others of its GPU: as much of its UUID as a person compares."""
-        return "" if self.uuid == self.gpu_uuid else self.uuid[:PART_LETTERS]
-
     def failed(self, failure: Failure, xid_errors: tuple[tuple[int, int], ...]) -> GpuReading:
         """Return the reading of this part when it cannot be read; XID errors are counted here, so they stay known."""
-        return GpuReading(
-            index=self.index, uuid=self.uuid, name=self.name, part=self.part, xid_errors=xid_errors, failure=failure
-        )
+        return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
 
 
 def whole_gpu(index: int, calls: Calls) -> Part:

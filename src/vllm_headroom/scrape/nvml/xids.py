@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any, Final
 
 import pynvml
@@ -13,6 +13,13 @@ from vllm_headroom.scrape.nvml.calls import Handle
 
 MOST_EVENTS: Final = 64
 """Events taken at a time, so that a storm of them does not keep the thread from reading memory."""
+
+MOST_KINDS: Final = 128
+"""Pairs of a code and an instance that a GPU's errors are counted by: several times what NVIDIA's catalogue could make.
+
+Only a driver that is out of its mind reports more; those count as OTHER, which no driver reports.
+"""
+OTHER: Final = (0, pynvml.NVML_GPU_INSTANCE_ID_ANY)
 
 
 class Xids:
@@ -23,7 +30,7 @@ class Xids:
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, int, int]] = Counter()
+        self._counts: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
         self._uuids: dict[int, str] = {}
         self._events: Any = None
 
@@ -59,7 +66,8 @@ class Xids:
                 return
             uuid = self._uuids.get(_address(event.device))
             if uuid is not None:
-                self._counts[uuid, event.eventData, event.gpuInstanceId] += 1
+                counts, kind = self._counts[uuid], (event.eventData, event.gpuInstanceId)
+                counts[kind if kind in counts or len(counts) < MOST_KINDS else OTHER] += 1
 
     def counts(self, gpu_uuid: str, gpu_instance: int | None) -> tuple[tuple[int, int], ...]:
         """Return pairs of XID and count of a GPU, or of one MIG instance of it.
@@ -67,10 +75,8 @@ class Xids:
         An event for which NVML names no instance counts for each instance of the GPU: it may concern any of them.
         """
         counts: Counter[int] = Counter()
-        for (uuid, xid, instance), count in tuple(self._counts.items()):
-            if uuid == gpu_uuid and (
-                gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY)
-            ):
+        for (xid, instance), count in tuple(self._counts.get(gpu_uuid, {}).items()):
+            if gpu_instance is None or instance in (gpu_instance, pynvml.NVML_GPU_INSTANCE_ID_ANY):
                 counts[xid] += count
         return tuple(sorted(counts.items()))
 

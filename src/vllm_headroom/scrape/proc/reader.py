@@ -183,6 +183,7 @@ class Processes:
             role=role,
             rss_bytes=rss_bytes,
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
+            since_boot_seconds=entry.started_seconds,
             cpu_seconds=cpu_seconds,
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,

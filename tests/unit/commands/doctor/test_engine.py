@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import httpx
@@ -8,6 +7,7 @@ import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
+from tests.fakes.ports import free_port
 from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.commands.doctor.engine import engine
@@ -15,12 +15,6 @@ from vllm_headroom.commands.doctor.fixes import Status, engine_fixes, setting
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def test_a_vllm_is_told_with_its_version_and_model() -> None:

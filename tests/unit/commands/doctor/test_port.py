@@ -9,6 +9,7 @@ import pytest
 
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.engine_server import Answer, EngineServer, hang, page
+from tests.fakes.ports import free_port
 from tests.process import daemon
 from tests.unit.commands.doctor.looking import examined, lines
 from vllm_headroom.commands.doctor.fixes import Check, Status
@@ -21,8 +22,7 @@ def listen_port(port: int, host: str = "127.0.0.1", **settings: str) -> Check:
 
 
 def test_a_free_port_is_told_as_free_and_stays_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
 
     found = listen_port(port)
 

@@ -122,3 +122,22 @@ def test_several_engines_that_cannot_be_told_apart_are_told_as_such(vllm: Vllm, 
     assert {findings[name].state for name in ("processes", "gpu_attribution")} == {Status.MISSING}
     assert "engines' servers are visible" in findings["processes"].text
     assert "--port 8001  # another for each server" in lines(findings["processes"])
+
+
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_a_core_that_its_server_left_behind_is_named_whether_a_gpu_tells_of_it_or_none(
+    nvml: FakeNvml, tmp_path: Path, *, has_nvml: bool
+) -> None:
+    nvml.errors = {} if has_nvml else {"nvmlInitWithFlags": 9}
+    nvml.write()
+    tree = ProcTree(tmp_path, namespace=CONTAINER)
+    tree.add(1, 0, "/sbin/init")
+    tree.add(CORE, 1, "VLLM::EngineCore", group=7)
+
+    findings = examined(tmp_path)
+    found = findings["processes"]
+
+    assert findings["nvml"].state is (Status.OK if has_nvml else Status.MISSING)
+
+    left = f"pid {CORE} is left behind by an engine that has ended: end it with kill {CORE}, or kill -9 {CORE}"
+    assert left in found.details

@@ -61,7 +61,6 @@ def asker(
         target=target(port, api, tls),
         make_body=lambda: request_body(api, MODEL, "word " * words, tokens),
         timeout_seconds=timeout_seconds,
-        now=time.monotonic,
     )
 
 

@@ -16,7 +16,7 @@ LONG_SECONDS = 3600.0
 
 
 def pace(most_requests: int | None = None, requests_per_second: float | None = None) -> Pace:
-    return Pace(most_requests=most_requests, requests_per_second=requests_per_second, now=time.monotonic)
+    return Pace(most_requests=most_requests, requests_per_second=requests_per_second)
 
 
 def step(
@@ -33,7 +33,7 @@ def step(
 
     async def steps() -> None:
         asking = asker(server)
-        made = Clients(asker=asking, pace=with_pace or pace(), grace_seconds=grace_seconds, now=time.monotonic)
+        made = Clients(asker=asking, pace=with_pace or pace(), grace_seconds=grace_seconds)
         running = asyncio.create_task(made.run(clients, seconds, counted))
         if meanwhile is not None:
             await until(lambda: server.open == clients)
@@ -84,7 +84,7 @@ def test_a_stop_ends_those_who_wait_for_their_turn_too() -> None:
 
         async def steps() -> None:
             slow, asking = pace(requests_per_second=0.01), asker(server)
-            made = Clients(asker=asking, pace=slow, grace_seconds=LONG_SECONDS, now=time.monotonic)
+            made = Clients(asker=asking, pace=slow, grace_seconds=LONG_SECONDS)
             running = asyncio.create_task(made.run(4, LONG_SECONDS, counted))
             await until(lambda: server.finished == 1)
             made.stop()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,8 +152,8 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
 
     async def steps() -> tuple[Stage, ...]:
         made, asking = sampling(server, trace), asker(server)
-        pace = Pace(most_requests=None, requests_per_second=None, now=time.monotonic)
-        clients = Clients(asker=asking, pace=pace, grace_seconds=60, now=time.monotonic)
+        pace = Pace(most_requests=None, requests_per_second=None)
+        clients = Clients(asker=asking, pace=pace, grace_seconds=60)
         steps = Run(
             concurrency=10,
             seconds=0.2 if stop_after is None else 3600,
@@ -162,7 +161,6 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
             pace=pace,
             sampling=made,
             screen=Screen(),
-            now=time.monotonic,
         )
         running = asyncio.create_task(steps.steps())
         if stop_after is not None:

@@ -12,6 +12,7 @@ import pytest
 from tests.fakes import engine_server
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.engine_server import LOOPBACK, EngineServer
+from tests.fakes.ports import free_port
 from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
 from vllm_headroom.commands.load.prompts import Api
@@ -27,12 +28,6 @@ from vllm_headroom.parse.openai import Model
 from vllm_headroom.scrape.http.credentials import trust
 from vllm_headroom.scrape.http.reader import port_of
 from vllm_headroom.trace.errors import BadInput
-
-
-def closed_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def problem(url: str, *, ca_file: Path | None = None) -> str:
@@ -107,7 +102,7 @@ def test_a_server_that_wants_a_token_is_told() -> None:
 
 
 def test_what_is_not_there_is_one_line() -> None:
-    port = closed_port()
+    port = free_port()
 
     assert problem(f"http://{LOOPBACK}:{port}").startswith(
         f"no connection to http://{LOOPBACK}:{port} (Connection refused): check"

@@ -214,7 +214,7 @@ def crash(rng: Random) -> Iterator[Engine]:
     yield engine
 
 
-def orderly(rng: Random) -> Iterator[Engine]:
+def idle(rng: Random) -> Iterator[Engine]:
     engine = Engine(rng)
     engine.running = 0.0
     for _ in range(rng.randint(2, 30)):
@@ -235,7 +235,7 @@ ALL: Final[dict[Callable[[Random], Iterator[Engine]], EndCause]] = {
     hang: EndCause.HANG,
     silent_hang: EndCause.HANG,
     crash: EndCause.CRASH,
-    orderly: EndCause.ORDERLY,
+    idle: EndCause.IDLE,
 }
 
 

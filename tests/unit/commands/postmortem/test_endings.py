@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def test_a_stall_that_only_a_canary_saw_lasted_as_long_as_the_daemon_said(run: Run, tmp_path: Path) -> None:
-    scene = scenes.scene(scenes.orderly, 1)
+    scene = scenes.scene(scenes.idle, 1)
     scene.samples[:] = [each for each in scene.samples if each["engines"]]
     scene.header = {"t": scene.samples[-1]["t"], "what": "stalled", "progress_age_seconds": 61.2}
 
@@ -22,11 +22,11 @@ def test_a_stall_that_only_a_canary_saw_lasted_as_long_as_the_daemon_said(run: R
     assert "A hang: the engine had work and nothing moved for 1 min 1 s. (likely)" in out
 
 
-@pytest.mark.parametrize(("since", "said"), [(0.0, "A crash"), (-3600.0, "An orderly end")])
-def test_a_server_that_leaves_a_core_behind_had_no_orderly_end(
+@pytest.mark.parametrize(("since", "said"), [(0.0, "A crash"), (-3600.0, "Ended while idle: it was stopped or killed")])
+def test_a_server_that_leaves_a_core_behind_was_not_merely_idle(
     run: Run, tmp_path: Path, since: float, said: str
 ) -> None:
-    scene = scenes.scene(scenes.orderly, 1)
+    scene = scenes.scene(scenes.idle, 1)
     assert scene.header is not None
     for sample in scene.samples:
         if sample["t"] >= scene.header["t"] + since:

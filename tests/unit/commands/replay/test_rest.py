@@ -38,7 +38,20 @@ def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
     watch = watched(nights(2_048, 2_560, 4_096))
 
     assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(verdict(watch))
-    assert document(watch)["sleeps"] == [{"gpu": 0, "residue_bytes": [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]}]
+    kept = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
+    assert document(watch)["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
+
+
+def test_each_instance_of_a_gpu_keeps_its_own() -> None:
+    records = [*nights(2_048)]
+    for record in records:
+        (gpu,) = record["gpus"]
+        gpu["uuid"] = "MIG-11111111-2222"
+        record["gpus"] = [gpu, {**gpu, "uuid": "MIG-33333333-4444", "engine": gpu["engine"] // 2}]
+
+    said = [line for line in verdict(watched(records)) if "asleep: kept" in line]
+
+    assert said == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
 
 
 def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:

@@ -1,12 +1,12 @@
 import asyncio
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.engine_server import LOOPBACK, hang, page, reset
+from tests.fakes.ports import free_port
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import MODELS, Vllm
 from tests.unit.commands.smoke.smoking import smoke, states
@@ -57,8 +57,7 @@ def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> Non
 
 
 def test_one_that_does_not_listen_yet_is_waited_for() -> None:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     servers: list[Vllm] = []
 
     def say(line: str) -> None:
@@ -109,8 +108,7 @@ def test_one_that_stalls_fails_at_the_deadline(vllm: Vllm) -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_nothing_that_listens_fails_at_the_deadline() -> None:
-    with socket.create_server((LOOPBACK, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     steps = smoke(f"http://{LOOPBACK}:{port}", "--deadline", "1s")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from typing import Any
 
 from rich.console import Console
 
@@ -14,9 +15,13 @@ from vllm_headroom.expose.view import View
 
 
 def drawn(view: View, width: int = 60) -> str:
+    return looked_at(json.loads(json.dumps(document(view))), width)
+
+
+def looked_at(seen: dict[str, Any], width: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(frame(json.loads(json.dumps(document(view))), "gpu-7", console))
+        console.print(frame(seen, "gpu-7", console))
     return captured.get()
 
 
@@ -25,6 +30,20 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
 
     assert "ALARM      GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least." in shown
     assert "none in 4 h 0 min; the last 23 h 59 min, down to zero" in shown
+
+
+def test_instances_of_one_gpu_are_told_apart() -> None:
+    seen = json.loads(json.dumps(document(day(gpus=2))))
+    for gpu, curve, uuid in zip(
+        seen["gpus"], seen["history"]["gpus"], ("MIG-1234567890", "MIG-abcdefghij"), strict=True
+    ):
+        gpu["gpu"], gpu["uuid"], curve["uuid"] = "1", uuid, uuid
+        gpu["info"]["attribution"] = "process"
+
+    shown = looked_at(seen)
+
+    assert "GPU 1 MIG-12345678: " in shown
+    assert "GPU 1 MIG-abcdefgh: " in shown
 
 
 def test_no_line_is_wider_than_the_terminal() -> None:

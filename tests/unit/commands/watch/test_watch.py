@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain, repeat
 from threading import Thread
 
 import pytest
@@ -22,14 +23,17 @@ WATCH = (sys.executable, "-m", "vllm_headroom", "watch")
 
 
 @contextmanager
-def sidecar(status: int = 200, body: bytes = json.dumps(LEAK).encode()) -> Iterator[str]:
+def sidecar(status: int = 200, body: bytes = json.dumps(LEAK).encode(), *later: bytes) -> Iterator[str]:
+    bodies = chain((body,), later or repeat(body))
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             found = self.path == "/snapshot.json"
+            told = next(bodies)
             self.send_response(status if found else 404)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(told)))
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(told)
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""
@@ -118,6 +122,21 @@ def test_away_from_a_terminal_it_writes_lines_and_ends_well() -> None:
         assert process.wait(30) == 0
 
     assert line == "ALARM      GPU 0 leaks: out of memory in 4 h 0 min, 2 h 0 min at the least.\n"
+
+
+def test_a_line_tells_when_the_engine_falls_asleep_though_all_is_well() -> None:
+    def told(state: str, sentence: str) -> bytes:
+        said = {"subject": "engine", "level": "good", "sentence": sentence, "alert": None}
+        return json.dumps({**LEAK, "engine_state": state, "verdicts": [said]}).encode()
+
+    serves = told("serving", "The engine serves: 1 running.")
+    looks = (told("serving", "The engine serves: 2 running."), told("asleep", "The engine is asleep."))
+    with sidecar(200, serves, *looks) as url, subprocess.Popen([*WATCH, url], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        process.kill()
+
+    assert lines == [b"OK         The engine serves: 1 running.\n", b"OK         The engine is asleep.\n"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

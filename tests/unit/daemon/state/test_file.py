@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -173,3 +174,18 @@ def _inside(hint: Any) -> list[type]:
     if isinstance(hint, type) and issubclass(hint, Struct):
         return [hint]
     return list(dict.fromkeys(inner for argument in get_args(hint) for inner in _inside(argument)))
+
+
+def test_a_file_that_is_too_large_is_not_taken_into_memory(tmp_path: Path) -> None:
+    with (tmp_path / STATE.name).open("wb") as stream:
+        stream.truncate(MOST_BYTES + 1)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(Unusable, match="too large"):
+            STATE.read(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 1e6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.samples import gpu, snapshot
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.state.file import HISTORY
+from vllm_headroom.daemon.state.file import HISTORY, _checksum
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.leak import LeakMemory
@@ -51,6 +52,16 @@ def test_the_keeper_hands_it_to_the_next_process(tmp_path: Path) -> None:
     after = History()
     after.take_up(kept)
     assert after.free("GPU-a") == past().free("GPU-a")
+
+
+def test_a_curve_that_is_none_sets_the_file_aside(tmp_path: Path) -> None:
+    content = HISTORY.encode(past().kept())
+    document = {**json.loads(content), "curves": {"running": "!"}}
+    del document["checksum"]
+    (tmp_path / HISTORY.name).write_bytes(json.dumps({**document, "checksum": _checksum(document)}).encode())
+
+    assert HISTORY.name not in asyncio.run(keeper(tmp_path).recall(snapshot()))
+    assert (tmp_path / f"{HISTORY.name}.bad").exists()
 
 
 def test_a_damaged_file_is_set_aside_and_the_rest_is_taken_up(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates.ready import CLOSE_AFTER_SECONDS, OPEN_AFTER_SECONDS, Ready, ready
+from vllm_headroom.derive.gates.ready import CLOSE_AFTER_SECONDS, OPEN_AFTER_SECONDS, OVER, Ready, ready
 from vllm_headroom.derive.gates.rules import GROUPS, Rules, place
 from vllm_headroom.model import Life, Sample, Snapshot, Values
 from vllm_headroom.units import GIB, MIB
@@ -61,6 +61,12 @@ def test_it_is_open_while_nothing_is_known() -> None:
 def test_it_closes_when_the_end_may_be_near_and_says_so() -> None:
     assert Gate().goes_on(60, left(LEAST - 1)) == "GPU 0 may be out of memory in 9 min 59 s"
     assert Gate().goes_on(60, left(LEAST)) is None
+
+
+def test_it_says_which_instance_of_a_gpu() -> None:
+    soon = Values([Sample(catalog.TIME_TO_OOM_LOWER, ("0", "MIG-11111111-2222"), 400.0)])
+
+    assert Gate().goes_on(60, soon) == "GPU 0 MIG-11111111 may be out of memory in 6 min 40 s"
 
 
 def test_the_hosts_end_closes_it_as_well() -> None:
@@ -168,3 +174,12 @@ def test_clocks_that_step_leave_it_usable() -> None:
     gate.now -= 50.0
 
     assert gate.goes_on(3 * MOST) is None
+
+
+def test_while_it_waits_to_open_it_does_not_say_what_is_over() -> None:
+    gate = Gate()
+
+    assert gate.goes_on(30, life=EngineState.STALLED) == "the engine should make progress and makes none"
+    assert gate.goes_on(OPEN_AFTER_SECONDS - STEP) == OVER
+    assert gate.goes_on(STEP, life=EngineState.STALLED) == "the engine should make progress and makes none"
+    assert gate.goes_on(OPEN_AFTER_SECONDS + STEP) is None

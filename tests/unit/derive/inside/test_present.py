@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.samples import failure, probed
 from vllm_headroom.derive.inside.present import told
@@ -55,6 +56,14 @@ def test_where_no_process_shows_a_file_counts_while_it_is_fresh(interval: float,
 def test_a_file_of_a_process_that_shows_counts_under_any_pid() -> None:
     assert standing(aged(1), processes=(process(7),)) == "p"
     assert standing(aged(1), processes=(process(4007, BEGAN + 1.9),)) == "p"
+
+
+def test_a_file_of_a_process_that_shows_counts_though_the_clock_was_set_between_the_two_looks_at_it() -> None:
+    began = replace(process(4007, BEGAN - 7200), since_boot_seconds=812.34)
+
+    assert standing(aged(1, since_boot_seconds=812.34), processes=(began,)) == "p"
+    assert standing(aged(1, since_boot_seconds=812.35), processes=(began,)) == "o"
+    assert standing(aged(1), processes=(began,)) == "o"
 
 
 def test_a_fresh_file_of_another_life_does_not_count() -> None:

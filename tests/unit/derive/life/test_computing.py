@@ -46,9 +46,9 @@ def test_a_server_that_gets_one_second_of_cpu_time_a_minute_is_not_said_to_hang(
 def test_a_stopped_server_is_stalled_after_a_minute_however_busy_it_was(page_failure: Failure) -> None:
     watch = served()
 
-    states = [watch.state_of(page_failure) for _ in range(12)]
+    states = [watch.state_of(page_failure) for _ in range(13)]
 
-    assert states == [EngineState.SERVING] * 11 + [EngineState.STALLED]
+    assert states == [EngineState.SERVING] * 12 + [EngineState.STALLED]
 
 
 def test_a_core_and_workers_that_spin_say_nothing_of_their_server() -> None:
@@ -85,4 +85,5 @@ def test_cpu_time_that_is_not_told_leaves_the_silence() -> None:
     watch = serving()
     assert all(process.cpu_seconds is None for process in WHOLE)
 
+    assert watch.state_of(SILENT) is EngineState.SERVING
     assert watch.state_of(SILENT, after=STALLED_SECONDS) is EngineState.STALLED

@@ -21,7 +21,7 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom.derive.life.follow import LifeState
-from vllm_headroom.model import HostMemory, Life
+from vllm_headroom.model import EngineProcess, Failure, HostMemory, Life
 from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
@@ -82,8 +82,29 @@ def test_a_server_that_tells_no_start_is_known_again_by_its_count_and_its_proces
     watch.look(working(9, started=None))
 
     assert watch.look(working(9, started=None), processes=(SERVER, CORE)).restarts == 0
-    assert watch.look(working(8, started=None)).restarts == 1, "its count fell"
-    assert watch.look(working(20, started=None), processes=NEXT).restarts == 2, "all its processes are others"
+    assert watch.look(working(8, started=None)).restarts == 0, "its processes are the same"
+    assert watch.look(working(20, started=None), processes=NEXT).restarts == 1, "all its processes are others"
+
+
+def test_where_no_process_shows_a_server_without_a_start_is_known_again_by_its_count() -> None:
+    watch = Watch(processes=UNSEEN)
+    watch.look(working(9, started=None))
+
+    assert watch.look(working(4, started=None)).restarts == 1, "its count fell by more than half"
+    watch.look(SILENT)
+    assert watch.look(working(3, started=None)).restarts == 2, "its count fell while it was away"
+
+
+@pytest.mark.parametrize("processes", [WHOLE, UNSEEN])
+def test_two_servers_without_a_start_that_answer_in_turn_do_not_restart(
+    processes: tuple[EngineProcess, ...] | Failure,
+) -> None:
+    watch = Watch(processes=processes)
+
+    for turn in range(20):
+        life = watch.look(working(turn + (1000 if turn % 2 else 900), started=None))
+
+    assert (life.restarts, exits(life)) == (0, {})
 
 
 def test_a_start_whose_core_comes_later_is_one_life_where_a_trace_tells_no_pids() -> None:

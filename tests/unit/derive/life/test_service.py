@@ -22,7 +22,7 @@ from tests.unit.derive.life.watch import (
 from vllm_headroom import catalog
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.service import in_service
+from vllm_headroom.derive.life.service import of_service
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import life
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
@@ -60,21 +60,12 @@ def test_a_life_that_ended_or_serves_nobody_is_out_of_service() -> None:
 
 
 def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
-    shown: list[Snapshot] = []
-
-    def step(state: None, snapshot: Snapshot) -> tuple[None, tuple[Sample, ...]]:
-        shown.append(snapshot)
-        return state, ()
-
     loading, watch = snapshot(engines=REFUSED, gpus=(card(30),), processes=WHOLE), Watch()
     watch.look(REFUSED)
     assert watch.seen is not None
     assert loading.life is None
 
-    for each in (watch.seen, loading):
-        in_service(step)(None, each)
-
-    for each in shown:
+    for each in map(of_service, (watch.seen, loading)):
         assert isinstance(each.engines, Failure)
         assert not isinstance(each.gpus, Failure)
         assert [gpu.held_bytes for gpu in each.gpus] == [None]

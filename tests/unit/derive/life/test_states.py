@@ -67,6 +67,25 @@ def test_a_page_that_says_it_sleeps_is_asleep_whatever_waits() -> None:
     assert watch.state_of(working(20, running=0.0, awake=True)) is EngineState.SERVING
 
 
+def test_what_waited_while_it_slept_has_its_time_at_the_wake() -> None:
+    watch = serving()
+    watch.look(working(20, running=3.0, awake=True))
+    watch.look(working(20, running=3.0, awake=False), after=3600)
+    woken = working(20, running=3.0, awake=True)
+
+    assert watch.state_of(woken) is EngineState.SERVING
+    assert watch.state_of(woken, after=STALLED_SECONDS - 1) is EngineState.SERVING
+    assert watch.state_of(woken, after=1) is EngineState.STALLED
+
+
+def test_a_sleeper_whose_core_is_gone_is_stalled_while_its_page_answers() -> None:
+    watch = serving()
+    asleep = working(20, running=0.0, awake=False)
+
+    assert watch.state_of(asleep, processes=WHOLE) is EngineState.ASLEEP
+    assert watch.state_of(asleep, processes=(SERVER,)) is EngineState.STALLED
+
+
 def test_one_sleeping_rank_puts_the_server_to_sleep() -> None:
     ranks = page(engine(name="0", running=1.0, awake=True), engine(name="1", running=0.0, awake=False))
 
@@ -138,9 +157,18 @@ def test_an_idle_server_with_a_dead_worker_is_stalled_too() -> None:
 def test_a_page_that_stops_answering_while_its_processes_live_stalls_after_a_minute(page_failure: Failure) -> None:
     watch = serving()
 
+    assert watch.state_of(page_failure) is EngineState.SERVING
     assert watch.state_of(page_failure, after=STALLED_SECONDS - 1) is EngineState.SERVING
     assert watch.state_of(page_failure, after=1) is EngineState.STALLED
     assert watch.state_of(working(30)) is EngineState.SERVING
+
+
+def test_one_page_that_is_missed_after_a_time_in_which_nobody_looked_is_no_stall() -> None:
+    watch = serving()
+
+    for turn in range(3):
+        assert watch.state_of(SILENT, after=300) is EngineState.SERVING
+        assert watch.state_of(working(40 + turn), after=300) is EngineState.SERVING
 
 
 def test_one_of_two_api_servers_that_hangs_leaves_the_server_serving() -> None:
@@ -178,6 +206,7 @@ def test_unseen_processes_and_unseen_memory_leave_the_page() -> None:
     assert watch.state_of(SILENT) is EngineState.UNKNOWN
     assert watch.state_of(REFUSED) is EngineState.DOWN
     assert watch.state_of(working(5)) is EngineState.SERVING
+    assert watch.state_of(SILENT) is EngineState.SERVING
     assert watch.state_of(SILENT, after=60) is EngineState.STALLED
 
 

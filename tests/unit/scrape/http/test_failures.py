@@ -11,6 +11,7 @@ import uvloop
 
 from tests.fakes import engine_server
 from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
+from tests.fakes.ports import free_port
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.failures import no_answer
 from vllm_headroom.scrape.http.reader import PageReader
@@ -42,12 +43,6 @@ def fail(request: pytest.FixtureRequest) -> Callable[..., Failure]:
 
 
 Fail = Callable[..., Failure]
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def test_a_port_where_nobody_listens_is_unreachable(fail: Fail) -> None:

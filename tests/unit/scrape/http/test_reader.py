@@ -89,6 +89,13 @@ def test_a_new_connection_is_made_where_the_server_closed_the_last() -> None:
     assert server.connections == 2
 
 
+def test_an_answer_that_nobody_asked_for_is_not_taken_for_the_next_one() -> None:
+    with EngineServer(raw(with_head(b"a 1\n") + with_head(b"b 2\n"))) as server:
+        assert fetch(server.url, times=2) == ["a 1\n"] * 2
+
+    assert server.connections == 2
+
+
 def test_the_reader_outlives_the_engine() -> None:
     async def run() -> list[str | Failure]:
         server = EngineServer(page("a 1\n"))

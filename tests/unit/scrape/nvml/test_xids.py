@@ -6,6 +6,7 @@ import pytest
 from tests.fakes.nvml.library import FakeGpu, FakeInstance, FakeNvml
 from tests.fakes.nvml.reader import Clock, devices, in_process, run
 from vllm_headroom.scrape.nvml.reader import Nvml
+from vllm_headroom.scrape.nvml.xids import MOST_KINDS
 
 
 @pytest.fixture
@@ -91,6 +92,22 @@ def test_in_mig_mode_an_xid_counts_for_its_instance_or_for_all_where_none_is_nam
         fake.write()
         one, two, other_gpu = await devices(nvml)
         assert (one.xid_errors, two.xid_errors, other_gpu.xid_errors) == (((79, 1),), ((43, 1), (79, 1)), ())
+
+    run(steps)
+
+
+def test_a_driver_that_reports_ever_new_codes_makes_no_page_without_end_and_no_error_is_lost(fake: FakeNvml) -> None:
+    async def steps(nvml: Nvml) -> None:
+        await devices(nvml)
+        fake.gpus[0].xids = [(1 + number, None) for number in range(200)]
+        fake.write()
+        for _ in range(4):
+            errors = (await devices(nvml))[0].xid_errors
+        assert errors == ((0, 200 - MOST_KINDS), *((1 + number, 1) for number in range(MOST_KINDS)))
+
+        fake.gpus[0].xids += [(1, None), (300, None)]
+        fake.write()
+        assert (await devices(nvml))[0].xid_errors[:2] == ((0, 201 - MOST_KINDS), (1, 2))
 
     run(steps)
 

@@ -49,6 +49,7 @@ def test_the_engines_processes_are_measured(tree: ProcTree, processes: Processes
         role=Role.API_SERVER,
         rss_bytes=157450 * PAGE_BYTES,
         started_at_seconds=BOOT_SECONDS + 112293 / TICKS,
+        since_boot_seconds=112293 / TICKS,
         cpu_seconds=750 / TICKS,
     )
     assert (core.pid, core.role, core.rss_bytes) == (4426, Role.ENGINE_CORE, 148451 * PAGE_BYTES)

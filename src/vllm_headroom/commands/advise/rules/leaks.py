@@ -62,7 +62,7 @@ CURES: Final[dict[LeakLocation | None, tuple[str, ...]]] = {
 
 def gpu_leak(facts: Facts) -> Advice | None:
     """Fit where the leak detector gave its alarm on a GPU; its thresholds are its own (docs/leaks.md)."""
-    leaks = [(f"GPU {gpu.index}", gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
+    leaks = [(gpu.called, gpu.leak, gpu.leak.alarm) for gpu in facts.gpus if gpu.leak.alarm is not None]
     if not leaks:
         return None
     name, leak, alarm = _worst(leaks)

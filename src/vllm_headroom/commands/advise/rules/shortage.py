@@ -22,7 +22,7 @@ def configuration_overshoot(facts: Facts) -> Advice | None:
     vLLM's share leaves too little for what lies outside of it: CUDA context, NCCL, late kernels (DESIGN.md, 7).
     """
     return _too_much_taken(
-        facts, Shortage.LEVEL, Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of GPU {gpu} than it can spare"
+        facts, Shortage.LEVEL, Cause.CONFIGURATION_OVERSHOOT, "vLLM takes more of {gpu} than it can spare"
     )
 
 
@@ -31,7 +31,7 @@ def chronic(facts: Facts) -> Advice | None:
 
     High-water marks of the allocator: what a request needed once is not given back (DESIGN.md, 20).
     """
-    return _too_much_taken(facts, Shortage.RISEN, Cause.CHRONIC, "Memory of GPU {gpu} filled up after the start")
+    return _too_much_taken(facts, Shortage.RISEN, Cause.CHRONIC, "Memory of {gpu} filled up after the start")
 
 
 def burst(facts: Facts) -> Advice | None:
@@ -44,9 +44,7 @@ def burst(facts: Facts) -> Advice | None:
         return None
     gpu, spell = _worst(found)
     ended = sum(spell.ended_engine for _, spell in found)
-    summary = (
-        f"Bursts nearly fill GPU {gpu.index}" if not ended else f"Bursts fill GPU {gpu.index}, and the engine ends"
-    )
+    summary = f"Bursts nearly fill {gpu.called}" if not ended else f"Bursts fill {gpu.called}, and the engine ends"
     return Advice(
         cause=Cause.BURST,
         summary=f"{summary}.",
@@ -63,7 +61,7 @@ def _too_much_taken(facts: Facts, kind: Shortage, cause: Cause, summary: str) ->
     gpu, spell = _worst(found)
     return Advice(
         cause=cause,
-        summary=f"{summary.format(gpu=gpu.index)}{' now' if facts.origin is Origin.PAGE else ''}.",
+        summary=f"{summary.format(gpu=gpu.called)}{' now' if facts.origin is Origin.PAGE else ''}.",
         evidence=tuple(_evidence(facts, found)),
         changes=several(_less(facts, gpu, spell)),
         remark="The share of the card in use says nothing, vLLM takes most of it at its start; what is left counts.",
@@ -83,7 +81,7 @@ def _evidence(facts: Facts, found: list[Found]) -> Iterator[Evidence]:
     left = size(spell.least_bytes)
     seconds = "" if spell.seconds is None else f", for {duration(spell.seconds)}"
     at = "" if spell.began_seconds is None else f" from {instant(spell.began_seconds)}"
-    yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on GPU {gpu.index}{at}{seconds}")
+    yield Evidence("least_room_bytes", spell.least_bytes, f"{left} were left on {gpu.called}{at}{seconds}")
     if len(found) > 1:
         yield Evidence("times", len(found), f"{len(found)} times less than {size(LOW_BYTES)}")
     yield Evidence("leak_state", gpu.leak.state, f"the leak detector says {gpu.leak.state}")

@@ -28,7 +28,7 @@ def another_tenant(facts: Facts) -> Advice | None:
     now = " now" if facts.origin is Origin.PAGE else ""
     return Advice(
         cause=Cause.ANOTHER_TENANT,
-        summary=f"Another process takes memory of GPU {gpu.index}{now}.",
+        summary=f"Another process takes memory of {gpu.called}{now}.",
         evidence=tuple(_evidence(gpu, others, facts.origin)),
         changes=several(
             Change(
@@ -62,7 +62,7 @@ def _matters(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
 
 
 def _evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:
-    text = f"processes that are not the engine's hold {size(others.now)} of GPU {gpu.index}"
+    text = f"processes that are not the engine's hold {size(others.now)} of {gpu.called}"
     yield Evidence("others_bytes", others.now, text)
     if origin is Origin.TRACE:
         most = f"{size(others.most)} at the most, {size(others.least)} at the least"
@@ -94,4 +94,4 @@ def _left(facts: Facts) -> Iterator[Evidence]:
     for gpu in facts.gpus:
         for leftover in gpu.leftovers:
             known = "unknown" if leftover.used_bytes is None else leftover.used_bytes
-            yield Evidence("left_behind_bytes", known, f"GPU {gpu.index}: {described(leftover)}")
+            yield Evidence("left_behind_bytes", known, f"{gpu.called}: {described(leftover)}")

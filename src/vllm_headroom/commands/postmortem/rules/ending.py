@@ -18,6 +18,11 @@ FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
 UNSEEN_SECONDS: Final = 15.0
 """Memory is filled within seconds: who was not looked at for longer may have run out of it."""
 
+SHUT_SECONDS: Final = 15.0
+"""A server whose core has died ends within seconds, and refuses its page meanwhile."""
+
+ANSWERED: Final = "its page went on to answer; in vLLM's development mode one that was paused looks the same"
+
 
 def killed(facts: Circumstances) -> Diagnosis | None:
     """Fit where the kernel counted a kill in the engine's container as this life ended."""
@@ -33,9 +38,9 @@ def killed(facts: Circumstances) -> Diagnosis | None:
 
 def hang(facts: Circumstances) -> Diagnosis | None:
     """Fit where nothing moved though there was work; surely where its page went on to say so."""
-    if facts.hung_seconds is None or not facts.served:
+    if facts.hung_seconds is None or not facts.served or _is_told_to_end(facts):
         return None
-    page = "its page went on to answer" if facts.answered else "its page did not answer, and its processes lived"
+    page = ANSWERED if facts.answered else "its page did not answer, and its processes lived"
     return Diagnosis(
         cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
@@ -69,22 +74,38 @@ def crash(facts: Circumstances) -> Diagnosis | None:
     )
 
 
-def orderly(facts: Circumstances) -> Diagnosis | None:
-    """Fit where the engine had nothing to do when it ended, whole and with memory left."""
+def stopped(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the server closed its port, let its core go and lived on."""
+    if not _is_told_to_end(facts):
+        return None
+    return Diagnosis(
+        cause=EndCause.STOPPED,
+        sureness=Sureness.LIKELY,
+        sentence="An end that was asked for: the server closed its port, let its core go and waited.",
+        evidence=(ran(facts), "vLLM that is told to end cuts off what runs and waits until its clients hang up"),
+    )
+
+
+def idle(facts: Circumstances) -> Diagnosis | None:
+    """Fit where the engine had nothing to do when it ended, whole and with memory left; who ended it is not seen."""
     if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
         return None
     if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
         return None
     gpu = facts.worst
     return Diagnosis(
-        cause=EndCause.ORDERLY,
+        cause=EndCause.IDLE,
         sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
-        sentence="An orderly end: the engine had nothing left to do.",
+        sentence="Ended while idle: it was stopped or killed, or crashed, which look the same from here.",
         evidence=(
             f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",
             *(() if gpu is None else (left(gpu),)),
         ),
     )
+
+
+def _is_told_to_end(facts: Circumstances) -> bool:
+    return facts.served and facts.shut_seconds is not None and facts.shut_seconds >= SHUT_SECONDS
 
 
 def _crashed(facts: Circumstances) -> Iterator[str]:

@@ -60,7 +60,7 @@ def leak(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
-        sentence=f"Out of GPU memory by a leak: the engine grew until GPU {gpu.index} was full.",
+        sentence=f"Out of GPU memory by a leak: the engine grew until {gpu.called} was full.",
         evidence=tuple(_leaked(facts, gpu)),
     )
 
@@ -76,7 +76,7 @@ def neighbour(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.NEIGHBOUR,
         sureness=Sureness.SURE if sure else Sureness.LIKELY,
-        sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of GPU {gpu.index}.",
+        sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of {gpu.called}.",
         evidence=(
             left(gpu),
             f"others held {size(gpu.last_other_bytes or 0)}, {size(gpu.first_other_bytes or 0)} before",
@@ -88,7 +88,7 @@ def _joined(gpu: GpuAtEnd) -> Diagnosis:
     return Diagnosis(
         cause=EndCause.NEIGHBOUR,
         sureness=Sureness.LIKELY,
-        sentence=f"Out of GPU memory by a neighbour: another process had come to GPU {gpu.index}.",
+        sentence=f"Out of GPU memory by a neighbour: another process had come to {gpu.called}.",
         evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
     )
 
@@ -107,7 +107,7 @@ def burst(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.BURST,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
-        sentence=f"Out of GPU memory in a burst: GPU {gpu.index} was filled within minutes.",
+        sentence=f"Out of GPU memory in a burst: {gpu.called} was filled within minutes.",
         evidence=tuple(_burst(facts, gpu)),
     )
 
@@ -130,7 +130,7 @@ def _perhaps(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.BURST,
         sureness=Sureness.POSSIBLE,
-        sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on GPU {gpu.index}.",
+        sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on {gpu.called}.",
         evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
     )
 
@@ -160,6 +160,6 @@ def _burst(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
 def left(gpu: GpuAtEnd) -> str:
     """Return how much room a GPU had left."""
     if gpu.last_room_bytes is None:
-        return f"what was left on GPU {gpu.index} is not known"
+        return f"what was left on {gpu.called} is not known"
     before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} at first"
-    return f"{size(max(0, gpu.last_room_bytes))} were left on GPU {gpu.index}{before}"
+    return f"{size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+
+from tests.fakes.ports import free_port
 
 INSTALLED: Final = bool(shutil.which("prometheus") and shutil.which("promtool"))
 _DEADLINE_SECONDS: Final = 60
@@ -41,8 +42,7 @@ def running_prometheus(folder: Path, blocks: Path) -> Iterator[str]:
     """Run Prometheus over the blocks; give its URL."""
     config = folder / "prometheus.yml"
     config.write_text("global: {}\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     options = {"config.file": config, "storage.tsdb.path": blocks, "web.listen-address": address}
     command = ["prometheus", *(f"--{name}={value}" for name, value in options.items())]
     with (folder / "log").open("wb") as log:

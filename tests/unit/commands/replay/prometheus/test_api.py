@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import socket
 import tracemalloc
 import zlib
 from contextlib import closing
@@ -12,6 +11,7 @@ import pytest
 
 from tests.fakes.certificates import server_context, write_self_signed
 from tests.fakes.engine_server import EngineServer, cut, page
+from tests.fakes.ports import free_port
 from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, problem
 from tests.unit.commands.replay.prometheus.history import lazily
 from vllm_headroom.commands.replay.prometheus.api import Api
@@ -132,8 +132,7 @@ def test_what_cannot_be_unpacked_or_might_have_no_end_is_told(encoding: str, bod
 
 
 def test_a_port_where_nobody_listens() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
 
     assert refusal(url) == f"no connection to {url} ([Errno 111] Connection refused): check that it runs there"
 

@@ -1,0 +1,37 @@
+"""Since when a leak has been known: the alarm that is on, not one of an earlier life."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.dashboards.grafana import filled, load, panels, queries
+from tests.dashboards.store import missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not on the PATH: {missing()} (Debian: prometheus)")
+
+ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "gpu"), ".*")
+
+
+@pytest.mark.parametrize(
+    ("values", "since_minutes"),
+    [("0x59 1x60", 59), ("1x30 0x59 1x30", 90), ("1x120", 0), ("1x60 0x60", None)],
+    ids=["once", "again after a restart", "longer than is shown", "no more"],
+)
+def test_leaking_since_is_of_the_alarm_that_is_on(tmp_path: Path, values: str, since_minutes: int | None) -> None:
+    (panel,) = (each for each in panels(load("headroom")) if each["title"] == "Leaked")
+    (expr,) = (each.expr for each in queries(panel) if each.name == "leaking since")
+    found = [] if since_minutes is None else [{"labels": "{}", "value": 60_000 * since_minutes}]
+    series = {"series": 'headroom_leak_state{instance="a",gpu="0",uuid="u",state="leaking"}', "values": values}
+    asked = {"expr": filled(expr, {**ANY, "__range": "2h"}), "eval_time": "2h", "exp_samples": found}
+    test = {"interval": "1m", "input_series": [series], "promql_expr_test": [asked]}
+    (tmp_path / "test.yaml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}), encoding="utf-8")
+
+    command = ["promtool", "test", "rules", str(tmp_path / "test.yaml")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,43 @@
+"""A server that gives no page any more and lives on: it hangs, or was told to end."""
+
+from __future__ import annotations
+
+from tests.samples import snapshot
+from tests.unit.derive.life.watch import BEGAN, CORE, REFUSED, SERVER, SILENT, STEP_SECONDS, WHOLE, card, working
+from vllm_headroom.commands.postmortem.command import judge
+from vllm_headroom.commands.postmortem.finding import Diagnosis, EndCause, Sureness
+from vllm_headroom.commands.postmortem.follow import Follower
+from vllm_headroom.model import EnginePage, EngineProcess, Failure
+
+Look = tuple[EnginePage | Failure, tuple[EngineProcess, ...]]
+AT_WORK: list[Look] = [(working(20.0 + done), WHOLE) for done in range(12)]
+
+
+def said(looks: list[Look]) -> Diagnosis:
+    follower = Follower()
+    for turn, (engines, processes) in enumerate(looks):
+        gpu = card(70 if CORE in processes else 0)
+        follower.step(snapshot(at=BEGAN + STEP_SECONDS * turn, engines=engines, processes=processes, gpus=(gpu,)))
+    return judge(follower.facts)[0]
+
+
+def test_a_server_that_waits_without_its_core_behind_a_closed_port_was_told_to_end() -> None:
+    """So vLLM 0.32 does on SIGTERM, for as long as its clients hold their connections."""
+    waits: list[Look] = [*AT_WORK, *[(REFUSED, (SERVER,))] * 14]
+
+    for found in (said(waits), said([*waits, (REFUSED, ())])):
+        assert (found.cause, found.sureness) == (EndCause.STOPPED, Sureness.LIKELY)
+        assert found.sentence.startswith("An end that was asked for: ")
+
+
+def test_a_server_that_follows_its_core_within_seconds_crashed() -> None:
+    found = said([*AT_WORK, (working(32.0), (SERVER,)), (REFUSED, (SERVER,)), (REFUSED, ())])
+
+    assert (found.cause, found.sureness) == (EndCause.CRASH, Sureness.LIKELY)
+
+
+def test_a_whole_server_without_a_page_hangs_since_its_page_was_last_seen() -> None:
+    found = said([*AT_WORK, *[(SILENT, WHOLE)] * 13])
+
+    assert found.cause is EndCause.HANG
+    assert found.sentence.startswith("A hang: the engine had work and nothing moved for 1 min ")
