@@ -17,21 +17,24 @@ from tests.samples import failure, gpu
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom.expose.history import History
 from vllm_headroom.expose.page.document import landing_page
-from vllm_headroom.expose.view import View
+from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
 
 pytestmark = pytest.mark.browser
 
 FOLDER: Final = Path(os.environ.get("BROWSER_FOLDER", ".browser"))
-WIDTHS: Final = (390, 768, 1400)
+WIDTHS: Final = (320, 400, 768, 1400)
+FRAME: Final = "<!doctype html><body><iframe src=page.html width={} height=900></iframe></body>"
+"""Holds the page, since no window of Chromium is narrower than 500 pixels."""
+
 SCHEMES: Final = {"light": "preferredColorScheme=1", "dark": "preferredColorScheme=0"}
 JUDGE: Final = """
 axe.run({runOnly: ['wcag2a', 'wcag2aa', 'wcag21aa', 'best-practice']}).then(found => {
-  document.body.dataset.found = JSON.stringify({
+  parent.document.body.dataset.found = JSON.stringify({
     problems: found.violations.map(v => v.id + ': ' + v.nodes.map(n => n.html).join(' | ')),
     checked: found.passes.length,
-    overhang: document.documentElement.scrollWidth - window.innerWidth,
+    overhang: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     ground: getComputedStyle(document.body).backgroundColor,
   });
 });
@@ -58,6 +61,7 @@ SCENES: Final[dict[str, Callable[[], View]]] = {
     "leak": lambda: day(leaking=frozenset({0})),
     "eight": lambda: day(gpus=8, leaking=frozenset({3})),
     "unwell": lambda: day(unwell="not turned for 40 s", notice="simulated: scenario leak", runbooks="https://wiki"),
+    "long words": lambda: day(last_incident=Incident(seconds=NOW, what="ended", reason=None, file=f"/{'state' * 20}")),
     "failed": all_failed,
     "empty": nothing_seen,
     "foreign": lambda: view(
@@ -72,12 +76,13 @@ def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any
     """Return what axe-core and the layout say of a page."""
     axe = (FOLDER / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
     still = re.sub(r'<meta http-equiv="refresh"[^>]*>', "", page)
-    file = folder / "page.html"
-    file.write_text(
-        still.replace("</body>", f"<script>{axe}</script><script>{JUDGE}</script></body>"), encoding="utf-8"
-    )
+    scripts = f"<script>{axe}</script><script>{JUDGE}</script>"
+    (folder / "page.html").write_text(still.replace("</body>", f"{scripts}</body>"), encoding="utf-8")
+    file = folder / "frame.html"
+    file.write_text(FRAME.format(width), encoding="utf-8")
     command = ("chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--blink-settings={SCHEMES[scheme]}")
-    sized = (f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000")
+    readable = ("--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}")
+    sized = (*readable, f"--window-size={max(WIDTHS) + 50},1000", "--virtual-time-budget=20000")
     dumped = subprocess.run(
         [*command, *sized, "--dump-dom", file.as_uri()], capture_output=True, text=True, check=True, timeout=300
     )

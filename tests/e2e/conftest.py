@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +18,14 @@ from tests.e2e.vllm import Vllm
 from tests.fakes.certificates import write_self_signed
 from tests.fakes.nvml.library import FakeGpu, FakeNvml
 from tests.fakes.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have a test that is marked `alone` run beside no other of these: all see the processes of one machine."""
+    with (Path(tempfile.gettempdir()) / f"vllm-headroom-tests-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture

@@ -56,22 +56,26 @@ def test_one_of_several_workers_that_dies_stalls_the_engine_at_once(
         assert stalled.has("gpu_memory_left_behind_bytes") == (rank == 0)
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("beside", [0, 10], ids=["alone", "beside-another"])
 def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
-    start: Start, nvml: FakeNvml, port: int
+    start: Start, nvml: FakeNvml, port: int, another_port: int, beside: int
 ) -> None:
     vllm = start(part="root")
+    if beside:
+        start("another", port=another_port, held_gib=beside)
     with daemon(**settings(port, nvml)) as running:
-        serves_its_first_life(running, 60, 0)
+        serves_its_first_life(running, 60, beside)
 
         vllm.kill(vllm.server)
         alone = looked_again(running)
-        assert (state(alone), held(alone), ends(alone)) == ("serving", (60, 0), 0)
+        assert (state(alone), held(alone), ends(alone)) == ("serving", (60, beside), 0)
         assert alone.has("host_memory_bytes", process="engine_core")
         assert not alone.has("gpu_memory_left_behind_bytes")
 
         vllm.kill(vllm.page_server)
         down = becomes(running, "down")
-        assert (held(down), down.value("engine_exits_total", reason="gone")) == ((60, 0), 1)
+        assert (held(down), down.value("engine_exits_total", reason="gone")) == ((60, beside), 1)
         assert down.has("gpu_memory_left_behind_bytes")
 
 

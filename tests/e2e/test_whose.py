@@ -67,6 +67,7 @@ BEFORE_IT_ANSWERS = "unknown" if sees_host_pids(Path("/proc")) else "starting"
 """What one does that may be the engine: on a host there may be others, in a pod it is the one."""
 
 
+@pytest.mark.alone
 def test_one_that_tells_no_port_may_be_it_and_is_nothing_once_that_comes(
     start: Start, nvml: FakeNvml, port: int, another_port: int
 ) -> None:
@@ -80,6 +81,7 @@ def test_one_that_tells_no_port_may_be_it_and_is_nothing_once_that_comes(
         assert ends(looked_again(running)) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(BEFORE_IT_ANSWERS == "starting", reason="needs the host's processes")
 def test_the_end_of_one_that_only_might_have_been_it_is_none(
     start: Start, nvml: FakeNvml, port: int, another_port: int

@@ -146,7 +146,7 @@ def _load(values: Values) -> str:
     waits = any(values.of(catalog.ENGINE_WAITING).values())
     more = () if waits else values.of(catalog.ENGINE_ADDITIONAL_REQUESTS).values()
     words += [f"KV cache {100 * max(used):.0f} % used"] if used else []
-    words += [f"room for {sum(more):.0f} more"] if more else []
+    words += [f"room in it for {sum(more):.0f} more"] if more else []
     return f": {', '.join(words)}" if words else ""
 
 

@@ -11,12 +11,16 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
+
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
 from vllm_headroom.trace.parse import LONGEST_LINE
 from vllm_headroom.trace.recorder import FOREIGN, append
 from vllm_headroom.trace.write import HEADER, line
 from vllm_headroom.trace.writing import make, put
 from vllm_headroom.units import MIB
+
+log = structlog.get_logger()
 
 FLIGHT_BYTES: Final = 22 * MIB
 """Of each of two files, the older of which makes room for a new one: a day of one GPU at 5 s, hours of eight at 1 s."""
@@ -40,12 +44,29 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 
 
 def keep(folder: Path, written: bytes) -> None:
-    """Add a line to the record; raises OSError, and ValueError where another file is in its place."""
+    """Add a line to the record; raises OSError, and ValueError where another file is in its place.
+
+    One that begins with zeros is what a crash of the machine left of the record: it is set aside, the first of them.
+    """
     make(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # nobody who means well puts one into a folder that is the daemon's alone
         raise ValueError(FOREIGN)
-    append(file, written, int(share_of(folder) * FLIGHT_BYTES))
+    most_bytes = int(share_of(folder) * FLIGHT_BYTES)
+    try:
+        append(file, written, most_bytes)
+    except ValueError:
+        spoiled = file.with_name(f"{FLIGHT}.spoiled")
+        if spoiled.exists() or not file.is_file() or not _begins_with_zeros(file):
+            raise
+        file.rename(spoiled)
+        log.warning("the flight record was spoiled by a crash and is set aside", file=str(spoiled))
+        append(file, written, most_bytes)
+
+
+def _begins_with_zeros(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(1) == b"\0"
 
 
 def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:

@@ -68,8 +68,9 @@ def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[
         with Path(trace).open("rb") as stream:
             n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             yield from _noted(snapshots(watched(lines_of(stream), n_bytes), trace), trace)
-    except OSError as error:
-        raise BadInput(f"{trace}: cannot be read: {error.strerror}") from error
+    except (OSError, BadInput) as error:
+        wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        raise BadInput(f"{trace}: {wrong}") from error
 
 
 def _noted(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:

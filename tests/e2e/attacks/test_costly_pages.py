@@ -95,7 +95,7 @@ def test_behind_the_bound_that_a_page_breaks_first_stands_another(
         seen = running.sees(lambda page: page.value("source_up", source="engine") == 0, "the page is refused")
 
         assert seen.value("source_failures_total", source="engine", reason="out_of_bounds") >= 1
-        assert says in running.log()
+        eventually(lambda: says in running.log(), "it is told why")
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -7,11 +7,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import incidents_in
+from vllm_headroom.trace.parse import recorded
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.units import MIB
 
@@ -28,6 +30,41 @@ def test_a_pipe_costs_no_incident(name: str, tmp_path: Path) -> None:
 
     assert subject.last is not None
     assert [each.name for each in incidents_in(tmp_path / "incidents")] == [Path(subject.last.file).name]
+
+
+def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Path) -> None:
+    record, aside = tmp_path / "flight.jsonl", tmp_path / "flight.jsonl.spoiled"
+    sample = line(record_of(snapshot()))
+    zeros = bytes(4096) + b"\n" + sample
+    record.write_bytes(zeros)
+
+    with capture_logs() as lines:
+        keep(tmp_path, sample)
+        keep(tmp_path, sample)
+
+    assert [each["file"] for each in lines] == [str(aside)]
+    assert aside.read_bytes() == zeros
+    assert len(list(recorded(str(record)))) == 2
+
+    record.write_bytes(zeros)
+    with pytest.raises(ValueError, match="is no trace: move it away"):
+        keep(tmp_path, sample)
+    assert (aside.read_bytes(), record.read_bytes()) == (zeros, zeros)
+
+
+def test_a_pipe_in_place_of_the_record_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "flight.jsonl")
+
+    with pytest.raises(OSError, match="not seekable"):
+        keep(tmp_path, line(record_of(snapshot())))
+
+
+def test_a_file_of_somebody_else_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "flight.jsonl").write_text("dear diary\n")
+
+    with pytest.raises(ValueError, match="is no trace: move it away"):
+        keep(tmp_path, line(record_of(snapshot())))
+    assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
 def test_a_record_without_an_end_of_line_is_not_taken_into_memory(tmp_path: Path) -> None:

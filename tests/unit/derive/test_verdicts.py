@@ -209,7 +209,7 @@ def test_a_serving_engine_says_its_load() -> None:
         Sample(catalog.ENGINE_ADDITIONAL_REQUESTS, ("m", "0"), 9.0),
     )
 
-    assert of("engine", *samples).sentence == "The engine serves: 7 running, KV cache 41 % used, room for 9 more."
+    assert of("engine", *samples).sentence == "The engine serves: 7 running, KV cache 41 % used, room in it for 9 more."
     waiting = Sample(catalog.ENGINE_WAITING, ("m", "0"), 5.0)
     assert of("engine", *samples, waiting).sentence == "The engine serves: 7 running, 5 waiting, KV cache 41 % used."
 

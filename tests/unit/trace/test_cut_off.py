@@ -48,7 +48,7 @@ def test_a_broken_line_in_the_middle_refuses_the_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(HEADER + b'{"t": 1\n{"t": 2}\n')
 
-    with pytest.raises(BadInput, match=r"^line 2: not JSON"):
+    with pytest.raises(BadInput, match=f"^{file}: line 2: not JSON"):
         list(recorded(str(file)))
 
 

@@ -88,5 +88,7 @@ def test_what_gzip_packed_is_said_to_be_spoiled_where_it_is(tmp_path: Path, cont
     ],
 )
 def test_what_is_no_trace_is_told_by_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
-    with pytest.raises(BadInput, match=f"^{re.escape(NO_TRACE + said)}$"):
-        times(written(tmp_path, content))
+    trace = written(tmp_path, content)
+
+    with pytest.raises(BadInput, match=f"^{re.escape(f'{trace}: {NO_TRACE}{said}')}$"):
+        times(trace)

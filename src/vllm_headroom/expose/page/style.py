@@ -16,8 +16,8 @@ _LEVELS: Final = "".join(
 PAGE_STYLE: Final = (
     f"{STYLE}"
     "body{font:16px/1.5 system-ui,sans-serif;max-width:62rem;margin:0 auto;padding:1rem;color:var(--ink);"
-    "background:var(--ground)}h1{font-size:1.1rem;margin:0}h2{font-size:1.05rem;margin:1.6rem 0 .3rem}"
-    "p{margin:.3rem 0}a{color:inherit}.dim,figcaption{color:var(--dim)}"
+    "background:var(--ground);overflow-wrap:break-word}h1{font-size:1.1rem;margin:0}"
+    "h2{font-size:1.05rem;margin:1.6rem 0 .3rem}p{margin:.3rem 0}a{color:inherit}.dim,figcaption{color:var(--dim)}"
     ".verdicts{list-style:none;margin:1rem 0;padding:0}.verdicts>li{border-left:.35rem solid;padding:.35rem .8rem;"
     "margin:.4rem 0;font-size:1.1rem}.verdicts b{font-size:.8rem;letter-spacing:.05em}"
     f"{_LEVELS}figure{{margin:1rem 0;position:relative}}"

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import RAY, ancestors
+from vllm_headroom.scrape.proc.roots import RAY, ancestors, family
+from vllm_headroom.scrape.proc.servers import server_of
 from vllm_headroom.vocabulary import Role
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
@@ -56,7 +57,13 @@ class Orphans:
 
         Only of those with a title of their own, and not of Ray's, whose daemon starts them. Nobody but init, or who
         stands in for it, is the parent of a process of another group: an engine's are of the group of who began it.
+        Where an API server has been taken over with them, they serve on.
         """
+        served = {
+            family(process)
+            for process in entries.values()
+            if process.role is Role.API_SERVER and not server_of(process.command)
+        }
         return _with_children(
             entries,
             {
@@ -65,6 +72,7 @@ class Orphans:
                 if process.role in _BELOW_A_SERVER
                 and pid not in self._members
                 and not process.command[0].startswith(RAY)
+                and family(process) not in served
                 and _was_taken_over(process, entries.get(process.parent_pid))
             },
         )

@@ -73,9 +73,8 @@ def engine_roots(
 
     A root is a process of an engine's with none above it but one that supervises ranks. Beside a server, an engine core
     without one is a leftover whose memory the engine does not hold: taking it for the engine's would hide the leak.
-    Without any server, cores and workers below one parent are one engine (a program that embeds vLLM). Ray's actors
-    descend from Ray, which leaves open whose they are: where there is one engine they are its, without any they are it
-    while something listens, and beside several none is chosen.
+    Ray's actors descend from Ray, which leaves open whose they are: where there is one engine they are its, without any
+    they are it while something listens, and beside several none is chosen.
 
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
     same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
@@ -83,8 +82,7 @@ def engine_roots(
     named = {pid: process for pid, process in entries.items() if process.role and not supervises(process.command)}
     tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(ancestors(entries, pid))))
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
-    servers = [(pid,) for pid in tops if _serves(entries, pid)]
-    engines = servers or _families(entries[pid] for pid in tops if pid not in actors)
+    engines = _engines(entries, [pid for pid in tops if pid not in actors])
     told = {roots: told_by(roots[0]) for roots in engines}
     serving = {roots: _serving(named, roots) for roots in engines}
     began = {roots: _starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
@@ -111,6 +109,19 @@ def engine_roots(
         since=asked.began_seconds if is_named else before.since,
         ports=_ports([told[roots]]),
     )
+
+
+def _engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return the roots of each engine.
+
+    Without any server, cores and workers below one parent are one engine (a program that embeds vLLM), and beside one
+    where an API server is among them, which has outlived the process that began them all.
+    """
+    servers = {pid: _serves(entries, pid) for pid in tops}
+    alone = [(pid,) for pid, serves in servers.items() if serves]
+    families = _families(entries[pid] for pid, serves in servers.items() if not serves)
+    outlived = [roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)]
+    return alone + outlived if alone else families
 
 
 def _ports(told: Iterable[Told]) -> frozenset[int]:
@@ -168,10 +179,15 @@ def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
     return ancestors
 
 
+def family(process: ProcEntry) -> tuple[int, int]:
+    """Return what the roots of one engine share: a parent, which for orphans is init, and the group they began in."""
+    return process.parent_pid, process.group
+
+
 def _families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
-    siblings: dict[int, tuple[int, ...]] = defaultdict(tuple)
+    siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
     for process in processes:
-        siblings[process.parent_pid] += (process.pid,)
+        siblings[family(process)] += (process.pid,)
     return list(siblings.values())
 
 

@@ -25,7 +25,7 @@ def test_a_bad_line_ends_with_status_2_and_is_named(tmp_path: Path, json: tuple[
     process = check("--trace", trace, *LIMIT, *json)
 
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == "vllm-headroom check: --trace: line 722: gpus: got 3, accepts a list or null\n"
+    assert process.stderr == f"vllm-headroom check: --trace: {trace}: line 722: gpus: got 3, accepts a list or null\n"
 
 
 def test_a_bad_baseline_is_named(steady: str, tmp_path: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from tests.samples import engine, page
-from tests.unit.derive.life.watch import REFUSED
 from tests.unit.scrape.proc.test_over_time import SERVER, Clock, read
-from vllm_headroom.model import ProcessReadings
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
@@ -111,36 +107,6 @@ def test_cores_whose_program_has_gone_are_left_behind_at_the_next_scan(tmp_path:
     clock.seconds = 15.0
 
     assert seen(processes) == ({}, frozenset({8}))
-
-
-def test_servers_that_answer_without_the_process_that_began_them_are_the_engine(tmp_path: Path) -> None:
-    tree = ProcTree(tmp_path)
-    tree.add(7, 1, *SERVER, "--api-server-count", "2")
-    for pid, parent, title in (
-        (8, 7, CORE),
-        (9, 8, WORKER),
-        (10, 7, "VLLM::APIServer_0"),
-        (11, 7, "VLLM::APIServer_1"),
-    ):
-        tree.add(pid, parent, title)
-    processes = Processes(engine_port=8000, proc=tree.path, monotonic=Clock(), rescan_seconds=0.0)
-    whole, answers = set(read(processes).visible_pids) - {1, 9999}, page(engine())
-
-    tree.remove(7)
-    for pid, title in ((8, CORE), (10, "VLLM::APIServer_0"), (11, "VLLM::APIServer_1")):
-        tree.add(pid, 1, title)
-    for came in (answers, answers, REFUSED, answers):
-        readings = asyncio.run(processes.read(30, came))
-        assert isinstance(readings, ProcessReadings)
-        assert {process.pid for process in readings.engine} == whole - {7}
-        assert not readings.orphans | readings.strays
-
-    tree.remove(10)
-    tree.remove(11)
-    left = asyncio.run(processes.read(30, REFUSED))
-    assert isinstance(left, ProcessReadings)
-    assert not left.engine
-    assert left.orphans == {8, 9}
 
 
 def test_a_server_whose_shell_has_gone_is_no_orphan(tmp_path: Path) -> None:
