@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from typing import Final
 
 import pytest
@@ -63,6 +64,24 @@ def test_a_command_of_nvidia_s_has_amd_s_beside_it(page: str) -> None:
     ]  # said above it
     near = ["\n".join(told[place - 1 : place + 2]) for place, line in enumerate(told) if OF_NVIDIA.search(line)]
     assert [each for each in near if not OF_AMD.search(each)] == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "drained"), [((3, 0), False), ((0, 2), False), ((0, 0), True), ((), False)], ids=str
+)
+def test_a_drain_is_over_when_nothing_runs_or_waits_whatever_the_model_is_called(
+    counts: tuple[int, ...],
+    drained: bool,  # noqa: FBT001
+) -> None:
+    waits = {each for text in RUNBOOKS.values() for each in re.findall(r"until page \| (awk '.*?');", text)}
+    names = ("running", "waiting")
+    labels = '{engine="0",model_name="My model 7B"}'
+    page = "".join(f"headroom_engine_requests_{name}{labels} {n}.0\n" for name, n in zip(names, counts, strict=False))
+
+    assert waits
+    for wait in waits:
+        ended = subprocess.run(["sh", "-c", wait], input=page, text=True, check=False)
+        assert (ended.returncode == 0) is drained, wait
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,8 @@ class Device:
         if info is None:
             unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
             return self._unified(part) if unified else None
+        if max(info.used, info.free) > info.total:
+            return None  # a sharing library that fell below zero (Project-HAMi/HAMi-core#200): neither can be believed
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
         reserved_bytes = None if version is None else info.reserved
         return GpuMemory(

@@ -89,3 +89,17 @@ def test_a_list_that_a_vgpu_never_tells_is_asked_for_once(fake: FakeNvml) -> Non
         assert fake.calls().count(f"{COMPUTE} {UUID}") == 1
 
     run(steps)
+
+
+@pytest.mark.parametrize(("used", "reserved"), [(2**64 - GIB, 0), (81 * GIB, 0), (79 * GIB, 2 * GIB)])
+def test_memory_that_a_sharing_library_reckons_below_zero_is_unknown_and_leaves_no_peak(
+    fake: FakeNvml, used: int, reserved: int
+) -> None:
+    """HAMi's tells what is used, or free, as some 2**64 bytes (Project-HAMi/HAMi#1181, HAMi-core#200)."""
+    (gpu,) = fake.gpus
+    gpu.used_bytes, gpu.reserved_bytes, gpu.temperature_celsius = used, reserved, 41
+
+    seen = only(fake)
+
+    assert (seen.memory, seen.used_peak_bytes, seen.failure) == (None, None, None)
+    assert seen.temperature_celsius == 41
