@@ -63,7 +63,7 @@ class Sampling:
             sources=parts,
             parse=parse_engines,
             selection=selection,
-            derivations=derivations(),
+            derivations=tuple(each for each in derivations() if each.name != "leak"),  # `watch` has the detector
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )

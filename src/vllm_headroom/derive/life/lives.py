@@ -80,11 +80,7 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
     life, restarts, exits = lives.newest, lives.restarts, lives.exits
     if life is not None and not life.ready and not life.ended and _is_among(life.processes, seen.snapshot.neighbours):
         life = None  # another engine was taken for this one: what lives on did not end
-    if (
-        life is not None
-        and not life.ended
-        and (_is_another(life, seen, answered_before=answered_before) or _is_gone(seen))
-    ):
+    if life is not None and not life.ended and _is_over(life, seen, answered_before=answered_before):
         reason = _cause(life, seen, answered_before=answered_before)
         life = replace(life, ended=True)
         exits = {**exits, reason: exits.get(reason, 0) + 1}
@@ -137,12 +133,14 @@ def _is_gone(seen: Signs) -> bool:
     return seen.answer is not Answer.GIVEN and seen.alive is False
 
 
-def _is_another(life: OneLife, seen: Signs, *, answered_before: bool) -> bool:
-    """Return whether this is not the life that was followed: its start is another, all its processes are, or its count.
+def _is_over(life: OneLife, seen: Signs, *, answered_before: bool) -> bool:
+    """Return whether it is gone, or this is another life: its start is another, all its processes are, or its count.
 
     A count alone is that of another of several servers which answer in turn, unless it has fallen far, or the page was
     away.
     """
+    if _is_gone(seen):
+        return True
     if life.page_life is not None and seen.page_life is not None:
         return begun_anew(life.page_life, seen.page_life, life.finished_total, seen.finished_total)
     if life.processes and seen.names:
