@@ -64,16 +64,24 @@ class Worker(Generic[T]):
             if future.cancelled():
                 continue
             self._begun = future
-            outcome = _outcome(function, future)
+            made = outcome(function)
             self._begun = None  # before the loop marks it done: done while begun is given up
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for the answer
-                loop.call_soon_threadsafe(outcome)
+                loop.call_soon_threadsafe(_settle, future, made)
 
 
-def _outcome(function: Callable[[], T], future: asyncio.Future[T]) -> Callable[[], None]:
+def outcome(call: Callable[[], T]) -> T | Exception:
+    """Return what a call returns or raises."""
     try:
-        value = function()
+        return call()
     except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it on the loop
-        problem = error
-        return lambda: None if future.done() else future.set_exception(problem)
-    return lambda: None if future.done() else future.set_result(value)
+        return error
+
+
+def _settle(future: asyncio.Future[T], made: T | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(made, Exception):
+        future.set_exception(made)
+    else:
+        future.set_result(made)

@@ -15,7 +15,7 @@ import uvloop
 
 from tests.bench.processes import resident_bytes
 from tests.fakes.streaming_server import LOOPBACK, MODEL
-from vllm_headroom.commands.load.ask import AT_ONCE, Asker
+from vllm_headroom.commands.load.clients import AT_ONCE, Asker
 from vllm_headroom.commands.load.prompts import Api, request_body
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import PATHS, Target

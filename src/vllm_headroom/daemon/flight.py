@@ -11,8 +11,7 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.daemon.context import context, ooms
-from vllm_headroom.daemon.recent import Recent
+from vllm_headroom.daemon.context import Recent, context, ooms
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict

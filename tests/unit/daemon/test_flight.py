@@ -21,8 +21,8 @@ from structlog.testing import capture_logs
 from tests.process import eventually
 from tests.samples import gpu, snapshot
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
+from vllm_headroom.daemon.context import MOST_LOOKS
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.recent import MOST_LOOKS
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings

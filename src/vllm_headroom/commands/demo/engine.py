@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from math import ceil, log1p
 from typing import Final
 
-from vllm_headroom.commands.demo.memory import ACTIVATIONS_MIB, MIB, SMALL_SEGMENT_MIB, segments, taken_mib
 from vllm_headroom.commands.demo.scenario import chance
 from vllm_headroom.commands.demo.traffic import KV_BLOCKS, Traffic
+from vllm_headroom.units import MIB
+
+SMALL_SEGMENT_MIB: Final = 2
+LARGE_SEGMENT_MIB: Final = 20
+ACTIVATIONS_MIB: Final = 1_400
+"""What vLLM's profile run set aside for activations: the most that the allocator takes later."""
+
+MIB_PER_RUNNING: Final = 2.0
+"""Scratch memory that grows with the batch; its peak is kept."""
+
+FIRST_USES_MIB: Final = 40.0
+"""What is needed first in each e-fold of requests."""
 
 WEIGHTS_MIB: Final = 15_316
 """An 8B model in 16 bits."""
@@ -77,3 +89,18 @@ class Engine:
             done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
             return (OUTSIDE_MIB + segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)) * MIB
         return 0
+
+
+def segments(mib: float, segment_mib: int) -> int:
+    """Return `mib` as MiB in whole segments."""
+    return ceil(mib / segment_mib) * segment_mib
+
+
+def taken_mib(requests: int, most_running: int) -> int:
+    """Return what a life of a healthy engine goes on taking, and never gives back, by requests and most at once.
+
+    The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
+    loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
+    """
+    first_uses = segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
+    return min(first_uses + segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)

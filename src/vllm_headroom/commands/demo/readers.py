@@ -7,11 +7,11 @@ from math import exp
 from typing import Final
 
 from vllm_headroom.commands.demo.engine import Engine
-from vllm_headroom.commands.demo.memory import MIB
 from vllm_headroom.commands.demo.traffic import BLOCK_TOKENS, CAPACITY_TOKENS, KV_BLOCKS, MOST_RUNNING
 from vllm_headroom.commands.demo.world import RESERVED_BYTES, TOTAL_BYTES, World
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.scrape.peak import Peak
+from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Reason, Role, Source
 
 OF_THE_ENGINE: Final = 'model_name="simulated-8b",engine="0"'

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from vllm_headroom.commands.demo.engine import Engine
-from vllm_headroom.commands.demo.memory import MIB, SMALL_SEGMENT_MIB, segments
+from vllm_headroom.commands.demo.engine import SMALL_SEGMENT_MIB, Engine, segments
 from vllm_headroom.commands.demo.scenario import Recurring, Scenario, Span, Visit, chance
 from vllm_headroom.commands.demo.traffic import Demand
+from vllm_headroom.units import MIB
 
 TOTAL_BYTES: Final = 81_559 * MIB
 RESERVED_BYTES: Final = 600 * MIB

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.commands.cli import tell
-from vllm_headroom.commands.load.ask import Asker
-from vllm_headroom.commands.load.clients import Clients, Pace
+from vllm_headroom.commands.load.clients import Asker, Clients, Pace
 from vllm_headroom.commands.load.command import Order
 from vllm_headroom.commands.load.document import document
 from vllm_headroom.commands.load.limits import limits, raise_descriptors

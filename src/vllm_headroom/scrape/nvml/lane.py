@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
-from vllm_headroom.worker import Worker
+from vllm_headroom.worker import Worker, outcome
 
 T = TypeVar("T")
 MOST_STUCK: Final = 8
@@ -42,10 +42,10 @@ class Lane:
     async def call(self, subject: str, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it raises, or TimeoutError."""
         made = await self.calls({subject: function}, timeout_seconds, loop_seconds() + timeout_seconds)
-        outcome = made.get(subject, TimeoutError())
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        found = made.get(subject, TimeoutError())
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     async def calls(
         self, calls: Mapping[str, Callable[[], T]], limit_seconds: float, deadline: float
@@ -100,24 +100,17 @@ class _Turn(Generic[T]):
     def run(self) -> None:
         """Make the calls; what one gives after the end is dropped, and none is made after it."""
         for call in self._calls:
-            outcome = _outcome(call)
+            made = outcome(call)
             with self._lock:
                 if self._is_over:
                     return
-                self.outcomes.append(outcome)
+                self.outcomes.append(made)
 
     def end(self) -> int:
         """Return how many calls have returned."""
         with self._lock:
             self._is_over = True
             return len(self.outcomes)
-
-
-def _outcome(call: Callable[[], T]) -> T | Exception:
-    try:
-        return call()
-    except Exception as error:  # noqa: BLE001 - it belongs to the caller, who gets it on the loop
-        return error
 
 
 def loop_seconds() -> float:

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from vllm_headroom.commands.demo.memory import MIB
 from vllm_headroom.commands.demo.readers import SimulatedGpus, SimulatedProcesses
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.world import World
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.model import Gpu, GpuReading, ProcessReadings
+from vllm_headroom.units import MIB
 from vllm_headroom.vocabulary import Attribution, Role
 
 EPOCH_SECONDS = 1_790_000_000.0

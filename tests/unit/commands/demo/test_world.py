@@ -8,10 +8,10 @@ import pytest
 
 from vllm_headroom.commands.demo.command import SCENARIOS
 from vllm_headroom.commands.demo.engine import BUDGET_MIB, OUTSIDE_MIB
-from vllm_headroom.commands.demo.memory import MIB
 from vllm_headroom.commands.demo.scenario import TABLE
 from vllm_headroom.commands.demo.traffic import MOST_RUNNING
 from vllm_headroom.commands.demo.world import OUT_OF_MEMORY_BYTES, TOTAL_BYTES, World
+from vllm_headroom.units import MIB
 
 HOUR = 3_600
 DAY = 24 * HOUR

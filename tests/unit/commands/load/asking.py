@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from tests.fakes.streaming_server import LOOPBACK, MODEL, StreamingServer
-from vllm_headroom.commands.load.ask import Asker
+from vllm_headroom.commands.load.clients import Asker
 from vllm_headroom.commands.load.prompts import Api, request_body
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import PATHS, Target
