@@ -71,7 +71,7 @@ def matrices(
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
             found += _attention(config, f"{place}self_attn.", (hidden, heads), kept)
-        if _has_mlp(config, kind):
+        if kind in NOTHING or not isinstance(config.get("hybrid_override_pattern"), str):
             found += _mlp(config, f"{place}mlp.", hidden, sparse=_sparse(config, number, kind))
     return tuple(found)
 
@@ -102,10 +102,6 @@ def shared_inner(config: Config) -> int:
     shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
     told = whole(config, "moe_shared_expert_intermediate_size")
     return shared * (told or expert_inner(config)) + (whole(config, "shared_expert_intermediate_size") or 0)
-
-
-def _has_mlp(config: Config, kind: str) -> bool:
-    return kind in NOTHING or not isinstance(config.get("hybrid_override_pattern"), str)
 
 
 def _sparse(config: Config, number: int, kind: str) -> bool:

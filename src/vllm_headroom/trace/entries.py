@@ -180,11 +180,8 @@ def readable(entry: Mapping[str, Any]) -> dict[str, Any]:
 
     No reader takes a number beyond LARGEST, or text that cannot be shown: one is left out, the other is escaped.
     """
-    return {field: _written(value) for field, value in entry.items() if value is not None and not _beyond(value)}
-
-
-def _beyond(value: object) -> bool:
-    return isinstance(value, float) and value > LARGEST
+    known = ((field, value) for field, value in entry.items() if value is not None)
+    return {field: _written(value) for field, value in known if not (isinstance(value, float) and value > LARGEST)}
 
 
 def _written(value: object) -> object:

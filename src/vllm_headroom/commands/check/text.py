@@ -36,7 +36,8 @@ def told(judgements: Sequence[Judgement]) -> str:
 
 def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> list[str]:
     """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
-    rows = [HEADS, *map(_row, judgements)]
+    rows: list[tuple[str, ...]] = [HEADS]
+    rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [_line(row, widths) for row in rows]
@@ -45,10 +46,6 @@ def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement])
         shown += [line, *wrapped(INDENT, judgement.why)]
     heads = [f"{name}: {_extent(record)}" for name, record in traces]
     return [*heads, "", *shown, "", told(judgements)]
-
-
-def _row(judgement: Judgement) -> tuple[str, ...]:
-    return MARKS[judgement.verdict], judgement.limit, judgement.of, *judgement.words
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vllm_headroom.commands.doctor.fixes import ASK_KFD, Check, Fix, Status, gpu_fixes, nvml_fixes
+from vllm_headroom.commands.doctor.fixes import ASK_KFD, Check, Status, gpu_fixes, nvml_fixes
 from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.leftovers import described
 from vllm_headroom.model import Failure, GpuReading, Vendor
@@ -49,12 +49,13 @@ def gpus(sight: Sight) -> Check:
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
+    untold = ASK_KFD if any(device.vendor is Vendor.AMD for device in unread) else ()
     return Check(
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
         absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),
-        fixes=gpu_fixes(failures[0]) if failures else _untold_fixes(unread),
+        fixes=gpu_fixes(failures[0]) if failures else untold,
     )
 
 
@@ -73,10 +74,6 @@ def _trouble(device: GpuReading) -> str:
             ": what its processes may take of its memory or the machine's is not told by KFD, or not to this container"
         )
     return ": NVML tells no memory of it"
-
-
-def _untold_fixes(devices: list[GpuReading]) -> tuple[Fix, ...]:
-    return ASK_KFD if any(device.vendor is Vendor.AMD for device in devices) else ()
 
 
 def _unified(device: GpuReading) -> str:

@@ -65,7 +65,7 @@ class Keeper:
         if reason := _refusal(self._saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
-        elif _is_known(self._saved, snapshot):
+        elif identity(snapshot.engines) is not None and _tells_gpus(self._saved, snapshot):
             return {**lives, **self._take_up(self._saved, snapshot)}
         return lives
 
@@ -170,10 +170,6 @@ def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     if gpus and _tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
         return f"it is of other GPUs ({', '.join(gpus)})"
     return None
-
-
-def _is_known(saved: SavedState, snapshot: Snapshot) -> bool:
-    return identity(snapshot.engines) is not None and _tells_gpus(saved, snapshot)
 
 
 def _tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:

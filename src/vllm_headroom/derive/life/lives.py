@@ -87,7 +87,7 @@ def advance(lives: Lives, seen: Signs, now: float, *, answered_before: bool) -> 
         ends = (*ends, now)[-MOST_ENDS:]
     if life is not None and not life.ended:
         life = _seen(life, seen)
-    elif _shows_life(seen):
+    elif seen.answer is Answer.GIVEN or seen.alive:
         restarts += life is not None
         life = _seen(OneLife(), seen)
     return Lives(newest=life, restarts=restarts, exits=exits, ends_seconds=ends, sighted=seen.sighted)
@@ -123,10 +123,6 @@ def _ran_out(life: OneLife, seen: Signs) -> bool:
     if seen.oom_seconds is None:
         return False
     return life.began_seconds is None or seen.oom_seconds >= life.began_seconds
-
-
-def _shows_life(seen: Signs) -> bool:
-    return seen.answer is Answer.GIVEN or bool(seen.alive)
 
 
 def _is_gone(seen: Signs) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pynvml
 from msgspec import Struct
 
-from vllm_headroom.scrape.nvml.calls import Calls, Handle
+from vllm_headroom.scrape.nvml.calls import Calls
 from vllm_headroom.scrape.nvml.parts import Part
 
 
@@ -26,15 +26,11 @@ def faults_of(gpu: Part, calls: Calls) -> GpuFaults:
     """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
     ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
     rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
-    pages = calls.ask(gpu.uuid, "page retirement", lambda: _pages_pending(gpu.handle))
+    pages = calls.ask(gpu.uuid, "page retirement", lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(gpu.handle))
     return GpuFaults(
         index=gpu.index,
         ecc=None if ecc is None else (bool(ecc[0]), bool(ecc[1])),
         row_remap_pending=None if rows is None else bool(rows[2]),
         row_remap_failed=None if rows is None else bool(rows[3]),
-        page_retirement_pending=pages,
+        page_retirement_pending=None if pages is None else bool(pages),
     )
-
-
-def _pages_pending(handle: Handle) -> bool:
-    return bool(pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handle))
