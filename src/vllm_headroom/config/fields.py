@@ -81,7 +81,6 @@ HEADERS: Final = Value(
     only_text=False,
 )
 MODEL: Final = Value(read=_model, accepts="the path of a model's config.json, or of the folder that has one")
-FOLDER: Final = Value(read=FILE.read, accepts="the path of a directory")
 HOST: Final = matching(
     r"[0-9A-Za-z.:_%-]*", "an address or name of this machine, or nothing for all interfaces, IPv4 and IPv6"
 )

@@ -134,6 +134,7 @@ def _whole(text: str) -> int:
 
 ANYTHING: Final[Value[Any]] = Value(read=lambda given: given, accepts="a text", only_text=False)
 FILE: Final = Value(read=_file, accepts="the path of a file")
+FOLDER: Final = Value(read=_file, accepts="the path of a directory")
 TRACE: Final = Value(read=lambda text: str(_file(text)), accepts="the path of a trace, or - for standard input")
 RATIO: Final = Value(read=above_zero(bounded(float, 0, 1)), accepts="a ratio above 0, at most 1")
 SHARE: Final = Value(read=bounded(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")

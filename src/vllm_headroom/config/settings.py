@@ -9,7 +9,6 @@ from pydantic import InstanceOf, PlainSerializer, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from vllm_headroom.config.fields import (
-    FOLDER,
     HEADERS,
     HOST,
     MODEL,
@@ -23,7 +22,7 @@ from vllm_headroom.config.fields import (
     setting,
     size,
 )
-from vllm_headroom.config.kinds import GPUS, Value, above_zero, bounded, choice, in_any_case
+from vllm_headroom.config.kinds import FOLDER, GPUS, Value, above_zero, bounded, choice, in_any_case
 from vllm_headroom.config.plain import PlainSettings
 
 Model = Annotated[InstanceOf[ModelFile], PlainSerializer(lambda model: str(model.path))]

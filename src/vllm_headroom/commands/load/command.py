@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 from msgspec import Struct
-from msgspec.structs import fields, replace
+from msgspec.structs import fields
 
 from vllm_headroom.commands.cli import Command
 from vllm_headroom.commands.conclusion import Conclusion
@@ -21,6 +21,7 @@ from vllm_headroom.commands.load.text import text
 from vllm_headroom.config.kinds import (
     DURATION,
     FILE,
+    FOLDER,
     GPUS,
     NUMBER,
     SHARE,
@@ -90,8 +91,6 @@ Example:
     --api chat --prompt-tokens 256..8192 --output-tokens 64..512 \\
     --shared-prefix 30% --duration 5m --max-requests 20000 --json
 """
-
-FOLDER: Final = replace(FILE, accepts="the path of a directory")
 
 Add = Callable[..., Any]
 
