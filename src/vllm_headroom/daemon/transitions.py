@@ -41,7 +41,8 @@ BLIND: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
 
 
 MOST_STOPPED: Final = 64
-"""Probes that are told to have given up: lives of a whole engine, and files of the engine's container fill no log."""
+FORGET_SECONDS: Final = 3600.0
+"""So many are told in an hour to have given up: a later life's are, and files of the engine's container fill no log."""
 
 
 class Transitions:
@@ -54,6 +55,7 @@ class Transitions:
         self._exits: dict[ExitReason, int] = {}
         self._found: dict[tuple[str, ...], str] = {}
         self._stopped: set[tuple[int, float]] = set()
+        self._forgets_at = 0.0
 
     def report(self, snapshot: Snapshot) -> None:
         """Log what changed since the last snapshot."""
@@ -61,7 +63,7 @@ class Transitions:
         self._source(Source.NVML, snapshot.gpus)
         self._source(Source.PROCESS, snapshot.processes)
         if snapshot.probe is not None:
-            self._probe(snapshot.probe)
+            self._probe(snapshot.probe, snapshot.monotonic_seconds)
         if not isinstance(snapshot.engines, Failure):
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
@@ -125,11 +127,16 @@ class Transitions:
         else:
             log.info("source answers", source=str(source))
 
-    def _probe(self, probe: ProbeReadings | Failure) -> None:
+    def _probe(self, probe: ProbeReadings | Failure, now: float) -> None:
         self._source(Source.PROBE, probe)
-        for each in () if isinstance(probe, Failure) else probe.others:
-            name = each.pid, each.started_at_seconds
-            if each.stopped and name not in self._stopped and len(self._stopped) < MOST_STOPPED:
+        if isinstance(probe, Failure):
+            return
+        stopped = {(each.pid, each.started_at_seconds): each for each in probe.others if each.stopped}
+        if now >= self._forgets_at:
+            self._stopped &= stopped.keys()
+            self._forgets_at = now + FORGET_SECONDS
+        for name, each in stopped.items():
+            if name not in self._stopped and len(self._stopped) < MOST_STOPPED:
                 self._stopped.add(name)
                 log.warning("a probe gave up", pid=each.pid, role=str(each.role), problem=each.stopped)
 

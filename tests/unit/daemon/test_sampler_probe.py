@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from tests.samples import failure, probed, values
+from tests.samples import failure, probed, snapshot, values
 from tests.unit.daemon.test_sampler import Processes, Said, parsed
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
-from vllm_headroom.daemon.transitions import MOST_STOPPED
+from vllm_headroom.daemon.transitions import FORGET_SECONDS, MOST_STOPPED, Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, Sample
+from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 
 
@@ -105,3 +105,15 @@ def test_files_that_are_of_other_processes_each_time_do_not_fill_the_log() -> No
             ticked(subject)
 
     assert len([line for line in lines if line["event"] == "a probe gave up"]) == MOST_STOPPED
+
+
+def test_probes_that_are_gone_are_forgotten_within_the_hour_and_later_ones_are_told() -> None:
+    subject = Transitions(Selection())
+    lives = [tuple(now(pid=100 * life + each, stopped="slow") for each in range(MOST_STOPPED)) for life in range(2)]
+
+    with capture_logs() as lines:
+        for at, others in ((1000.0, lives[0]), (1005.0, lives[1]), (1000.0 + FORGET_SECONDS, lives[1])):
+            subject.report(snapshot(at=at, probe=ProbeReadings(others=others)))
+
+    told = [line["pid"] for line in lines if line["event"] == "a probe gave up"]
+    assert told == [each.pid for life in lives for each in life]
