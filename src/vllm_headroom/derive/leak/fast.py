@@ -32,12 +32,11 @@ SURGE: Final = 1.5
 """Where so many times as many requests were finished as usual within minutes, load explains it."""
 
 LASTS_SECONDS: Final = 120.0
-LARGEST_SHARE: Final = 0.4
 UNEVEN_SHARE: Final = 0.5
 """Of the pace, how far its thirds may be apart: so fast a leak is even, the marks of a first burst are not."""
 
-STEADY_SHARE: Final = 0.3
-"""The later half's least share: what comes to its end slows down."""
+STRAIGHT_SHARE: Final = 0.05
+"""Of the growth, how far a reading may be off an even pace, beside one segment: first uses come at random times."""
 
 
 def followed(run: Run, now: Point) -> Run:
@@ -63,10 +62,10 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
     surges = last.requests - first.requests > SURGE * rate * lasted
     room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     soon = room * lasted <= grown * (STILL_FAST_SECONDS if on else FAST_SECONDS)
-    if not soon or surges or not _even(run.points, grown):
+    pace = grown / lasted
+    if not soon or surges or not _straight(run.points, pace):
         return None
     paces = _paces(run.points)
-    pace = grown / lasted
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
     if half_width > UNEVEN_SHARE * pace:
         return None
@@ -84,12 +83,11 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
     )
 
 
-def _even(points: tuple[Point, ...], grown: float) -> bool:
-    rises = max(after.floor_bytes - before.floor_bytes for before, after in pairwise(points))
-    pauses = max(after.seconds - before.seconds for before, after in pairwise(points))
-    late = points[-1].floor_bytes - points[len(points) // 2].floor_bytes
-    most = LARGEST_SHARE * (points[-1].seconds - points[0].seconds)
-    return rises <= LARGEST_SHARE * grown and pauses <= most and late >= STEADY_SHARE * grown
+def _straight(points: tuple[Point, ...], pace: float) -> bool:
+    """Return whether no reading is far off the line from the first to the last."""
+    first, last = points[0], points[-1]
+    most = STEP_BYTES + STRAIGHT_SHARE * (last.floor_bytes - first.floor_bytes)
+    return all(abs(p.floor_bytes - first.floor_bytes - pace * (p.seconds - first.seconds)) <= most for p in points)
 
 
 def _paces(points: tuple[Point, ...]) -> list[float]:

@@ -23,10 +23,10 @@ ODDS, LEAST_ODDS = log(12), log(8)
 """Twelve to one that the window goes on by time, and not by folds of work as the life before it did; for an alarm eight
 to one do, where the steps look like a leak's."""
 
-SURE: Final = 7.0
+SURE: Final = 7.5
 """For an alarm: the odds with the likeness of the steps to a leak's."""
 
-SURE_WHERE_FULL: Final = 4.4
+SURE_WHERE_FULL: Final = 5.0
 """And where no step as large as the largest finds room any more: few engines fill so far whose growth is bounded."""
 
 SCARCE, MOST_LEFT = 0.7, 20.0

@@ -159,6 +159,15 @@ def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
     assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
 
 
+def test_segments_taken_at_random_times_are_first_uses_and_no_fast_growth() -> None:
+    when = [3615.0 + after for after in (0, 15, 35, 60, 70, 155, 170, 175, 185, 200, 255, 260)]
+
+    def full_card(seconds: float) -> float:
+        return TOTAL - BASE - 700 * MIB + 20 * MIB * sum(seconds >= each for each in when)
+
+    assert follow(every_5_seconds(full_card, 1.1)).worst is Verdict.NONE
+
+
 def test_a_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:
     begins = 600.0
 

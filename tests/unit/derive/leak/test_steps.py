@@ -110,9 +110,23 @@ def flushed(kept: float, running: float = 80.0) -> Track:
 def test_what_the_allocator_cannot_give_back_when_the_card_is_full_is_no_cache() -> None:
     assert flushed(1.0).projected < Verdict.LEAKING
     assert flushed(0.9).projected is Verdict.LEAKING
-    assert flushed(0.5).projected < Verdict.LEAKING
+    assert flushed(0.8).projected < Verdict.LEAKING
 
 
 def test_just_after_load_doubled_what_cannot_be_given_back_may_be_in_use() -> None:
     assert flushed(0.9, running=150.0).projected is Verdict.LEAKING
     assert flushed(0.9, running=170.0).projected < Verdict.LEAKING
+
+
+@pytest.mark.parametrize(("kept", "verdict"), [(0.25, Verdict.NONE), (0.5, Verdict.LEAKING)])
+def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept: float, verdict: Verdict) -> None:
+    leaked = TOTAL - BASE - 300 * MIB
+
+    def shape(seconds: float) -> float:
+        grown = min(leaked, seconds / (8 * HOUR) * leaked)
+        return grown if seconds < 8.1 * HOUR else kept * grown
+
+    course = follow(readings(shape, 8.5))
+
+    assert course.verdicts[-100] is Verdict.LEAKING
+    assert course.verdicts[-1] is verdict
