@@ -20,6 +20,7 @@ from structlog.testing import capture_logs
 
 from tests.process import eventually
 from tests.samples import gpu, snapshot
+from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.context import MOST_LOOKS
 from vllm_headroom.daemon.flight import Flight
@@ -39,7 +40,7 @@ BEGAN = 1_760_000_000.0
 
 
 def flight(folder: Path) -> Flight:
-    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3")
+    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3", lock=free())
 
 
 def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
@@ -375,7 +376,7 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
         await calls(worker, late, 0.05)
 
     monkeypatch.setattr(Worker, "call", call)
-    subject = Flight(folder=tmp_path, lines=tuple, version="1")
+    subject = Flight(folder=tmp_path, lines=tuple, version="1", lock=free())
     (told,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 
