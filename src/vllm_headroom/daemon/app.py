@@ -23,6 +23,7 @@ from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbe
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
+from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
@@ -97,8 +98,8 @@ async def _run(
     parts: Parts, settings: PlainSettings, listener: socket.socket, ending: asyncio.Future[int], door: Door | None
 ) -> int:
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
-    folder, trace = settings.state_dir, settings.trace_file
-    keeper = None if folder is None else Keeper(folder=folder, clock=clock, version=version())
+    folder, trace, lock = settings.state_dir, settings.trace_file, Lock()
+    keeper = None if folder is None else Keeper(folder=folder, clock=clock, version=version(), lock=lock)
     canary = canary_of(parts, settings.canary_interval_seconds)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     empty = View(
@@ -108,7 +109,8 @@ async def _run(
         notice=parts.notice,
         runbooks=settings.runbooks_url,
     )
-    flight = None if folder is None else Flight(folder=folder, lines=logs.remembered().lines, version=version())
+    lines = logs.remembered().lines
+    flight = None if folder is None else Flight(folder=folder, lines=lines, version=version(), lock=lock)
     views = Views(empty=empty, clock=clock, unhealthy=heartbeat.unhealthy, flight=flight)
     recall = None if keeper is None else partial(_recalled, keeper, views)
     sampler = sampler_of(parts, settings, recall, canary)

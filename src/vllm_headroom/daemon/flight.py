@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.daemon.context import Recent, context, ooms
+from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
@@ -46,17 +47,18 @@ class OpenIncident(Struct, frozen=True, kw_only=True):
 
 
 class Flight:
-    """Owns the record in `folder`; `lines` returns the last lines of the daemon's own log.
+    """Owns the record in `folder` once `lock` is this daemon's; `lines` returns the last lines of its own log.
 
     `last` is the newest incident that is on disk. What goes wrong on the volume is
     logged when it begins and when it ends, and costs the record only.
     """
 
-    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str) -> None:
+    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: Lock) -> None:
         self.last: Incident | None = None
         self._folder = folder
         self._writing = Writing("flight record", folder / FLIGHT)
         self._lines = lines
+        self._lock = lock
         self._version = version
         self._exits: dict[ExitReason, int] | None = None
         self._state = EngineState.UNKNOWN
@@ -79,11 +81,13 @@ class Flight:
     async def step(self, snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> None:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
-        if self._written is None:
-            await self._writing.do(self._look_back)
         self._recent.note(snapshot)
         self._ooms = ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
+        if not self._lock.is_ours:
+            return  # what has happened is in the other daemon's record
+        if self._written is None:
+            await self._writing.do(self._look_back)
         if event is not None:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:

@@ -20,9 +20,11 @@ from structlog.testing import capture_logs
 
 from tests.process import eventually
 from tests.samples import gpu, snapshot
+from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.context import MOST_LOOKS
 from vllm_headroom.daemon.flight import Flight
+from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
@@ -38,8 +40,8 @@ FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", aler
 BEGAN = 1_760_000_000.0
 
 
-def flight(folder: Path) -> Flight:
-    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3")
+def flight(folder: Path, lock: Lock | None = None) -> Flight:
+    return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3", lock=lock or free())
 
 
 def step(subject: Flight, *seen: Snapshot) -> list[dict[str, Any]]:
@@ -202,6 +204,19 @@ def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) 
     step(subject, seen(watch))
 
     assert not (tmp_path / "incidents").exists()
+
+
+def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) -> None:
+    lock = Lock()
+    subject, watch = flight(tmp_path, lock), serving()
+    subject.take_up({LIFE: watch.state})
+    died(subject, watch)
+    assert list(tmp_path.iterdir()) == []
+
+    assert lock.take(tmp_path)
+    step(subject, seen(watch))
+
+    assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
 def test_xids_shortly_before_the_end_are_told(tmp_path: Path) -> None:
@@ -375,7 +390,7 @@ def test_a_volume_that_hangs_delays_one_tick_and_is_used_again(tmp_path: Path, m
         await calls(worker, late, 0.05)
 
     monkeypatch.setattr(Worker, "call", call)
-    subject = Flight(folder=tmp_path, lines=tuple, version="1")
+    subject = Flight(folder=tmp_path, lines=tuple, version="1", lock=free())
     (told,) = step(subject, snapshot(at=1), snapshot(at=2))
     answers.set()
 

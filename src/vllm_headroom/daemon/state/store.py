@@ -14,6 +14,7 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
 from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Unusable
 from vllm_headroom.daemon.state.identity import Identity, foreign, identity
+from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.trace.writing import real
@@ -31,7 +32,6 @@ FUTURE_SECONDS: Final = 300.0
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
 
-
 SET_ASIDE: Final = {
     STATE.name: "saved state set aside, the leak detector starts afresh",
     LIVES.name: "saved state set aside, the engine's restarts are counted afresh",
@@ -40,13 +40,15 @@ SET_ASIDE: Final = {
 
 
 class Keeper:
-    """Owns the files of state in `folder`, which is this daemon's alone.
+    """Owns the files of state in `folder` once `lock` is this daemon's; while it is another's they are only read.
 
     The lives of the engine are taken up at once. While a saved state cannot be read, or waits for its engine to be
     seen, nothing is written over it.
     """
 
-    def __init__(self, *, folder: Path, clock: Clock, version: str) -> None:
+    def __init__(self, *, folder: Path, clock: Clock, version: str, lock: Lock) -> None:
+        self._lock = lock
+        self._owned: bool | None = None
         self._folder = folder
         self._worker = Worker[Any]("state")
         self._clock = clock
@@ -58,7 +60,9 @@ class Keeper:
 
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
-        lives = {} if self._is_read else await self._first_read()
+        if not self._owned:
+            await self._own()
+        lives = {} if self._is_read or self._owned is None else await self._first_read()
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
@@ -71,6 +75,8 @@ class Keeper:
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
+        if not self._owned:
+            return
         life = states.get(LIFE)
         if self._is_read and life is not None and life.lives.newest is not None:
             await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
@@ -87,12 +93,23 @@ class Keeper:
         )
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _first_read(self) -> dict[str, Any]:
-        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick.
+    async def _own(self) -> None:
+        """Ask for the folder, and tell when it is another daemon's and when no longer.
 
         A link that was set as the folder is followed now, once: one that is put in its place later is not.
         """
-        self._folder = await self._try(".", partial(real, self._folder)) or self._folder
+        before = self._owned
+        if before is None:
+            self._folder = await self._try(".", partial(real, self._folder)) or self._folder
+        owned = await self._try(".", partial(self._lock.take, self._folder))
+        self._owned = before if owned is None else owned
+        if self._owned is False and before is None:
+            log.warning("another daemon keeps its state here: nothing is kept until it ends", folder=str(self._folder))
+        elif self._owned and before is False:
+            log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
+
+    async def _first_read(self) -> dict[str, Any]:
+        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
         lives, history = await self._read(LIVES), await self._read(HISTORY)
         if self._failing & {LIVES.name, HISTORY.name}:
             return {}
@@ -121,6 +138,8 @@ class Keeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: File[T], reason: str) -> None:
+        if not self._owned:
+            return  # the other daemon judges of its files
         await self._try(file.name, partial(file.set_aside, self._folder))
         self._is_read = not self._failing  # what could not be set aside is looked at again, and not written over
         if self._is_read:

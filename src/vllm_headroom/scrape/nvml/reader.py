@@ -165,7 +165,7 @@ class Nvml:
         calls |= {_name(device): partial(question, device) for device in devices if device.lost_code is None}
         outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
         for outcome in outcomes.values():
-            if isinstance(outcome, Exception) and not _is_of_one_gpu(outcome):
+            if isinstance(outcome, pynvml.NVMLError) and outcome.value in DRIVER_WIDE:
                 raise outcome
         return [(device, _answer(device, outcomes.get(_name(device), TimeoutError()))) for device in devices]
 
@@ -174,13 +174,11 @@ def _name(device: Device) -> str:
     return f"GPU {device.index}"
 
 
-def _is_of_one_gpu(error: Exception) -> bool:
-    return isinstance(error, pynvml.NVMLError) and error.value not in DRIVER_WIDE
-
-
 def _answer(device: Device, outcome: T | Exception) -> T | Failure:
     if device.lost_code is not None:
         return device_failure_of(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
         return device_failure_of(outcome.value)
-    return _NO_ANSWER if isinstance(outcome, Exception) else outcome
+    if isinstance(outcome, TimeoutError):
+        return _NO_ANSWER
+    return unexpected(outcome) if isinstance(outcome, Exception) else outcome

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom.daemon.state.content import Memory, SavedState
 from vllm_headroom.daemon.state.identity import Identity, identity
+from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer
@@ -103,7 +104,14 @@ class FixedClock:
 
 
 def keeper(folder: Path, now: Snapshot) -> Keeper:
-    return Keeper(folder=folder, clock=FixedClock(now), version="0")
+    return Keeper(folder=folder, clock=FixedClock(now), version="0", lock=free())
+
+
+def free() -> Lock:
+    """Return a lock that never refuses: several keepers of a test have one folder."""
+    lock = Lock()
+    lock.is_ours = True
+    return lock
 
 
 async def recalled(folder: Path, *snapshots: Snapshot) -> tuple[dict[str, Any], list[str]]:

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.samples import gpu, snapshot
+from tests.unit.daemon.state.engine import free
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.state.file import HISTORY, _checksum
 from vllm_headroom.daemon.state.store import Keeper
@@ -26,7 +27,7 @@ def past() -> History:
 
 
 def keeper(folder: Path) -> Keeper:
-    return Keeper(folder=folder, clock=SystemClock(), version="1")
+    return Keeper(folder=folder, clock=SystemClock(), version="1", lock=free())
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.unit.daemon.state.engine import (
     FixedClock,
     device,
     followed,
+    free,
     keeper,
     kept,
     reading,
@@ -272,7 +273,7 @@ def test_the_last_save_is_made_though_the_end_came_during_another(
     monkeypatch.setattr(Worker, "call", call)
 
     async def live() -> None:
-        subject = Keeper(folder=tmp_path, clock=FixedClock(LAST), version="0")
+        subject = Keeper(folder=tmp_path, clock=FixedClock(LAST), version="0", lock=free())
         go_on.set()
         await subject.recall(LAST)
         begun.clear()

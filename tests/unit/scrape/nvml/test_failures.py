@@ -172,6 +172,21 @@ def test_a_name_that_is_not_utf_8_costs_the_name_alone(fake: FakeNvml, tmp_path:
     run(steps)
 
 
+def test_a_uuid_that_is_not_utf_8_costs_its_gpu_alone(fake: FakeNvml, tmp_path: Path) -> None:
+    fake.write()
+    control = tmp_path / "nvml.txt"
+    control.write_bytes(control.read_bytes().replace(b"gpu GPU-1", b"gpu GPU-\xff"))
+
+    async def steps(nvml: Nvml) -> None:
+        seen = await devices(nvml)
+
+        assert reasons(seen) == [None, Reason.DRIVER_ERROR, None]
+        assert [gpu.uuid for gpu in seen] == ["GPU-0", "", "GPU-2"]
+        assert set(await nvml.sample_used(1.0)) == {"GPU-0", "GPU-2"}
+
+    run(steps)
+
+
 def test_what_no_one_foresaw_is_a_failure_and_no_exception(monkeypatch: pytest.MonkeyPatch, fake: FakeNvml) -> None:
     def surprise() -> str:
         raise KeyError
