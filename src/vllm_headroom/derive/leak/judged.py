@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Final
 
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.blocks import here
 from vllm_headroom.derive.leak.estimate import estimate, timed
-from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, THRESHOLDS, settle, stretch
+from vllm_headroom.derive.leak.evidence import MISSES_THAT_END_IT, RISE_BYTES, THRESHOLDS, settle, stretch
 from vllm_headroom.derive.leak.facts import Level, Track, Verdict
 from vllm_headroom.derive.leak.projection import Life, project
-from vllm_headroom.derive.leak.shape import Growth, growth, judge, steadiness
+from vllm_headroom.derive.leak.shape import Growth, growth, judge, retained, steadiness
 from vllm_headroom.derive.leak.swings import swing
 
 PROJECTED_LEVEL: Final = 3
@@ -25,7 +26,7 @@ HELD_SECONDS: Final = 2700.0
 STEP_LEVEL: Final = 1
 STEP_SECONDS: Final = 3240.0
 """An alarm of a few large steps is a warning again after 54 minutes without a rise, which this level sees four minutes
-late at most, and until the next one; not where the next one may find no room."""
+late at most, and until the next one."""
 
 REFILL_SECONDS: Final = 3600.0
 """After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
@@ -58,11 +59,11 @@ def foretold(track: Track) -> Verdict:
     """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
     if track.projected is not Verdict.LEAKING:
         return track.projected
-    level = track.levels[STEP_LEVEL]
-    risen = level.points[max(0, len(level.points) - 1 - level.misses)].seconds
-    left = None if track.estimate is None else track.estimate.oom_seconds_lower
-    paused = track.seconds - risen >= STEP_SECONDS and (left is None or left > NEAR_SECONDS)
-    return Verdict.GROWING if paused else Verdict.LEAKING
+    points = track.levels[STEP_LEVEL].points
+    floors = retained(points)
+    risen = points[bisect_left(floors, floors[-1] - RISE_BYTES)].seconds
+    risen = risen if track.flush is None else max(risen, track.flush.seconds)
+    return Verdict.GROWING if track.seconds - risen >= STEP_SECONDS else Verdict.LEAKING
 
 
 def _floor(track: Track) -> float:
@@ -125,7 +126,9 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    return track.sure_seconds is not None and track.seconds - track.sure_seconds <= HELD_SECONDS
+    if track.sure_seconds is None or track.projected is Verdict.LEAKING:
+        return False
+    return track.seconds - track.sure_seconds <= HELD_SECONDS
 
 
 def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:

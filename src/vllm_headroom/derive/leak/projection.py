@@ -26,7 +26,7 @@ to one do, where the steps look like a leak's."""
 SURE: Final = 7.5
 """For an alarm: the odds with the likeness of the steps to a leak's."""
 
-SURE_WHERE_FULL: Final = 5.0
+SURE_WHERE_FULL: Final = 4.4
 """And where no step as large as the largest finds room any more: few engines fill so far whose growth is bounded."""
 
 SCARCE, MOST_LEFT = 0.7, 20.0

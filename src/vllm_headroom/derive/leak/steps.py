@@ -18,7 +18,7 @@ NEWEST_STEPS: Final = 24
 ALIKE_BYTES: Final = 2 * MIB
 NEARLY_ALIKE: Final = 1.04
 REPEATED_BYTES: Final = 96 * MIB
-REPEATED, MOST_REPEATED, SMALLER, RECORD = 1.5, 6.0, 0.5, -1.0
+REPEATED, MOST_REPEATED, SMALLER, RECORD = 2.0, 6.0, 0.5, -1.0
 """What a size that comes again says, for each e-fold above 96 MiB and at most; one smaller than some before; and one
 above all before. Slots, graphs and kernels are alike too, but smaller. Fitted to simulated days."""
 

@@ -33,8 +33,8 @@ SETTLED_SECONDS: Final = 3600.0
 and load, whose needs are in use as well, has not doubled of late."""
 
 CACHE_SHARE: Final = 1 / 3
-"""And where no more than this is left, an alarm was of cache. On simulated days with an alarm a leak kept nine tenths in
-the middle, 0.69 at least in 126 of them; without a leak two fifths were kept in the middle."""
+"""And where no more than this is left, an alarm was of cache. On simulated days a leak under an alarm kept nine tenths
+in the middle, 0.69 at least in 126 of them; where nothing leaked a fifth was kept in the middle."""
 
 
 def observe(track: Track, seen: Observation) -> Track:
