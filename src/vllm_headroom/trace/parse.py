@@ -69,7 +69,7 @@ def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[
             n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
             yield from _noted(snapshots(watched(lines_of(stream), n_bytes), trace), trace)
     except (OSError, BadInput) as error:
-        wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise BadInput(f"{trace}: {wrong}") from error
 
 
