@@ -61,9 +61,13 @@ def foretold(track: Track) -> Verdict:
         return track.projected
     points = track.levels[STEP_LEVEL].points
     floors = retained(points)
-    risen = points[bisect_left(floors, floors[-1] - RISE_BYTES)].seconds
-    risen = risen if track.flush is None else max(risen, track.flush.seconds)
+    risen = max(_flushed(track), points[bisect_left(floors, floors[-1] - RISE_BYTES)].seconds)
     return Verdict.GROWING if track.seconds - risen >= STEP_SECONDS else Verdict.LEAKING
+
+
+def _flushed(track: Track) -> float:
+    """Return when the allocator last gave back its cache, 0 where it never did."""
+    return 0.0 if track.flush is None else track.flush.seconds
 
 
 def _floor(track: Track) -> float:
@@ -100,8 +104,7 @@ def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth 
     unknown = track.projected is Verdict.LEAKING and track.estimate is None and bool(level.points)
     if track.first is None or not (unknown or _just_ended(track, level)):
         return track.projected, None
-    flushed = 0.0 if track.flush is None else track.flush.seconds
-    life = Life(first=track.first, room_bytes=room_bytes, before=track.projected, flushed_seconds=flushed)
+    life = Life(first=track.first, room_bytes=room_bytes, before=track.projected, flushed_seconds=_flushed(track))
     return project(level.points, track.steps, life)
 
 

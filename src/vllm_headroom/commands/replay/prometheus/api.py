@@ -114,7 +114,7 @@ class Api:
                 return f"TLS with {self.shown} failed ({_line(error)}): name its authority with --ca-file, or use http"
             case httpx.RemoteProtocolError() | httpx.ReadError() | httpx.WriteError():
                 return f"{self.shown} hung up or does not speak HTTP: check the port, and https if it serves that"
-        problem = _line(error).partition("] ")[2] or _line(error) or type(error).__name__  # without [Errno 111]
+        problem = _line(error).split("] ", 1)[-1] or type(error).__name__  # without [Errno 111]
         return f"no connection to {self.shown} ({problem}): check that it runs there"
 
     def _refusal(self, response: httpx.Response, answer: Mapping[str, Any]) -> str:
