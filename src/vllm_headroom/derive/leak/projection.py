@@ -26,8 +26,9 @@ to one do, where the steps look like a leak's."""
 SURE: Final = 7.5
 """For an alarm: the odds with the likeness of the steps to a leak's."""
 
-SURE_WHERE_FULL: Final = 4.4
-"""And where no step as large as the largest finds room any more: few engines fill so far whose growth is bounded."""
+SURE_WHERE_FULL, ODDS_WHERE_FULL = 6.0, log(3)
+"""And where no step as large as the largest finds room any more, three to one: few engines fill so far whose growth is
+bounded."""
 
 SCARCE, MOST_LEFT = 0.7, 20.0
 """And so much more for each e-fold of the number of largest steps that fit into what is left, up to 20."""
@@ -165,17 +166,17 @@ def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
 def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: Life) -> tuple[Verdict, float]:
     """Return the verdict of a window, and how sure it is."""
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
-    lasted = now.seconds - window.opened.seconds
+    left_steps, lasted = room / window.largest_bytes, now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted
     goes_on = life.before is Verdict.LEAKING
+    is_full = life.room_bytes is not None and left_steps <= 1
+    least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE)
     enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
     old = now.seconds - life.first.seconds >= YOUNG_SECONDS
-    if goes_on or (odds >= LEAST_ODDS and enough and old and lasted >= patience(left)):
+    if goes_on or (odds >= least_odds and enough and old and lasted >= patience(left)):
         sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
-        left_steps = room / window.largest_bytes
         sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, left_steps)))
-        is_full = life.room_bytes is not None and left_steps <= 1
-        if goes_on or sure >= (SURE_WHERE_FULL if is_full else SURE):
+        if goes_on or sure >= least_sure:
             return Verdict.LEAKING, sure
     growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
     return Verdict.GROWING if growing else Verdict.NONE, odds

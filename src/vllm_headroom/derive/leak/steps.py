@@ -10,10 +10,10 @@ from vllm_headroom.derive.leak.facts import MIB, Step
 LEAST_STEP_BYTES: Final = 24 * MIB
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
 
-JOINED_SECONDS: Final = 30.0
-"""Rises so close to each other are one step: what one load or one batch takes comes within seconds."""
+JOINED_SECONDS: Final = 60.0
+"""Steps so close to each other are one event: what one load or one batch takes comes within a minute."""
 
-NEWEST_STEPS: Final = 24
+NEWEST_STEPS: Final = 32
 
 ALIKE_BYTES: Final = 2 * MIB
 NEARLY_ALIKE: Final = 1.04
@@ -29,9 +29,6 @@ def stepped(steps: tuple[Step, ...], seconds: float, before_bytes: float, held_b
         return _given_back(steps, held_bytes)
     if held_bytes - before_bytes < LEAST_STEP_BYTES:
         return steps
-    last = steps[-1] if steps else None
-    if last is not None and seconds - last.seconds <= JOINED_SECONDS and last.top_bytes >= before_bytes:
-        return (*steps[:-1], Step(last.seconds, last.bottom_bytes, held_bytes))
     return (*steps, Step(seconds, before_bytes, held_bytes))[-NEWEST_STEPS:]
 
 
@@ -45,28 +42,46 @@ def _given_back(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
 
 
 def likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:
-    """Return how much the sizes of the steps after a time, of so many bytes at least, speak for a leak.
+    """Return how much the sizes of the events after a time, of so many bytes at least, speak for a leak.
 
     As a log likelihood ratio. Records outgrow all before them: the allocator takes a new segment for a demand that fits
     into none that it kept. What leaks is of one kind and one size, or takes the place of segments that are then
-    taken again.
+    taken again, each in the size that it had: so the parts of an event are compared too, with those of earlier ones.
     """
     earlier: list[float] = []
-    total = 0.0
-    for step in steps:
-        size = step.top_bytes - step.bottom_bytes
+    most = total = 0.0
+    for event in _events(steps):
+        size = event[-1].top_bytes - event[0].bottom_bytes
         if size < least_bytes:
             continue
-        if step.seconds > since:
-            total += _worth(size, earlier)
-        earlier.append(size)
+        parts = {size, *(step.top_bytes - step.bottom_bytes for step in event)}
+        if event[0].seconds > since:
+            again = [part for part in parts if least_bytes <= part <= most and _is_among(part, earlier)]
+            total += _repeated(max(again)) if again else _new(size, most)
+        earlier += parts
+        most = max(most, size)
     return total
 
 
-def _worth(size: float, earlier: list[float]) -> float:
-    most = max(earlier, default=0.0)
-    if size <= most and any(abs(size - other) <= ALIKE_BYTES for other in earlier):
-        return min(MOST_REPEATED, max(0.0, REPEATED * log(size / REPEATED_BYTES)))
+def _events(steps: tuple[Step, ...]) -> list[list[Step]]:
+    events: list[list[Step]] = []
+    for step in steps:
+        if events and step.seconds - events[-1][-1].seconds <= JOINED_SECONDS:
+            events[-1].append(step)
+        else:
+            events.append([step])
+    return events
+
+
+def _is_among(size: float, earlier: list[float]) -> bool:
+    return any(abs(size - other) <= ALIKE_BYTES for other in earlier)
+
+
+def _repeated(size: float) -> float:
+    return min(MOST_REPEATED, max(0.0, REPEATED * log(size / REPEATED_BYTES)))
+
+
+def _new(size: float, most: float) -> float:
     if size < most:
         return SMALLER
     return RECORD if size > NEARLY_ALIKE * most else 0.0

@@ -37,15 +37,13 @@ def test_a_step_is_a_large_rise_and_what_is_given_back_is_no_step(
     assert seen(*held) == sizes
 
 
-def test_rises_within_half_a_minute_are_one_step_and_the_newest_are_kept() -> None:
-    assert seen(0, 100, 400, 500, apart=5.0) == (500,)
-    assert seen(0, 100, 400, 500, apart=31.0) == (100, 300, 100)
+def test_the_newest_steps_are_kept() -> None:
     assert len(seen(*range(0, 50 * 60, 50))) == NEWEST_STEPS
 
 
 def weight(*sizes_mib: float, before: int = 1) -> float:
-    steps = tuple(Step(float(number), 0.0, size * MIB) for number, size in enumerate(sizes_mib, start=1))
-    return likeness(steps, since=before, least_bytes=30 * MIB)
+    steps = tuple(Step(number * HOUR, 0.0, size * MIB) for number, size in enumerate(sizes_mib, start=1))
+    return likeness(steps, since=before * HOUR, least_bytes=30 * MIB)
 
 
 def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_against_one() -> None:
@@ -56,6 +54,21 @@ def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_
     assert weight(500, 300, 400, 200) == 1.5
     assert weight(500, 20, 20) == 0.0
     assert weight(466, 468, 470, 472) == 0.0
+
+
+def test_a_part_of_an_event_that_comes_again_in_a_later_one_speaks_for_a_leak_and_not_within_one() -> None:
+    def events(*parts_mib: tuple[int, int]) -> float:
+        steps: tuple[Step, ...] = ()
+        for number, parts in enumerate(parts_mib):
+            held = 0.0
+            for part in parts:
+                seconds = HOUR * number + 20.0 * len(steps)
+                steps, held = (*steps, Step(seconds, held, held + part * MIB)), held + part * MIB
+        return likeness(steps, since=HOUR / 2, least_bytes=30 * MIB)
+
+    assert events((546, 684), (660, 684)) > 3.5
+    assert events((546, 680), (660, 690)) == -1.0
+    assert events((10, 11), (684, 684)) == -1.0
 
 
 @pytest.mark.parametrize("minutes", [40.0, 75.0])
