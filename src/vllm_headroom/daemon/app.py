@@ -23,13 +23,12 @@ from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbe
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
 from vllm_headroom.expose.answers import Handler, application
-from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.history import History
-from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json

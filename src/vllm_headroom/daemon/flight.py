@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.daemon.context import Recent, context, ooms
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.derive.life.follow import LIFE
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict

@@ -24,7 +24,7 @@ from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.context import MOST_LOOKS
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings

@@ -14,7 +14,7 @@ from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.leftovers import WHO, leftovers
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes

@@ -21,8 +21,8 @@ from vllm_headroom.scrape.nvml.errors import (
     source_failure_of,
     unexpected,
 )
-from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane, loop_seconds
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
 from vllm_headroom.scrape.transitions import GpuTransitions
