@@ -11,7 +11,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.leftovers import of_no_gpu
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values, called
 from vllm_headroom.parse.page import nothing_found
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Source
+from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
 log = structlog.get_logger()
 
@@ -52,7 +52,6 @@ class Transitions:
         self._selection = selection
         self._said: dict[str, object] = {}
         self._state: EngineState | None = None
-        self._exits: dict[ExitReason, int] = {}
         self._found: dict[tuple[str, ...], str] = {}
         self._stopped: set[tuple[int, float]] = set()
         self._forgets_at = 0.0
@@ -90,11 +89,8 @@ class Transitions:
             log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
 
     def _life(self, life: Life) -> None:
-        exits = dict(life.exits)
-        reasons = [str(reason) for reason, count in life.exits if count > self._exits.get(reason, 0)]
-        if self._state is not None and reasons:
-            log.warning("a life of the engine ended", reason=",".join(reasons), restarts=life.restarts)
-        self._exits = exits
+        if self._state is not None and life.ended is not None:
+            log.warning("a life of the engine ended", reason=str(life.ended), restarts=life.restarts)
         if life.state is self._state:
             return
         tell = log.warning if life.state in ALARMING else log.info

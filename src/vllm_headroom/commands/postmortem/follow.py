@@ -52,7 +52,6 @@ class Follower:
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
-        self._exits: dict[ExitReason, int] = {}
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
         self._hung: float | None = None
         self._broken = False
@@ -88,10 +87,9 @@ class Follower:
     def _event(self, snapshot: Snapshot) -> tuple[What | None, ExitReason | None]:
         """Return what happened, and why as far as the life of the engine tells."""
         life = snapshot.life
-        exits = {} if life is None else dict(life.exits)
-        reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
+        reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
-        self._exits, self._state = exits, self._state if life is None else life.state
+        self._state = self._state if life is None else life.state
         if self._known:
             late = snapshot.time_seconds - self._known["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
