@@ -87,13 +87,11 @@ def from_environment(environ: Mapping[str, str], settings: Collection[str]) -> F
             Given(setting=known[name], name=name, value=value) for name, value in ours.items() if name in known
         ),
         mistakes=tuple(
-            unknown(name, known) for name, value in ours.items() if name not in known and not _of_a_service(name, value)
+            unknown(name, known)
+            for name, value in ours.items()
+            if not (name in known or SERVICE_VARIABLE.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={value}"))
         ),
     )
-
-
-def _of_a_service(name: str, value: str) -> bool:
-    return bool(SERVICE_VARIABLE.fullmatch(name) or SERVICE_PORT.fullmatch(f"{name}={value}"))
 
 
 OPTION: Final = re.compile(r"--|-[A-Za-z]")

@@ -67,8 +67,11 @@ class Transitions:
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
-        self._engines_found(snapshot.ambiguous)
-        self._left_behind(snapshot.left_behind)
+        if self._is_new("engines", snapshot.ambiguous) and snapshot.ambiguous:
+            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous)
+        left = of_no_gpu(snapshot.left_behind, ())
+        if self._is_new("left behind", left, usual=None) and left is not None:
+            log.warning("an engine that has ended left processes behind", problem=left)
         if snapshot.life is not None:
             self._life(snapshot.life)
 
@@ -105,15 +108,6 @@ class Transitions:
             log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
         else:
             log.info("derivation works again", derivation=name)
-
-    def _engines_found(self, ambiguous_roots: int) -> None:
-        if self._is_new("engines", ambiguous_roots) and ambiguous_roots:
-            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
-
-    def _left_behind(self, pids: frozenset[int]) -> None:
-        problem = of_no_gpu(pids, ())
-        if self._is_new("left behind", problem, usual=None) and problem is not None:
-            log.warning("an engine that has ended left processes behind", problem=problem)
 
     def _source(self, source: Source, part: object) -> None:
         if not self._is_new(str(source), part.reason if isinstance(part, Failure) else None):

@@ -11,7 +11,7 @@ from vllm_headroom.sizing.architectures import defaults, encodes, has_output, un
 from vllm_headroom.sizing.encoder import Encoder, encoder
 from vllm_headroom.sizing.fields import LARGEST, Config, needed, part, whole
 from vllm_headroom.sizing.heads import HEADS, HIDDEN, full_heads, windowed_heads
-from vllm_headroom.sizing.layers import CHUNKED, FULL, STATEFUL, WINDOWED, checkpoints, kinds, state_bytes, window
+from vllm_headroom.sizing.layers import CHUNKED, FULL, MAMBA_2_HEADS, STATEFUL, WINDOWED, kinds, state_bytes, window
 from vllm_headroom.sizing.matrices import LENGTHS
 from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
@@ -84,7 +84,7 @@ def _shape(config: Config, beside: Encoder | None) -> ModelShape:
         windowed_width=narrow.key_size + narrow.value_size if narrow else None,
         stateful_layers=stateful,
         state_bytes=state_bytes(config) if stateful else None,
-        state_checkpoints=checkpoints(config) if stateful else 0,
+        state_checkpoints=int(stateful and whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
         attention_heads=whole(config, *HEADS),
         kv_heads=heads.count,
         head_size=heads.key_size,

@@ -103,11 +103,6 @@ def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
     return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
 
 
-def graphs(question: Question) -> Range:
-    """Return what CUDA graphs take of the budget."""
-    return NOTHING if question.enforce_eager else GRAPHS
-
-
 def outside(question: Question) -> Range:
     """Return what the engine takes of the card on top of its budget, and what a machine of one memory needs besides."""
     found = CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION

@@ -65,7 +65,10 @@ def judge(facts: Facts) -> Assessment:
     growing = any(leak.alarm or leak.state in (LeakState.GROWING, LeakState.LEAKING) for leak in leaks)
     found = _ask(LEAKS, facts)
     always = _ask(EVEN_WITH_A_LEAK, facts)
-    found += [_without_flags(advice) for advice in always] if growing else always + _ask(WITHOUT_A_LEAK, facts)
+    if growing:
+        found += [replace(each, changes=tuple(change for change in each.changes if not change.flag)) for each in always]
+    else:
+        found += always + _ask(WITHOUT_A_LEAK, facts)
     advice, left_out = _that_exist(found, facts)
     unknown = tuple(missing(facts))
     verdict = Conclusion.NOT_GOOD if advice else Conclusion.CANNOT_TELL if unknown else Conclusion.GOOD
@@ -75,10 +78,6 @@ def judge(facts: Facts) -> Assessment:
 
 def _ask(rules: tuple[Rule, ...], facts: Facts) -> list[Advice]:
     return [advice for advice in (rule(facts) for rule in rules) if advice is not None]
-
-
-def _without_flags(advice: Advice) -> Advice:
-    return replace(advice, changes=tuple(change for change in advice.changes if change.flag is None))
 
 
 def _that_exist(found: list[Advice], facts: Facts) -> tuple[tuple[Advice, ...], tuple[str, ...]]:

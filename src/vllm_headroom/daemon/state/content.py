@@ -94,10 +94,12 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
     gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
     leak, baseline = saved.memory.leak, saved.memory.baseline
-    gpus = {uuid: track for uuid, track in leak.gpus.items() if uuid in here}
+    gpus, load = {uuid: track for uuid, track in leak.gpus.items() if uuid in here}, leak.load
+    if load.began_seconds is not None:
+        load = replace(load, began_seconds=load.began_seconds + shift)
     return Memory(
         leak=LeakMemory(
-            load=_load(leak.load, shift) if gap <= LOAD_GAP_SECONDS else LoadState(),
+            load=load if gap <= LOAD_GAP_SECONDS else LoadState(),
             gpus=_moved(gpus, shift),
             host=_moved(leak.host, shift),
             inside={uuid: moved(track, shift) for uuid, track in leak.inside.items() if uuid in here},
@@ -110,7 +112,3 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
 
 def _moved(tracks: Tracks, shift: float) -> Tracks:
     return {name: replace(track, clock=track.clock + shift) for name, track in tracks.items()}
-
-
-def _load(load: LoadState, shift: float) -> LoadState:
-    return load if load.began_seconds is None else replace(load, began_seconds=load.began_seconds + shift)
