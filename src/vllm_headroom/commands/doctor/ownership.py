@@ -91,8 +91,7 @@ def _could_be_told(sight: Sight) -> bool:
 
 
 def _pids_are_true(sight: Sight) -> bool:
-    readings, processes = sight.readings, sight.processes
-    return not (isinstance(readings, Failure) or isinstance(processes, Failure)) and pids_are_true(readings, processes)
+    return not isinstance(sight.readings, Failure) and pids_are_true(sight.readings, sight.processes)
 
 
 def _none(sight: Sight) -> Check:

@@ -147,6 +147,7 @@ class Follower:
         stalled = what is What.STALLED or self._hung is not None
         age = header_age(self._known) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
+        loaded = any(looks.first_share >= LOADED for looks in self._gpus.values())  # it did not die of its start then
         return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,
@@ -154,7 +155,7 @@ class Follower:
             began_seconds=self._born,
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
-            served=self._served or (not self._paged and self._was_loaded()),
+            served=self._served or (not self._paged and loaded),
             hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
             shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,
@@ -167,10 +168,6 @@ class Follower:
             ooms=header_ooms(self._known),
             lost=header_lost(self._known),
         )
-
-    def _was_loaded(self) -> bool:
-        """Return whether it held most of what it ever did when it was first seen: then it did not die of its start."""
-        return any(looks.first_share >= LOADED for looks in self._gpus.values())
 
     def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuAtEnd:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))

@@ -93,7 +93,7 @@ async def _holders(
         for left in leftovers(everything, listed, frozenset(), memory_is_true=False):
             named = names.get(left.pid)
             names[left.pid] = f"{named}, {WHO[left.fate]}" if named else ENDED
-    memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
+    memory_is_true = process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
         for device in readings.devices

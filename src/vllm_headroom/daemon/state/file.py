@@ -1,4 +1,4 @@
-"""A file of state: always the old state or the new one, whatever happens while it is written."""
+"""A file of state, in a folder that is one daemon's at a time: always the old state or the new one, as a whole."""
 
 from __future__ import annotations
 

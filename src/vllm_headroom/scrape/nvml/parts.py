@@ -1,4 +1,4 @@
-"""What of a GPU has memory of its own, the whole or its MIG instances, and what the whole says of faults in it."""
+"""A GPU as NVML opens it: its parts that have memory of their own, the faults of that memory."""
 
 from __future__ import annotations
 
