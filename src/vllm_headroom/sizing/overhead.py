@@ -77,7 +77,7 @@ def activations(question: Question) -> Range | None:
         return None
     width = shape.mlp_width or USUAL_WIDTH * hidden
     chosen = shape.experts_per_token * hidden if shape.experts_per_token > 1 else 0
-    attention = 2 * ((shape.attention_heads or 1) + shape.kv_heads) * shape.head_size / ranks
+    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
     values = 2 * hidden + max(attention, 3 * width / ranks + chosen)
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
