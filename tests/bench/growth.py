@@ -22,8 +22,7 @@ from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.answers import Request
-from vllm_headroom.expose.collector import HeadroomCollector
-from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, GpuProcess, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.vocabulary import Reason, Role, Source

@@ -22,7 +22,7 @@ from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.metrics import HeadroomCollector, registry
 from vllm_headroom.parse.page import parse_engines
 
 SAMPLE_SECONDS: Final = 15

@@ -12,8 +12,7 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import STATE
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.file import STATE, Lock
 from vllm_headroom.trace.incidents import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()

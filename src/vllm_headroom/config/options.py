@@ -6,9 +6,17 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm_headroom.config.arguments import from_arguments
 from vllm_headroom.config.kinds import ANYTHING, Value
-from vllm_headroom.config.sources import CONFIG, SOURCES, Found, Given, from_environment, option, variable
+from vllm_headroom.config.sources import (
+    CONFIG,
+    SOURCES,
+    Found,
+    Given,
+    from_arguments,
+    from_environment,
+    option,
+    variable,
+)
 from vllm_headroom.units import RefusedError
 from vllm_headroom.vocabulary import CONTROLS
 

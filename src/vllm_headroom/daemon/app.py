@@ -16,20 +16,20 @@ import uvloop
 from vllm_headroom.clock import Clock
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon import logs
-from vllm_headroom.daemon.assembly import canary_of, gate_of, sampler_of
+from vllm_headroom.daemon.assembly import canary_of, sampler_of
 from vllm_headroom.daemon.build import build, version
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.life import BEYOND_REPAIR, STOPPED, GraceTime, Heartbeat, end, every, live, signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts, real_parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.daemon.views import Views
+from vllm_headroom.derive.gates.gates import GATES
 from vllm_headroom.expose.answers import Handler, application
-from vllm_headroom.expose.collector import HeadroomCollector
 from vllm_headroom.expose.history import History
-from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.expose.snapshot import snapshot_json
@@ -155,7 +155,7 @@ def _answers(sampler: Sampler, views: Views, heartbeat: Heartbeat, clock: Clock)
         snapshot=lambda _: snapshot_json(views.view(sampler)),
         unhealthy=heartbeat.unhealthy,
         ready=lambda: sampler.published is not None,
-        gate=gate_of(sampler, heartbeat),
+        gate=lambda name: None if heartbeat.unhealthy() else sampler.states[GATES].reason(name),
     )
 
 

@@ -9,16 +9,14 @@ from typing import Any
 
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.canary import Canary
-from vllm_headroom.daemon.life import Heartbeat
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.derive import derivations
-from vllm_headroom.derive.gates.gates import GATES, gates
+from vllm_headroom.derive.gates.gates import gates
 from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.sizing.footprint import token_bytes
-from vllm_headroom.vocabulary import GateName
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
@@ -52,11 +50,6 @@ def _gate_rules(settings: PlainSettings) -> Rules:
         live_seconds=settings.gate_live_seconds,
         name=settings.gate_name or socket.gethostname(),
     )
-
-
-def gate_of(sampler: Sampler, heartbeat: Heartbeat) -> Callable[[GateName], str | None]:
-    """Return what says why a gate is closed; while the sampling loop does not turn, all are open."""
-    return lambda name: None if heartbeat.unhealthy() else sampler.states[GATES].reason(name)
 
 
 def canary_of(parts: Parts, interval_seconds: float | None) -> Canary | None:

@@ -12,15 +12,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.daemon.context import Recent, context, ooms
-from vllm_headroom.daemon.state.lock import Lock
-from vllm_headroom.derive.life.follow import LIFE
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.expose.view import Incident
 from vllm_headroom.model import Life, Snapshot, Values, Verdict
 from vllm_headroom.trace.flight import keep, set_aside
 from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, name_of, newest_in
 from vllm_headroom.trace.write import line, record_of
 from vllm_headroom.trace.writing import Writing, real
-from vllm_headroom.vocabulary import EngineState, ExitReason
+from vllm_headroom.vocabulary import EngineState
 
 log = structlog.get_logger()
 
@@ -60,7 +59,6 @@ class Flight:
         self._lines = lines
         self._lock = lock
         self._version = version
-        self._exits: dict[ExitReason, int] | None = None
         self._state = EngineState.UNKNOWN
         self._written: float | None = None
         self._before: Mapping[str, Any] = {}
@@ -68,11 +66,6 @@ class Flight:
         self._served = False
         self._incident: OpenIncident | None = None
         self._ooms: list[dict[str, Any]] = []
-
-    def take_up(self, states: Mapping[str, Any]) -> None:
-        """Go on from the ends of lives that an earlier process counted, so that one since then is noticed."""
-        if LIFE in states:
-            self._exits = dict(states[LIFE].lives.exits)
 
     def look(self, seconds: float, used_bytes: Mapping[str, int]) -> None:
         """Take note of the memory in use between ticks, by UUID."""
@@ -100,15 +93,12 @@ class Flight:
             self._incident = await self._set_aside(self._incident, now)
 
     def _event(self, life: Life) -> dict[str, Any] | None:
-        exits, before = dict(life.exits), self._exits
-        self._exits = exits
         was, self._state = self._state, life.state
-        reasons = [] if before is None else [str(each) for each in exits if exits[each] > before.get(each, 0)]
         stalled = life.state is EngineState.STALLED is not was
-        if was is EngineState.SERVING and (reasons or stalled):
+        if was is EngineState.SERVING and (life.ended or stalled):
             self._incident = None  # it had served again: the one before was over
-        if reasons:
-            return {"what": What.ENDED, "reason": reasons[0]}
+        if life.ended is not None:
+            return {"what": What.ENDED, "reason": life.ended}
         return {"what": What.STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
 
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:

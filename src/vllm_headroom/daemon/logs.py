@@ -65,7 +65,8 @@ class Background(logging.Handler):
         while True:
             self._write(self._waiting.get())
             if (dropped := self._dropped) > told:
-                self._write(_notice(dropped - told))
+                message = "log lines were dropped, stderr was not read: dropped=%d"
+                self._write(logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped - told,), None))
                 told = dropped
             self._waiting.task_done()
 
@@ -100,11 +101,6 @@ def remembered() -> RecentLines:
     recent = RecentLines()
     logging.getLogger(OURS).addHandler(recent)
     return recent
-
-
-def _notice(dropped: int) -> logging.LogRecord:
-    message = "log lines were dropped, stderr was not read: dropped=%d"
-    return logging.LogRecord(OURS, logging.WARNING, "", 0, message, (dropped,), None)
 
 
 def configure(log_format: str, log_level: str) -> None:

@@ -16,6 +16,7 @@ from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sources import closed
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
 from vllm_headroom.scrape.proc.reader import Processes
@@ -43,6 +44,12 @@ async def fetched(reader: PageReader) -> str | Failure:
         return await reader.fetch()
     finally:
         await closed(reader)
+
+
+async def understood(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
+    """Return what the one page that is wanted of this reader says of the engines behind it."""
+    text = await fetched(reader)
+    return text if isinstance(text, Failure) else parse_engines(text, profile)
 
 
 async def machine(

@@ -13,7 +13,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.canary import CanaryRequest
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 
 GPU_TIMEOUT_SECONDS: Final = 2.0

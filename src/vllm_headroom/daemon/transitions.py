@@ -11,7 +11,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.leftovers import of_no_gpu
 from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values, called
 from vllm_headroom.parse.page import nothing_found
-from vllm_headroom.vocabulary import EngineState, ExitReason, LeakState, Source
+from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
 log = structlog.get_logger()
 
@@ -52,7 +52,6 @@ class Transitions:
         self._selection = selection
         self._said: dict[str, object] = {}
         self._state: EngineState | None = None
-        self._exits: dict[ExitReason, int] = {}
         self._found: dict[tuple[str, ...], str] = {}
         self._stopped: set[tuple[int, float]] = set()
         self._forgets_at = 0.0
@@ -68,8 +67,11 @@ class Transitions:
             self._page(snapshot.engines)
         if not isinstance(snapshot.gpus, Failure):
             self._gpus(snapshot.gpus)
-        self._engines_found(snapshot.ambiguous)
-        self._left_behind(snapshot.left_behind)
+        if self._is_new("engines", snapshot.ambiguous) and snapshot.ambiguous:
+            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous)
+        left = of_no_gpu(snapshot.left_behind, ())
+        if self._is_new("left behind", left, usual=None) and left is not None:
+            log.warning("an engine that has ended left processes behind", problem=left)
         if snapshot.life is not None:
             self._life(snapshot.life)
 
@@ -90,11 +92,8 @@ class Transitions:
             log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
 
     def _life(self, life: Life) -> None:
-        exits = dict(life.exits)
-        reasons = [str(reason) for reason, count in life.exits if count > self._exits.get(reason, 0)]
-        if self._state is not None and reasons:
-            log.warning("a life of the engine ended", reason=",".join(reasons), restarts=life.restarts)
-        self._exits = exits
+        if self._state is not None and life.ended is not None:
+            log.warning("a life of the engine ended", reason=str(life.ended), restarts=life.restarts)
         if life.state is self._state:
             return
         tell = log.warning if life.state in ALARMING else log.info
@@ -109,15 +108,6 @@ class Transitions:
             log.error("derivation failed, its series are absent", derivation=name, exc_info=error)
         else:
             log.info("derivation works again", derivation=name)
-
-    def _engines_found(self, ambiguous_roots: int) -> None:
-        if self._is_new("engines", ambiguous_roots) and ambiguous_roots:
-            log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=ambiguous_roots)
-
-    def _left_behind(self, pids: frozenset[int]) -> None:
-        problem = of_no_gpu(pids, ())
-        if self._is_new("left behind", problem, usual=None) and problem is not None:
-            log.warning("an engine that has ended left processes behind", problem=problem)
 
     def _source(self, source: Source, part: object) -> None:
         if not self._is_new(str(source), part.reason if isinstance(part, Failure) else None):

@@ -39,8 +39,6 @@ class Views:
         """Go on from what an earlier process kept, where it is among the states."""
         if HISTORY.name in states:
             self.history.take_up(states[HISTORY.name])
-        if self._flight is not None:
-            self._flight.take_up(states)
 
     def states(self, sampler: Sampler) -> Mapping[str, Any]:
         """Return all that a later process takes up."""

@@ -62,14 +62,18 @@ def attribute(
     """
     state = _follow(state, readings, processes)
     knowable = state.ledger_opened or state.ambiguous
-    memory_is_true = _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
-    named = processes if _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS) else None
+    memory_is_true = process_memory_is_true(readings, processes)
+    named = processes if pids_are_true(readings, processes) else None
     ledger = processes if state.remembered and memory_is_true else None
-    engine_pids = _engine_pids(processes, state.ours)
+    engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
+    engine_pids = state.ours.union(engine)
     gpus = []
     for device in readings.devices:
         engine_bytes, other_bytes = _ledger(device, ledger, engine_pids)
         attribution = _attribution(device, state, selection, devices=len(readings.devices))
+        left: Iterable[Leftover] = ()
+        if isinstance(named, ProcessReadings):
+            left = leftovers(device.processes or (), named, state.ours, memory_is_true=memory_is_true)
         gpu = Gpu(
             reading=device,
             attribution=attribution,
@@ -77,18 +81,18 @@ def attribute(
             other_bytes=other_bytes,
             held_bytes=_held(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
-            leftovers=_leftovers(device, named, state.ours, memory_is_true=memory_is_true),
+            leftovers=tuple(left),
         )
         gpus.append(gpu)
     return state, tuple(gpus)
 
 
-def pids_are_true(readings: GpuReadings, processes: ProcessReadings) -> bool:
+def pids_are_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
     """Tell whether NVML and /proc mean the same process by one pid."""
     return _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
 
 
-def process_memory_is_true(readings: GpuReadings, processes: ProcessReadings) -> bool:
+def process_memory_is_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
     """Tell whether the memory that NVML lists with a pid is that process's."""
     return _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
 
@@ -98,7 +102,7 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
     if isinstance(processes, Failure):
         return state
     state = replace(state, ambiguous=processes.ambiguous_roots > 0)
-    if not _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS):
+    if not pids_are_true(readings, processes):
         return state
     engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
     on_devices = {each.pid for device in readings.devices for each in device.processes or ()}
@@ -117,7 +121,7 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
         state,
         remembered=devices | state.remembered if holders & state.holders else devices,
         holders=holders,
-        ledger_opened=state.ledger_opened or (told and _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)),
+        ledger_opened=state.ledger_opened or (told and process_memory_is_true(readings, processes)),
     )
 
 
@@ -146,19 +150,6 @@ def _attribution(
     if state.remembered:
         return Attribution.PROCESS if device.uuid in state.remembered else None
     return Attribution.SINGLE if devices == 1 else None
-
-
-def _engine_pids(processes: ProcessReadings | Failure, ours: frozenset[int]) -> frozenset[int]:
-    engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
-    return ours.union(engine)
-
-
-def _leftovers(
-    device: GpuReading, processes: ProcessReadings | Failure | None, ours: frozenset[int], *, memory_is_true: bool
-) -> tuple[Leftover, ...]:
-    if not isinstance(processes, ProcessReadings):
-        return ()
-    return tuple(leftovers(device.processes or (), processes, ours, memory_is_true=memory_is_true))
 
 
 def _ledger(

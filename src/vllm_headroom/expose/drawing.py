@@ -110,12 +110,11 @@ def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
 
 def curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
     """Return the curve, and shaded what lies between it and zero."""
-    drawn = [(_path(frame, stretch), stretch) for stretch in stretches]
+    drawn = list(stretches)
     if not drawn:
         return ""
-    areas = "".join(f"{path}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for path, stretch in drawn)
-    lines = "".join(path + ("h.1" if len(stretch) == 1 else "") for path, stretch in drawn)
-    return f'<path class="area" d="{areas}"/><path class="line" d="{lines}"/>'
+    areas = "".join(f"{_path(frame, stretch)}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in drawn)
+    return f'<path class="area" d="{areas}"/>{line(frame, drawn, kind="line")}'
 
 
 def zero(frame: Frame) -> str:

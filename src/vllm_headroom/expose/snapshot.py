@@ -42,7 +42,7 @@ def document(view: View) -> dict[str, Any]:
         "age_seconds": None if view.snapshot is None else view.age_seconds,
         "level": worst(view.said),
         "verdicts": [{**asdict(each), "runbook": view.runbook(each.alert)} for each in view.said],
-        "problems": _problems(view),
+        "problems": [] if view.snapshot is None else [asdict(each) for each in view.snapshot.failures],
         "last_incident": _incident(view.last_incident),
         **_facts(values, WHOLE, ()),
         **{name: _entries(values, name, labels) for name, labels in MANY.items()},
@@ -97,11 +97,6 @@ def _fact(values: Values, metric: Metric, labels: tuple[str, ...]) -> Any:  # no
 def _states(found: Mapping[tuple[str, ...], float], own: tuple[str, ...]) -> Any:  # noqa: ANN401 - any value of JSON
     held = {" ".join(each[:-1]): each[-1] for each, value in found.items() if value}
     return held or None if own[:-1] else held.get("")
-
-
-def _problems(view: View) -> list[dict[str, str]]:
-    failures = () if view.snapshot is None else view.snapshot.failures
-    return [{"source": each.source, "reason": each.reason, "message": each.message} for each in failures]
 
 
 def _incident(incident: Incident | None) -> dict[str, Any] | None:

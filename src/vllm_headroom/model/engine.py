@@ -130,6 +130,7 @@ class Life(Struct, frozen=True, kw_only=True):
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says
     nothing of leaks. It is None where the page tells nothing of work. `began_seconds` is seconds since the epoch.
+    `ended` is why a life ended since the look before, None where none did.
     `recent_ends` is how many lives ended in the last 90 minutes. `progress_age_seconds` is None while there is nothing
     to do. `stranded` pairs the labels of an engine that has been idle for a minute with what its KV cache still holds,
     `to_wake` the UUID of a GPU with what a sleeping engine takes of it when it wakes, `first_rooms` with what was free
@@ -141,6 +142,7 @@ class Life(Struct, frozen=True, kw_only=True):
     began_seconds: float | None = None
     restarts: int = 0
     exits: tuple[tuple[ExitReason, int], ...] = ()
+    ended: ExitReason | None = None
     recent_ends: int = 0
     progress_age_seconds: float | None = None
     stranded: tuple[tuple[tuple[str, str], float], ...] = ()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.sizing.footprint import bytes_per_token
 from vllm_headroom.sizing.kv_layout import KvLayout, kv_layout
-from vllm_headroom.sizing.overhead import LIBRARIES, Range, activations, graphs, outside
+from vllm_headroom.sizing.overhead import GRAPHS, LIBRARIES, NOTHING, Range, activations, outside
 from vllm_headroom.sizing.question import Question
 
 LONGEST: Final = 2**24
@@ -89,7 +89,7 @@ def estimate(question: Question) -> Estimate | None:
         weights=question.weights_bytes,
         budget=_budget(question),
         activations=activations(question),
-        graphs=graphs(question),
+        graphs=NOTHING if question.enforce_eager else GRAPHS,
         outside=outside(question),
         kv_cache=None,
     )

@@ -7,8 +7,7 @@ from functools import partial
 from math import ceil
 from typing import Final
 
-from msgspec.structs import replace
-
+from vllm_headroom.sizing.heads import KvHeads
 from vllm_headroom.sizing.shape import ModelShape
 
 FP8: Final = (1.0, 0)
@@ -41,32 +40,29 @@ def bytes_per_token(
     in full, and states not at all.
     """
     layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed = layer_bytes(windowed_shape(shape), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     if layer is None or windowed is None:
         return None
     full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
     return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
 
 
-def layer_bytes(shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1) -> int | None:
-    """Return the bytes that one layer keeps of a token on each GPU; None for a dtype not known here."""
+def layer_bytes(
+    shape: ModelShape, heads: KvHeads | None = None, *, kv_dtype: str = "auto", tensor_parallel: int = 1
+) -> int | None:
+    """Return the bytes that one layer keeps of a token on each GPU; None for a dtype not known here.
+
+    It has `heads`, or those of layers that keep every token.
+    """
     dtype = (shape.kv_dtype_bytes, 0) if kv_dtype == "auto" else KV_DTYPES.get(kv_dtype)
     if dtype is None:
         return None
     value_bytes, scale_bytes = dtype
     if shape.latent_width is not None:
         return ceil(shape.latent_width * value_bytes)
-    heads = max(1, shape.kv_heads // tensor_parallel)
-    return heads * (ceil((shape.head_size + shape.value_head_size) * value_bytes) + scale_bytes)
-
-
-def windowed_shape(shape: ModelShape) -> ModelShape:
-    """Return the shape as its windowed layers have it."""
-    if shape.windowed_width is None:
-        return shape
-    heads = shape.windowed_kv_heads or shape.kv_heads
-    key = shape.windowed_width // 2
-    return replace(shape, kv_heads=heads, head_size=key, value_head_size=shape.windowed_width - key)
+    kept = heads or shape.heads
+    count = max(1, kept.count // tensor_parallel)
+    return count * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
 
 
 def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
@@ -76,7 +72,7 @@ def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -
     latent vector on any two, of KV heads on more GPUs than there are heads. A dtype or a type of model can be one that
     is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
     """
-    copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.kv_heads
+    copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.heads.count
     certain = shape.keeps_every_token and shape.unknown_type is None and not copied
     return bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
 

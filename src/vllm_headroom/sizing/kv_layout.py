@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.sizing.footprint import layer_bytes, windowed_shape
+from vllm_headroom.sizing.footprint import layer_bytes
 from vllm_headroom.sizing.shape import ModelShape
 
 ALIKE: Final = 1.5
@@ -79,7 +79,7 @@ def kv_layout(
     block.
     """
     layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed_layer = layer_bytes(windowed_shape(shape), kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed_layer = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     if layer is None or windowed_layer is None:
         return None
     counts = [

@@ -80,11 +80,6 @@ def _patterned(config: Config, layers: int) -> list[str]:
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
-def checkpoints(config: Config) -> int:
-    """Return how many states more than others a layer keeps of a sequence: Mamba-2 the one at the prompt's end."""
-    return int(whole(config, *MAMBA_2_HEADS) is not None)
-
-
 def state_bytes(config: Config) -> int | None:
     """Return the bytes of one sequence in one layer; None for a kind that is not known here.
 

@@ -11,7 +11,7 @@ from vllm_headroom.sizing.architectures import defaults, encodes, has_output, un
 from vllm_headroom.sizing.encoder import Encoder, encoder
 from vllm_headroom.sizing.fields import LARGEST, Config, needed, part, whole
 from vllm_headroom.sizing.heads import HEADS, HIDDEN, full_heads, windowed_heads
-from vllm_headroom.sizing.layers import CHUNKED, FULL, STATEFUL, WINDOWED, checkpoints, kinds, state_bytes, window
+from vllm_headroom.sizing.layers import CHUNKED, FULL, MAMBA_2_HEADS, STATEFUL, WINDOWED, kinds, state_bytes, window
 from vllm_headroom.sizing.matrices import LENGTHS
 from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
@@ -80,15 +80,12 @@ def _shape(config: Config, beside: Encoder | None) -> ModelShape:
         windowed_layers=0 if whole_text else windowed,
         window_tokens=window(config) if windowed and not whole_text else None,
         chunked=bool(windowed) and (CHUNKED in found_kinds or whole(config, "sliding_window") is None),
-        windowed_kv_heads=narrow.count if narrow else None,
-        windowed_width=narrow.key_size + narrow.value_size if narrow else None,
+        windowed_heads=narrow,
         stateful_layers=stateful,
         state_bytes=state_bytes(config) if stateful else None,
-        state_checkpoints=checkpoints(config) if stateful else 0,
+        state_checkpoints=int(stateful and whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
         attention_heads=whole(config, *HEADS),
-        kv_heads=heads.count,
-        head_size=heads.key_size,
-        value_head_size=heads.value_size,
+        heads=heads,
         latent_width=latent + (whole(config, "qk_rope_head_dim") or 0) if latent else None,
         hidden_size=whole(config, *HIDDEN),
         vocabulary=whole(config, *VOCABULARY),

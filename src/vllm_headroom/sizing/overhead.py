@@ -77,7 +77,7 @@ def activations(question: Question) -> Range | None:
         return None
     width = shape.mlp_width or USUAL_WIDTH * hidden
     chosen = shape.experts_per_token * hidden if shape.experts_per_token > 1 else 0
-    attention = 2 * ((shape.attention_heads or 1) + shape.kv_heads) * shape.head_size / ranks
+    attention = 2 * ((shape.attention_heads or 1) + shape.heads.count) * shape.heads.key_size / ranks
     values = 2 * hidden + max(attention, 3 * width / ranks + chosen)
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
@@ -101,11 +101,6 @@ def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
     low = largest.whole_values + largest.divided_values / question.tensor_parallel_size
     high = FORWARD_HIGH * (largest.whole_values + largest.divided_values)
     return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
-
-
-def graphs(question: Question) -> Range:
-    """Return what CUDA graphs take of the budget."""
-    return NOTHING if question.enforce_eager else GRAPHS
 
 
 def outside(question: Question) -> Range:

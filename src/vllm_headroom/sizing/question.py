@@ -141,7 +141,7 @@ def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
 def unusable(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
     shape, ranks = question.shape, question.tensor_parallel_size
-    heads, kv_heads = shape.attention_heads, shape.kv_heads
+    heads, kv_heads = shape.attention_heads, shape.heads.count
     if heads is not None and heads % ranks:
         return f"--tensor-parallel-size {ranks} does not divide the model's {heads} attention heads"
     if shape.latent_width is None and max(ranks, kv_heads) % min(ranks, kv_heads):

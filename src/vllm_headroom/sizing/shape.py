@@ -8,6 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.sizing.encoder import Encoder
+from vllm_headroom.sizing.heads import KvHeads
 from vllm_headroom.sizing.parameters import LayerParameters
 
 
@@ -16,8 +17,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
     `full_layers` keep keys and values of every token, `windowed_layers` only of the last `window_tokens` (`chunked`:
     since the last multiple of them), and `stateful_layers` keep `state_bytes` of each sequence instead,
-    `state_checkpoints` times more than others. `windowed_width` is the values that a windowed layer keeps of a token in
-    each of `windowed_kv_heads`, where these differ from a full one's. `latent_width` is what multi-head latent
+    `state_checkpoints` times more than others. `windowed_heads` are those of a layer with a window, where they differ
+    from a full one's `heads`. `latent_width` is what multi-head latent
     attention keeps per token and layer. `mlp_width` is how many values a token takes in the widest MLP, all its experts
     together. `stored_bytes` is a parameter of the checkpoint, `dtype_bytes` one that is served without quantisation,
     `kv_dtype_bytes` a value in the KV cache when vLLM is told no dtype for it. `weight_bytes_per_parameter` is said of
@@ -30,15 +31,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     windowed_layers: int = 0
     window_tokens: int | None = None
     chunked: bool = False
-    windowed_kv_heads: int | None = None
-    windowed_width: int | None = None
+    windowed_heads: KvHeads | None = None
     stateful_layers: int = 0
     state_bytes: int | None = None
     state_checkpoints: int = 0
     attention_heads: int | None = None
-    kv_heads: int
-    head_size: int
-    value_head_size: int
+    heads: KvHeads
     latent_width: int | None = None
     hidden_size: int | None = None
     vocabulary: int | None = None

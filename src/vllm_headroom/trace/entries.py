@@ -32,13 +32,7 @@ _FACTS: Final = tuple(
 """Each field of EngineReading, its name in a trace and what reads it there."""
 
 
-_HOST: Final = (
-    ("used_bytes", "used"),
-    ("limit_bytes", "limit"),
-    ("shm_used_bytes", "shm_used"),
-    ("shm_limit_bytes", "shm_limit"),
-    ("oom_kills", "oom_kills"),
-)
+_HOST: Final = tuple((fact, fact.removesuffix("_bytes")) for fact in HostMemory.__struct_fields__ if fact != "basis")
 """Each field of HostMemory that a trace has, and its name there."""
 
 
@@ -110,13 +104,8 @@ def _leftover_of(entry: Mapping[str, Any], _place: int) -> Leftover:
     return Leftover(pid=NO_PID, fate=fate, used_bytes=size(entry, "used"))
 
 
-_INSIDE: Final = frozenset({"granted", "allocated", "reserved_by_torch", "parts"})
-
-
 def _inside(entry: Mapping[str, Any]) -> Inside | None:
     """Return what the engine's processes said; parts that are not known here are passed over."""
-    if not _INSIDE & entry.keys():
-        return None
     parts = within(entry, "parts", lambda parts: tuple((part, size(parts, part)) for part in MemoryPart)) or ()
     found = Inside(
         granted_bytes=size(entry, "granted"),

@@ -38,7 +38,7 @@ class Watch:
         self.samples = 0
         self._first_seconds = 0.0
         self._last_seconds = 0.0
-        self._detector = _detector()
+        self._detector: Derivation[LeakMemory] = next(each for each in derivations() if each.name == "leak")
         self._memory = self._detector.initial
         self._life = LifeState()
         self._indices: dict[str, int] = {}
@@ -135,10 +135,6 @@ def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | N
     }
     kept = {name: getattr(now, name) or getattr(before, name) for name in ("limit_bytes", "shm_limit_bytes")}
     return HostMemory(**most, **kept)
-
-
-def _detector() -> Derivation[LeakMemory]:
-    return next(each for each in derivations() if each.name == "leak")
 
 
 def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:

@@ -24,8 +24,8 @@ from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.context import MOST_LOOKS
 from vllm_headroom.daemon.flight import Flight
-from vllm_headroom.daemon.state.lock import Lock
-from vllm_headroom.derive.life.follow import LIFE, LifeState
+from vllm_headroom.daemon.state.file import Lock
+from vllm_headroom.derive.life.follow import LifeState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.inside import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
@@ -191,7 +191,6 @@ def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
     subject = flight(tmp_path)
     watch = Watch()
     watch.state = LifeState(lives=before.state.lives)
-    subject.take_up({LIFE: watch.state})
     watch.look(working(1, started=BEGAN + 500))
     step(subject, seen(watch))
 
@@ -201,6 +200,7 @@ def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
 def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) -> None:
     subject, watch = flight(tmp_path), serving()
     watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
     step(subject, seen(watch))
 
     assert not (tmp_path / "incidents").exists()
@@ -209,11 +209,11 @@ def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) 
 def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) -> None:
     lock = Lock()
     subject, watch = flight(tmp_path, lock), serving()
-    subject.take_up({LIFE: watch.state})
     died(subject, watch)
     assert list(tmp_path.iterdir()) == []
 
     assert lock.take(tmp_path)
+    watch.look(REFUSED, processes=(), gpus=(gpu(used=0),))
     step(subject, seen(watch))
 
     assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]

@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.collector import HeadroomCollector, registry
+from vllm_headroom.expose.metrics import HeadroomCollector, registry
 from vllm_headroom.model import Published, Sample
 
 BUILD = ("1.2.3", "abc", "3.11.7")

@@ -13,8 +13,7 @@ from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Request, Response
-from vllm_headroom.expose.collector import HeadroomCollector
-from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.model import Published, Sample
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

@@ -15,8 +15,7 @@ import uvloop
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import Request, Response, application, text
-from vllm_headroom.expose.collector import HeadroomCollector
-from vllm_headroom.expose.metrics import MetricsPage
+from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
 from vllm_headroom.expose.page.document import html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.model import Published, Sample

@@ -17,6 +17,7 @@ from vllm_headroom.sizing.footprint import (
     model_bytes,
     weights_bytes,
 )
+from vllm_headroom.sizing.heads import KvHeads
 from vllm_headroom.sizing.shape import ModelShape
 
 sizes = st.integers(min_value=1, max_value=512)
@@ -25,9 +26,7 @@ plain = st.builds(
         layers=layers,
         full_layers=layers,
         attention_heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_size=size,
-        value_head_size=size,
+        heads=KvHeads(count=kv_heads, key_size=size, value_size=size),
     ),
     sizes,
     sizes,
@@ -98,7 +97,7 @@ def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks:
     one = bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
 
     assert 0 < one <= whole
-    if shape.kv_heads % ranks == 0 or ranks > shape.kv_heads:
+    if shape.heads.count % ranks == 0 or ranks > shape.heads.count:
         assert one * ranks * stages >= whole
 
 
@@ -106,9 +105,10 @@ def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks:
 @given(shape=plain, ranks=st.sampled_from([1, 2, 4, 8]))
 def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks: int) -> None:
     one = bytes_per_token(shape, tensor_parallel=ranks) or 0
+    more = replace(shape, heads=replace(shape.heads, count=shape.heads.count + ranks))
 
     assert (bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks) or 0) > one
-    assert (bytes_per_token(replace(shape, kv_heads=shape.kv_heads + ranks), tensor_parallel=ranks) or 0) >= one
+    assert (bytes_per_token(more, tensor_parallel=ranks) or 0) >= one
 
 
 @pytest.mark.parametrize(

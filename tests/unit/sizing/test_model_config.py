@@ -90,7 +90,7 @@ def test_layers_are_told_apart_by_what_they_keep(name: str) -> None:
 def test_heads_are_read_by_any_name(name: str, heads: int, kv_heads: int, head_size: int) -> None:
     shape = model(name)
 
-    assert (shape.attention_heads, shape.kv_heads, shape.head_size) == (heads, kv_heads, head_size)
+    assert (shape.attention_heads, shape.heads.count, shape.heads.key_size) == (heads, kv_heads, head_size)
 
 
 def test_latent_attention_is_one_vector_of_latent_and_rotary_values() -> None:
@@ -101,7 +101,7 @@ def test_a_newer_falcon_groups_its_heads() -> None:
     shape = changed("falcon-7b", new_decoder_architecture=True, num_kv_heads=8)
 
     assert isinstance(shape, ModelShape)
-    assert shape.kv_heads == 8
+    assert shape.heads.count == 8
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_layers_can_be_said_by_a_list_a_pattern_or_letters(fields: dict[str, Any
 def test_sizes_from_elsewhere_count_in_place_of_the_files() -> None:
     shape = model("falcon-7b", num_key_value_heads=2, multi_query=False, num_hidden_layers=4)
 
-    assert (shape.kv_heads, shape.full_layers) == (2, 4)
+    assert (shape.heads.count, shape.full_layers) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,9 @@ def judge(limits: Mapping[str, float], record: Record, before: Record | None) ->
     """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
     for option, most in limits.items():
         name, judged = JUDGES[option]
-        yield from tuple(judged(record, before, most)) or (_nothing(name),)
-
-
-def _nothing(limit: str) -> Judgement:
-    what = "process of the engine's" if limit == HOST_LEAK else "GPU of the engine's"
-    return Judgement(limit=limit, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=f"the trace has no {what}")
+        why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
+        nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=why)
+        yield from tuple(judged(record, before, most)) or (nothing,)
 
 
 NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"

@@ -94,7 +94,7 @@ def _growth(
         allowed=f"{100 * ratio:.3g}% more",
         baseline=then,
         found=_change(now, then, Unit.BYTES),
-        why=missing or _at(pair),
+        why=missing or (f"at {pair[0].running:.3g} running, and {pair[1].running:.3g} in the baseline" if pair else ""),
     )
 
 
@@ -109,10 +109,6 @@ def _loads(series: MemorySeries | None) -> str:
     if not running:
         return "none that lasted"
     return f"{running[0]:.3g} to {running[-1]:.3g} running" if len(running) > 1 else f"{running[0]:.3g} running"
-
-
-def _at(pair: tuple[Cost, Cost] | None) -> str:
-    return "" if pair is None else f"at {pair[0].running:.3g} running, and {pair[1].running:.3g} in the baseline"
 
 
 def _capacity(engine: str, now: float | None, then: float | None, ratio: float, unlike: str | None) -> Judgement:

@@ -91,15 +91,23 @@ class SimulatedGpus:
     async def read(self, timeout_seconds: float) -> GpuReadings:  # noqa: ARG002 - it never takes long
         """Return one reading of the device."""
         world = self._look()
+        used_bytes, power_watts = world.used_bytes, IDLE_WATTS
+        if world.busy:
+            power_watts += 230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING)
         device = GpuReading(
             index=0,
             uuid=UUID,
             name="Simulated H100 80GB",
-            memory=_memory(world),
+            memory=GpuMemory(
+                total_bytes=TOTAL_BYTES,
+                used_bytes=used_bytes,
+                free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
+                reserved_bytes=RESERVED_BYTES,
+            ),
             used_peak_bytes=self._peak.highest_bytes(world.seconds),
             utilization_ratio=world.busy / (world.busy + 8.0),
-            temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (_power_watts(world) - IDLE_WATTS))),
-            power_watts=round(_power_watts(world), 1),
+            temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (power_watts - IDLE_WATTS))),
+            power_watts=round(power_watts, 1),
             processes=tuple(_gpu_processes(world)),
         )
         return GpuReadings(driver_version="580.00", devices=(device,))
@@ -140,20 +148,6 @@ class SimulatedProcesses:
         )
         pids = {process.pid for process in processes} | {process.pid for process in _gpu_processes(world)}
         return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
-
-
-def _memory(world: World) -> GpuMemory:
-    used_bytes = world.used_bytes
-    return GpuMemory(
-        total_bytes=TOTAL_BYTES,
-        used_bytes=used_bytes,
-        free_bytes=TOTAL_BYTES - RESERVED_BYTES - used_bytes,
-        reserved_bytes=RESERVED_BYTES,
-    )
-
-
-def _power_watts(world: World) -> float:
-    return IDLE_WATTS + (230.0 + 380.0 * min(1.0, world.busy / MOST_RUNNING) if world.busy else 0.0)
 
 
 def _gpu_processes(world: World) -> list[GpuProcess]:

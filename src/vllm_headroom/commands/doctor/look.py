@@ -9,11 +9,10 @@ from typing import Final
 import httpx
 
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine
+from vllm_headroom.daemon.look import PATIENCE_SECONDS, Machine, fetched, machine, understood
 from vllm_headroom.daemon.parts import page_reader
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.openai import server_version
-from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.failures import without_secrets
 
 ASIDE_SECONDS: Final = 1.0
@@ -45,7 +44,8 @@ async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    page = asyncio.create_task(_page(settings, str(url), min(daemon_waits, PATIENCE_SECONDS)))
+    reader = page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
+    page = asyncio.create_task(understood(reader, settings.profile))
     here, about = await asyncio.gather(
         machine(settings, page, proc, sys),
         fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
@@ -60,8 +60,3 @@ async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
         daemon_waits_seconds=daemon_waits,
         host_limit_bytes=settings.host_memory_limit_bytes,
     )
-
-
-async def _page(settings: PlainSettings, url: str, timeout_seconds: float) -> EnginePage | Failure:
-    text = await fetched(page_reader(settings, url, timeout_seconds=timeout_seconds))
-    return text if isinstance(text, Failure) else parse_engines(text, settings.profile)

@@ -77,14 +77,10 @@ def _judged(sight: Sight, selection: Selection) -> Check:
         )
     if not owned:
         return _none(sight)
-    if owned[0].attribution is Attribution.SINGLE and _is_elsewhere(sight):
+    is_up = not isinstance(sight.page, Failure)
+    if owned[0].attribution is Attribution.SINGLE and is_up and _could_be_told(sight):  # and they are not on it
         return Check(Status.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
     return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
-
-
-def _is_elsewhere(sight: Sight) -> bool:
-    """Tell whether the engine is up and its processes are known not to be on any visible GPU."""
-    return not isinstance(sight.page, Failure) and _could_be_told(sight)
 
 
 def _could_be_told(sight: Sight) -> bool:
@@ -95,8 +91,7 @@ def _could_be_told(sight: Sight) -> bool:
 
 
 def _pids_are_true(sight: Sight) -> bool:
-    readings, processes = sight.readings, sight.processes
-    return not (isinstance(readings, Failure) or isinstance(processes, Failure)) and pids_are_true(readings, processes)
+    return not isinstance(sight.readings, Failure) and pids_are_true(sight.readings, sight.processes)
 
 
 def _none(sight: Sight) -> Check:

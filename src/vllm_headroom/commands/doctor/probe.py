@@ -12,7 +12,7 @@ from vllm_headroom.commands.doctor.look import Sight
 from vllm_headroom.derive.inside.present import told
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 
 READ_SECONDS: Final = 2.0
 FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")

@@ -26,7 +26,7 @@ from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.credentials import UnusableCredentials, bearer_token, trust
 from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import Reason, Source

@@ -13,9 +13,8 @@ from msgspec import Struct
 from vllm_headroom.commands.load.prompts import Api
 from vllm_headroom.config.kinds import http_url
 from vllm_headroom.parse.openai import Model, first_model
-from vllm_headroom.scrape.http.body import read_body
 from vllm_headroom.scrape.http.failures import no_answer, without_advice
-from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.scrape.http.reader import port_of, read_body
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import Reason
 

@@ -35,7 +35,6 @@ LATENCIES: Final = {
 }
 """With the names that vLLM's own benchmark has for them, and means the same by."""
 
-VERDICTS: Final = {"good": "GOOD", "not_good": "NOT GOOD", "cannot_tell": "CANNOT TELL"}
 GROWTHS: Final = {
     "leaking": "LEAKING",
     "growing": "growing",
@@ -51,21 +50,19 @@ LATE_SECONDS: Final = 0.05
 
 def text(found: Found) -> Iterator[str]:
     """Yield everything there is to tell, the steps side by side."""
-    memory = [*found["gpus"], *found["host"]]
+    memory, steps = [*found["gpus"], *found["host"]], found["steps"]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
-        list(_table(found["steps"], found["requests"])),
+        [
+            label.ljust(LABEL_WIDTH) + "".join(cell(step).rjust(CELL_WIDTH) for step in steps)
+            for label, cell in _rows(steps, found["requests"])
+        ],
         [*map(_memory, memory), *dict.fromkeys(map(_growth, memory))],
         [f"Not read: {each}" for each in found["unread"]],
         list(_said(found["said"])),
         list(_end(found)),
     )
     yield from paragraphs(parts)
-
-
-def _table(steps: Sequence[Found], requests: Found) -> Iterator[str]:
-    for label, cell in _rows(steps, requests):
-        yield label.ljust(LABEL_WIDTH) + "".join(cell(step).rjust(CELL_WIDTH) for step in steps)
 
 
 def _rows(steps: Sequence[Found], requests: Found) -> Iterator[Row]:
@@ -162,7 +159,7 @@ def _end(found: Found) -> Iterator[str]:
         yield "It ended at --max-requests, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
     reasons = "; ".join(found["faults"]) or _otherwise(found)
-    yield f"{VERDICTS[found['verdict']]}: {reasons}."
+    yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."
 
 
 def _otherwise(found: Found) -> str:

@@ -85,7 +85,10 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     share = f"default {UTILIZATION}, vLLM's since 0.20; before, 0.9"
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, default=UTILIZATION, help=share)
-    cache = Value(read=_cache_bytes, accepts="a size such as 20GiB, or as vLLM takes it, 20G")
+    cache = Value(
+        read=lambda text: vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text),
+        accepts="a size such as 20GiB, or as vLLM takes it, 20G",
+    )
     add("--kv-cache-memory-bytes", metavar="SIZE", type=cache, help="of the KV cache, instead of a ratio of the card")
     _choice(group, ("--kv-cache-dtype",), ("auto", *KV_DTYPES), "auto is the model's own", default="auto")
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
@@ -127,10 +130,6 @@ def _parameters(text: str) -> int:
     if not 1 <= number <= MOST_PARAMETERS:
         raise ValueError
     return number
-
-
-def _cache_bytes(text: str) -> int:
-    return vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text)
 
 
 STATUS: Final = {True: 0, False: 1, None: 2}

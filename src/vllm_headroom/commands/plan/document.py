@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.commands.plan.changes import Saving, changes
+from vllm_headroom.commands.plan.changes import changes
 from vllm_headroom.commands.plan.text import shown, text
 from vllm_headroom.commands.plan.verdict import notes, unknown, verdict
 from vllm_headroom.model import EngineParts
@@ -41,7 +41,10 @@ def document(found: Estimate) -> dict[str, Any]:
         "verdict": verdict(found),
         "unknown": unknown(found),
         "notes": notes(found),
-        "changes": [] if answer is True else [_plain(change) for change in changes(found)],
+        "changes": [
+            {"settings": dict(each.settings), "price": each.price}
+            for each in (() if answer is True else changes(found))
+        ],
         **{name: getattr(question, name) for name in SETTINGS},
         "block_size": found.layout.block_tokens,
         "bytes_per_token": found.bytes_per_token,
@@ -76,10 +79,6 @@ def _kv_cache(found: Estimate) -> dict[str, Any]:
         "largest_max_model_len": [{"max_num_seqs": count, "max_model_len": size} for count, size in longest(found)],
         "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in most(found)],
     }
-
-
-def _plain(change: Saving) -> dict[str, Any]:
-    return {"settings": dict(change.settings), "price": change.price}
 
 
 def _bounds(amount: Range | None) -> dict[str, int] | None:

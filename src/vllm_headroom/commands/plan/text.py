@@ -45,7 +45,7 @@ def _model(shape: ModelShape) -> Iterator[str]:
     if shape.latent_width is not None:
         yield f"latent attention of {shape.latent_width} values"
     else:
-        yield f"{shape.kv_heads} KV heads of {shape.head_size}"
+        yield f"{shape.heads.count} KV heads of {shape.heads.key_size}"
     if shape.windowed_layers:
         yield f"{shape.windowed_layers} layers with a window of {shape.window_tokens or 0:,} tokens"
     if shape.stateful_layers:

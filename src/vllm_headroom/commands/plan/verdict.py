@@ -108,8 +108,8 @@ def _copies(found: Estimate) -> Iterator[str]:
     shape, ranks = found.question.shape, found.question.tensor_parallel_size
     if shape.latent_width is not None and ranks > 1:
         yield "Latent attention keeps its whole vector on every GPU: tensor parallelism does not divide the KV cache."
-    elif ranks > shape.kv_heads:
-        yield f"{ranks} GPUs share {shape.kv_heads} KV heads: each is kept {ranks // shape.kv_heads} times."
+    elif ranks > (count := shape.heads.count):
+        yield f"{ranks} GPUs share {count} KV heads: each is kept {ranks // count} times."
 
 
 def _left_out(found: Estimate) -> Iterator[str]:

@@ -52,7 +52,6 @@ class Follower:
         self._last = self._shift = 0.0
         self._paged = False
         self._state = EngineState.UNKNOWN
-        self._exits: dict[ExitReason, int] = {}
         self._leaks: dict[str, tuple[LeakState, Moment | None]] = {}
         self._hung: float | None = None
         self._broken = False
@@ -88,10 +87,9 @@ class Follower:
     def _event(self, snapshot: Snapshot) -> tuple[What | None, ExitReason | None]:
         """Return what happened, and why as far as the life of the engine tells."""
         life = snapshot.life
-        exits = {} if life is None else dict(life.exits)
-        reason = next((each for each, count in exits.items() if count > self._exits.get(each, 0)), None)
+        reason = None if life is None else life.ended
         stalled = life is not None and life.state is EngineState.STALLED is not self._state
-        self._exits, self._state = exits, self._state if life is None else life.state
+        self._state = self._state if life is None else life.state
         if self._known:
             late = snapshot.time_seconds - self._known["t"]
             due = abs(late) <= SAME_SECONDS or (self.facts is None and late > 0)
@@ -149,6 +147,7 @@ class Follower:
         stalled = what is What.STALLED or self._hung is not None
         age = header_age(self._known) or (None if life is None else life.progress_age_seconds)
         usual = [running for at, running in self._running if at < now - LAST_SECONDS]
+        loaded = any(looks.first_share >= LOADED for looks in self._gpus.values())  # it did not die of its start then
         return Circumstances(
             what=what,
             seconds=snapshot.time_seconds,
@@ -156,7 +155,7 @@ class Follower:
             began_seconds=self._born,
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
-            served=self._served or (not self._paged and self._was_loaded()),
+            served=self._served or (not self._paged and loaded),
             hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
             shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,
@@ -169,10 +168,6 @@ class Follower:
             ooms=header_ooms(self._known),
             lost=header_lost(self._known),
         )
-
-    def _was_loaded(self) -> bool:
-        """Return whether it held most of what it ever did when it was first seen: then it did not die of its start."""
-        return any(looks.first_share >= LOADED for looks in self._gpus.values())
 
     def _gpu(self, uuid: str, looks: Looks, snapshot: Snapshot) -> GpuAtEnd:
         state, moment = self._leaks.get(uuid, (LeakState.UNKNOWN, None))

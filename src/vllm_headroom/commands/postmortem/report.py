@@ -88,7 +88,8 @@ class Postmortem(Struct, frozen=True, kw_only=True):
 
 def text(report: Postmortem) -> Iterator[str]:
     """Yield one page."""
-    yield from paragraphs((_answer(report), _also(report), *(_section(*each) for each in sections(report, LAST_LINES))))
+    also = (line for each in report.findings[1:] for line in headed("or", f"{each.sentence} ({each.sureness})"))
+    yield from paragraphs((_answer(report), also, *(_section(*each) for each in sections(report, LAST_LINES))))
 
 
 def sections(report: Postmortem, most_log_lines: int) -> Iterator[tuple[str, list[Line]]]:
@@ -114,11 +115,6 @@ def _answer(report: Postmortem) -> Iterator[str]:
     yield from wrapped(when, f"{report.answer.sentence} ({report.answer.sureness})", indent=2)
     for evidence in report.answer.evidence:
         yield from headed("seen", evidence)
-
-
-def _also(report: Postmortem) -> Iterator[str]:
-    for finding in report.findings[1:]:
-        yield from headed("or", f"{finding.sentence} ({finding.sureness})")
 
 
 def document(report: Postmortem) -> dict[str, Any]:

@@ -33,7 +33,6 @@ class Timeline:
     def __init__(self) -> None:
         self._moments: deque[Moment] = deque(maxlen=MOST)
         self._state: EngineState | None = None
-        self._exits = 0
         self._leaks: dict[str, LeakState] = {}
         self._others: dict[str, int] = {}
 
@@ -41,13 +40,12 @@ class Timeline:
         """Take note of the next sample, with what is known of the engine's life and of its leaks then."""
         now, life = snapshot.time_seconds, snapshot.life
         if life is not None:
-            ends = sum(count for _, count in life.exits)
-            if ends > self._exits:
+            if life.ended is not None:
                 self._moments.append((now, "a life of the engine ended"))
             if life.state is not self._state:
                 first = "the record begins: " if self._state is None else ""
                 self._moments.append((now, f"{first}{STATES[life.state]}"))
-            self._exits, self._state = ends, life.state
+            self._state = life.state
         for index, uuid, course in watch.gpus:
             if course.state in (LeakState.GROWING, LeakState.LEAKING) and self._leaks.get(uuid) is not course.state:
                 verb = "leaks" if course.state is LeakState.LEAKING else "may leak"

@@ -14,7 +14,7 @@ from vllm_headroom.commands.preflight.budget import (
 )
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
-from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.sizing.overhead import LEFT_TO_THE_MACHINE_BYTES
 from vllm_headroom.units import GIB, MIB, gib
 from vllm_headroom.vocabulary import Reason

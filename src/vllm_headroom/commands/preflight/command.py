@@ -94,16 +94,12 @@ async def settled(
     began = say_at = now()
     while report.may_pass and now() < ends:
         if now() >= say_at:
-            say(_waits_for(report, ends - now()))
+            told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
+            say(f"waiting, {ends - now():.0f} s left: {told}")
             say_at = now() + SAY_SECONDS
         await asyncio.sleep(min(POLL_SECONDS, ends - now()))
         report = await look()
     return replace(report, waited_seconds=now() - began)
-
-
-def _waits_for(report: Clearance, left_seconds: float) -> str:
-    told = "; ".join(f"GPU {each.gpu}: {each.text}" for each in report.hindrances)
-    return f"waiting, {left_seconds:.0f} s left: {told}"
 
 
 def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
@@ -133,12 +129,10 @@ def _port(url: str | None) -> int:
 
 
 async def _page(url: str) -> EnginePage | Failure:
-    from vllm_headroom.daemon.look import fetched  # noqa: PLC0415 - a start needs no HTTP client
-    from vllm_headroom.parse.page import parse_engines  # noqa: PLC0415 - as above
+    from vllm_headroom.daemon.look import understood  # noqa: PLC0415 - a start needs no HTTP client
     from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - as above
 
-    text = await fetched(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
-    return text if isinstance(text, Failure) else parse_engines(text)
+    return await understood(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
 
 
 async def _run(given: Namespace) -> Clearance:

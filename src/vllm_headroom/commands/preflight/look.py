@@ -14,7 +14,7 @@ from vllm_headroom.derive.container import ContainerState, container
 from vllm_headroom.derive.leftovers import WHO, leftovers
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
 from vllm_headroom.scrape.proc.reader import Processes
@@ -93,7 +93,7 @@ async def _holders(
         for left in leftovers(everything, listed, frozenset(), memory_is_true=False):
             named = names.get(left.pid)
             names[left.pid] = f"{named}, {WHO[left.fate]}" if named else ENDED
-    memory_is_true = not isinstance(listed, Failure) and process_memory_is_true(readings, listed)
+    memory_is_true = process_memory_is_true(readings, listed)
     return {
         device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
         for device in readings.devices

@@ -74,7 +74,10 @@ def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[
     findings += checks.host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
         findings += (*identical(devices), *checks.shared_memory(conditions.shm))
-    told = tuple(_remark(each) if each.kind in ignored else each for each in dict.fromkeys(findings))
+    told = tuple(
+        replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
+        for each in dict.fromkeys(findings)
+    )
     return Clearance(conditions=conditions, findings=told, gpus=gpus)
 
 
@@ -119,7 +122,3 @@ def _findings(gpu: GpuReport, conditions: Conditions, ask: Ask) -> Iterator[Find
     if gpu.reading.failure is None:
         told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
         yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
-
-
-def _remark(finding: Finding) -> Finding:
-    return replace(finding, verdict=Conclusion.GOOD, text=f"{finding.text} (ignored)")

@@ -16,8 +16,7 @@ from vllm_headroom.derive.inside.present import told
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse.fields import WrongFieldError, each, number, size, text, within
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe.folder import content
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe, content
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import duration
 

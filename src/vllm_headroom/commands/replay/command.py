@@ -9,9 +9,8 @@ from typing import Final
 
 from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.progress import reading
-from vllm_headroom.commands.replay.picture import picture
+from vllm_headroom.commands.replay.picture import charts, picture
 from vllm_headroom.commands.replay.report import document, verdict
-from vllm_headroom.commands.replay.terminal import drawing
 from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.model import Snapshot
@@ -97,7 +96,7 @@ def _past(given: Namespace) -> Iterator[Snapshot]:
 def _text(replayed: Replayed) -> Iterator[str]:
     yield from verdict(replayed.watch)
     columns = min(max(NARROWEST, shutil.get_terminal_size().columns), WIDEST)
-    yield from drawing(replayed.watch, replayed.curves, columns=columns)
+    yield from charts(replayed.watch, replayed.curves, columns=columns)
 
 
 COMMAND: Final[Command[Replayed]] = Command(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 from vllm_headroom.commands.cli import Command, tell
@@ -125,17 +125,13 @@ async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 
-def _text(found: dict[str, Any]) -> Iterator[str]:
-    yield from (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"])
-
-
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s [--json] [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
     options=lambda parser: parser.add_settings(SmokeSettings),
     run=_run,
-    text=_text,
+    text=lambda found: (f"{MARKS[step['state']]:<8} {step['name']:<12} {step['text']}" for step in found["steps"]),
     document=lambda found: found,
     status=lambda found: 0 if found["serves"] else 1,
 )

@@ -1,4 +1,4 @@
-"""What is kept, and how it is taken up again in another process."""
+"""What is kept, of which life of which engine, and how it is taken up again in another process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,54 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.daemon.state.identity import Identity
 from vllm_headroom.derive.leak.baseline import Baselines
 from vllm_headroom.derive.leak.gpus import Tracks
 from vllm_headroom.derive.leak.inside import moved
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.leak.load import LoadState
-from vllm_headroom.model import Snapshot
+from vllm_headroom.derive.page_facts import finished, life, named
+from vllm_headroom.model import EnginePage, Failure, Snapshot
+
+COUNTED_SECONDS: Final = 300.0
+"""A counter alone vouches for a gap of this length. Nothing is said of growth before ten minutes of work, and a new
+engine does not catch up with ten minutes of work in five, less its start."""
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """What names an engine and its life: its models, when it started and how far it has counted, where it says so."""
+
+    models: tuple[str, ...]
+    life: str | None
+    finished_total: float | None
+
+
+def identity(page: EnginePage | Failure) -> Identity | None:
+    """Return whose page it is; None while no engine on it has a name."""
+    if isinstance(page, Failure) or not named(page):
+        return None
+    models = sorted({engine.model_name for engine in named(page)})
+    return Identity(models=tuple(models), life=life(page), finished_total=finished(page))
+
+
+def foreign(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
+    """Return why this is not the life that was saved; None when it is.
+
+    Without a start time on both sides the counter has to vouch: it must be known, go on and not for too long.
+    """
+    if now.models != saved.models:
+        return f"it is of another model ({', '.join(saved.models)})"
+    if now.life != saved.life:
+        return "it is of another engine, or of the time before the engine's restart"
+    if now.life is not None:
+        return None
+    if saved.finished_total is None or now.finished_total is None or now.finished_total < saved.finished_total:
+        return "the engine tells no start time and its count of requests does not go on from there"
+    if gap_seconds > COUNTED_SECONDS:
+        return (
+            f"the engine tells no start time and {gap_seconds:.0f} s are too long a gap to go by its count of requests"
+        )
+    return None
+
 
 FORMAT: Final = 9
 """To be raised when the fields of a state, or what they mean, change."""
@@ -53,10 +94,12 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
     gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
     leak, baseline = saved.memory.leak, saved.memory.baseline
-    gpus = {uuid: track for uuid, track in leak.gpus.items() if uuid in here}
+    gpus, load = {uuid: track for uuid, track in leak.gpus.items() if uuid in here}, leak.load
+    if load.began_seconds is not None:
+        load = replace(load, began_seconds=load.began_seconds + shift)
     return Memory(
         leak=LeakMemory(
-            load=_load(leak.load, shift) if gap <= LOAD_GAP_SECONDS else LoadState(),
+            load=load if gap <= LOAD_GAP_SECONDS else LoadState(),
             gpus=_moved(gpus, shift),
             host=_moved(leak.host, shift),
             inside={uuid: moved(track, shift) for uuid, track in leak.inside.items() if uuid in here},
@@ -69,7 +112,3 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
 
 def _moved(tracks: Tracks, shift: float) -> Tracks:
     return {name: replace(track, clock=track.clock + shift) for name, track in tracks.items()}
-
-
-def _load(load: LoadState, shift: float) -> LoadState:
-    return load if load.began_seconds is None else replace(load, began_seconds=load.began_seconds + shift)

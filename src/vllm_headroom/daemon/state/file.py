@@ -1,8 +1,9 @@
-"""A file of state: always the old state or the new one, whatever happens while it is written."""
+"""A file of state, in a folder that is one daemon's at a time: always the old state or the new one, as a whole."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,6 +17,39 @@ from vllm_headroom.daemon.state.content import FORMAT, SavedState
 from vllm_headroom.derive.life.lives import Lives
 from vllm_headroom.expose.history import KeptHistory
 from vllm_headroom.trace.writing import make, put
+
+
+class Lock:
+    """A folder that this process has to itself from when it is free until the process ends; `is_ours` tells which.
+
+    It is the folder itself that is locked: that takes no room, and nothing can be put in the place of a file. Where it
+    cannot be opened or its file system knows no locks there is none: what is kept is worth more.
+    """
+
+    def __init__(self) -> None:
+        self.is_ours = False
+
+    def take(self, folder: Path) -> bool:
+        """Return whether the folder, which is made, is this process's now."""
+        self.is_ours = self.is_ours or _locked(folder)
+        return self.is_ours
+
+
+def _locked(folder: Path) -> bool:
+    try:
+        make(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closed, it would be free
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    except OSError:
+        os.close(descriptor)
+    return True
+
 
 MOST_BYTES: Final = 64 * 2**20
 """A hundred times the state of eight GPUs: what is larger is not ours and would only fill memory."""

@@ -11,10 +11,8 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
-from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Unusable
-from vllm_headroom.daemon.state.identity import Identity, foreign, identity
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, foreign, identity, taken_up, visible
+from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Lock, Unusable
 from vllm_headroom.derive.life.follow import LIFE, LifeState
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.trace.writing import real

@@ -89,6 +89,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     now, asleep = snapshot.monotonic_seconds, state.state is EngineState.ASLEEP
     seen = signs(snapshot, sighted=state.lives.sighted, top_bytes=state.lives.present.top_bytes, asleep=asleep)
     lives = advance(state.lives, seen, snapshot.time_seconds, answered_before=state.answered)
+    ended = next((reason for reason, n in lives.exits.items() if n > state.lives.exits.get(reason, 0)), None)
     looked = _looked(state, lives, seen, now)
     age = None if seen.page is None else progress_age(looked.movements, now, snapshot.unanswered_since_seconds)
     doing, served = _state(looked, seen, age, now), looked.served_bytes
@@ -97,7 +98,7 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
         served = remembered(before | most, most)
     state = replace(looked, state=doing, served_bytes=served)
-    return state, replace(snapshot, life=_life(state, seen, age, now))
+    return state, replace(snapshot, life=_life(state, seen, age, now, ended))
 
 
 def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeState:
@@ -145,7 +146,7 @@ def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
     return EngineState.STALLED if age is not None and age >= most else EngineState.SERVING
 
 
-def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
+def _life(state: LifeState, seen: Signs, age: float | None, now: float, ended: ExitReason | None) -> Life:
     life = state.lives.present
     is_lost = state.state is EngineState.DOWN or is_broken(life, seen.processes)
     return Life(
@@ -154,6 +155,7 @@ def _life(state: LifeState, seen: Signs, age: float | None, now: float) -> Life:
         began_seconds=life.began_seconds,
         restarts=state.lives.restarts,
         exits=tuple([(reason, state.lives.exits.get(reason, 0)) for reason in _REASONS]),
+        ended=ended,
         recent_ends=len(state.lives.ends_seconds),
         progress_age_seconds=None if state.state is EngineState.ASLEEP else age,
         stranded=() if seen.page is None else stranded(state.movements, now),

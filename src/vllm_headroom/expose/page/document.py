@@ -42,6 +42,8 @@ def landing_page(view: View) -> str:
     notice = f'<p class="notice">{escape(view.notice)}</p>' if view.notice else ""
     level = worst(view.said)
     first = next(each for each in view.said if each.level == level)
+    names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
+    models = f": {escape(', '.join(names))}" if names else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -49,7 +51,7 @@ def landing_page(view: View) -> str:
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
         f"<title>{WORDS[level]}: {escape(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
-        f"<header><h1>vllm-headroom{_models(view)}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
+        f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
         f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in view.said)}</ul>"
         f"{''.join(_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
@@ -81,11 +83,6 @@ def _sentence(view: View, verdict: Verdict) -> str:
     where = view.runbook(verdict.alert)
     link = "" if where is None else f' <a href="{escape(where)}">What&nbsp;to&nbsp;do</a>'
     return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {escape(verdict.sentence)}{link}</li>"
-
-
-def _models(view: View) -> str:
-    names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
-    return f": {escape(', '.join(names))}" if names else ""
 
 
 def _when(view: View) -> str:

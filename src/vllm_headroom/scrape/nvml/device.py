@@ -13,8 +13,7 @@ from msgspec import Struct
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml.calls import Calls, Handle
 from vllm_headroom.scrape.nvml.errors import LOST
-from vllm_headroom.scrape.nvml.faults import GpuFaults, faults_of
-from vllm_headroom.scrape.nvml.parts import Part, parts, whole_gpu
+from vllm_headroom.scrape.nvml.parts import GpuFaults, Part, faults_of, parts, whole_gpu
 from vllm_headroom.scrape.nvml.process_list import ProcessList, compute_processes, mps_clients
 from vllm_headroom.scrape.nvml.xids import Xids
 from vllm_headroom.scrape.peak import Peak

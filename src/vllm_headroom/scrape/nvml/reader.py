@@ -21,8 +21,8 @@ from vllm_headroom.scrape.nvml.errors import (
     source_failure_of,
     unexpected,
 )
-from vllm_headroom.scrape.nvml.faults import GpuFaults
 from vllm_headroom.scrape.nvml.lane import Lane, loop_seconds
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.nvml.roster import Outcome, Roster
 from vllm_headroom.scrape.nvml.session import Session
 from vllm_headroom.scrape.transitions import GpuTransitions
@@ -30,6 +30,10 @@ from vllm_headroom.vocabulary import Reason
 
 T = TypeVar("T")
 FIRST_BACKOFF_SECONDS: Final = 1.0
+RETRY_SECONDS: Final = 60.0
+"""The longest pause between two attempts at a failed driver, and the pause between two looks for a lost GPU: only a
+shutdown and new init of NVML can bring one back."""
+
 SHUTDOWN_SECONDS: Final = 0.2
 
 _XIDS: Final = "XID events"
@@ -40,10 +44,8 @@ _NO_ANSWER: Final = device_failure(Reason.TIMEOUT)
 class Nvml:
     """Reads all GPUs; one that is lost or hangs costs only itself, a failed driver is tried again with growing pauses.
 
-    `call_timeout_seconds` is how long one GPU may take before its thread is given up, `retry_seconds` the longest pause
-    between two attempts at a failed driver, and the pause between two looks for a lost GPU: only a shutdown and new
-    init of NVML can bring one back. While a call is stuck there is no shutdown, for a shutdown under it could crash.
-    `proc` tells the memory of a GPU that has none of its own.
+    `call_timeout_seconds` is how long one GPU may take before its thread is given up. While a call is stuck there is no
+    shutdown, for a shutdown under it could crash. `proc` tells the memory of a GPU that has none of its own.
     """
 
     def __init__(
@@ -52,12 +54,10 @@ class Nvml:
         monotonic: Callable[[], float],
         call_timeout_seconds: float = 2.0,
         process_interval_seconds: float = 15.0,
-        retry_seconds: float = 60.0,
         proc: Path = Path("/proc"),
     ) -> None:
         self._monotonic = monotonic
         self._call_timeout_seconds = call_timeout_seconds
-        self._retry_seconds = retry_seconds
         self._session = Session(monotonic=monotonic, process_interval_seconds=process_interval_seconds, proc=proc)
         self._lane = Lane()
         self._turn = asyncio.Lock()
@@ -132,7 +132,7 @@ class Nvml:
         self._session.devices = ()
         self._failure = failure
         self._open_at = self._monotonic() + self._backoff_seconds
-        self._backoff_seconds = min(2 * self._backoff_seconds, self._retry_seconds)
+        self._backoff_seconds = min(2 * self._backoff_seconds, RETRY_SECONDS)
         return failure
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
@@ -150,7 +150,7 @@ class Nvml:
         readings = self._roster.readings(outcomes)
         self._transitions.report(readings)
         if any(reading.failure and reading.failure.reason is Reason.DEVICE_LOST for reading in readings):
-            self._look_again_at = min(self._look_again_at, self._monotonic() + self._retry_seconds)
+            self._look_again_at = min(self._look_again_at, self._monotonic() + RETRY_SECONDS)
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
     async def _ask(

@@ -21,7 +21,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.vocabulary import Reason, Source
 
 

@@ -29,7 +29,7 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.vocabulary import LeakState, Reason, Source

@@ -91,6 +91,7 @@ def test_one_page_says_what_it_was_how_sure_and_what_to_do(run: Run, leaked: Pat
         "The sidecar said then\n  GPU 0 leaks.",
         "Timeline",
         "the driver reported XID 79 on GPU-a",
+        "  a life of the engine ended",
         "Numbers for a bug report",
         "GPU-a pid 7 5 B",
         "GPU-a pid 9 73 GiB",

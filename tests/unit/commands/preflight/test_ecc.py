@@ -6,7 +6,7 @@ from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Kind
 from vllm_headroom.model import GpuReadings
-from vllm_headroom.scrape.nvml.faults import GpuFaults
+from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.nvml.reader import Nvml
 
 

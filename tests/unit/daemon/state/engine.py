@@ -11,9 +11,8 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.daemon.state.content import Memory, SavedState
-from vllm_headroom.daemon.state.identity import Identity, identity
-from vllm_headroom.daemon.state.lock import Lock
+from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, identity
+from vllm_headroom.daemon.state.file import Lock
 from vllm_headroom.daemon.state.store import Keeper
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.derivation import answer

@@ -15,8 +15,7 @@ import pytest
 
 from vllm_headroom.model import Failure, ProbedProcess
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe.folder import MOST_BYTES, MOST_ENTRIES, MOST_FILES
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import MOST_BYTES, MOST_ENTRIES, MOST_FILES, Probe
 from vllm_headroom.vocabulary import Reason, Source
 
 BOOT = "a-boot"
@@ -130,7 +129,7 @@ def test_a_file_that_becomes_a_pipe_after_it_was_listed_is_not_waited_for(
 ) -> None:
     write(folder, 7)
     os.mkfifo(folder / "8-1000.json")
-    monkeypatch.setattr("vllm_headroom.scrape.probe.folder._stamp", lambda entry: _stamp_of(entry.path))
+    monkeypatch.setattr("vllm_headroom.scrape.probe._stamp", lambda entry: _stamp_of(entry.path))
 
     assert pids(folder) == [7]
 

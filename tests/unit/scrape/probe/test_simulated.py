@@ -20,7 +20,7 @@ from vllm_headroom.derive.inside import present
 from vllm_headroom.derive.inside.ledger import with_inside
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe.reader import Probe
+from vllm_headroom.scrape.probe import Probe
 from vllm_headroom.trace.course import Course as States
 from vllm_headroom.trace.parse import snapshot_of
 from vllm_headroom.trace.replay import Watch

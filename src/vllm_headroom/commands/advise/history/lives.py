@@ -17,7 +17,6 @@ class Ends:
     def __init__(self) -> None:
         self.failed: list[Start] = []
         self.found: list[Ending] = []
-        self._exits = 0
         self._served: tuple[EnginePage, tuple[Gpu, ...]] | None = None
         self._start: Start | None = None
         self._idle_room: float | None = None
@@ -30,8 +29,7 @@ class Ends:
     def step(self, snapshot: Snapshot, lives: Lives) -> bool:
         """Go on to the next sample, up to which there were these lives; return whether one has ended."""
         gpus, page = snapshot.devices, snapshot.page
-        exits = sum(lives.exits.values())
-        ended, self._exits = exits > self._exits, exits
+        ended = snapshot.life is not None and snapshot.life.ended is not None
         if ended:
             self._end(snapshot.time_seconds, gpus)
         if page is not None and named(page):

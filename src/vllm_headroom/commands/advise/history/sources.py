@@ -13,10 +13,9 @@ from vllm_headroom.commands.advise.history.page import facts_of
 from vllm_headroom.commands.advise.settings import EngineArgs, version_of, with_page
 from vllm_headroom.commands.terminal import NO_SIDECAR
 from vllm_headroom.config.kinds import redacted
-from vllm_headroom.daemon.look import fetched
-from vllm_headroom.model import EnginePage, Failure
+from vllm_headroom.daemon.look import fetched, understood
+from vllm_headroom.model import Failure
 from vllm_headroom.parse.openai import server_version
-from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.scrape.http.failures import without_advice
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.errors import BadInput
@@ -27,7 +26,7 @@ TIMEOUT_SECONDS: Final = 20.0
 
 async def sidecar_facts(url: str, settings: EngineArgs) -> Facts:
     """Return what the page of the sidecar at `url` says; raises BadInput where none comes."""
-    page = await _read(url)
+    page = await fetched(_reader(url))
     if isinstance(page, Failure):
         raise BadInput(f"{without_advice(page)}: {NO_SIDECAR}")
     facts = facts_of(page, settings)
@@ -42,20 +41,15 @@ async def with_engine(settings: EngineArgs, url: str) -> EngineArgs:
     Its version is asked of /version beside the page, which vLLM answers without a key. Raises BadInput where no page
     comes, or it is no engine's.
     """
-    text, about = await asyncio.gather(_read(url), _read(urljoin(url, "version")))
-    page = text if isinstance(text, Failure) else parse_engines(text)
+    page, about = await asyncio.gather(understood(_reader(url)), fetched(_reader(urljoin(url, "version"))))
     if isinstance(page, Failure):
         raise BadInput(f"--engine-url: {without_advice(page)}: check that vLLM serves there")
     if not page.engines:
         raise BadInput(f"--engine-url: the page at {redacted(url)} is not vLLM's")
-    return _added(settings, page, about)
-
-
-async def _read(url: str) -> str | Failure:
-    return await fetched(PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS))
-
-
-def _added(settings: EngineArgs, page: EnginePage, about: str | Failure) -> EngineArgs:
     told = None if isinstance(about, Failure) else server_version(about)
     version = settings.version or (version_of(told) if told else None)
     return replace(with_page(settings, page), version=version)
+
+
+def _reader(url: str) -> PageReader:
+    return PageReader(url=url, timeout_seconds=TIMEOUT_SECONDS)

@@ -33,7 +33,7 @@ def failing_starts(facts: Facts) -> Advice | None:
     if len(starts) < FAILED_STARTS:
         return None
     taken = median(start.most_others_bytes for start in starts) > NEIGHBOUR_BYTES
-    if not taken and not any(_ran_out(start) for start in starts):
+    if not taken and all(start.least_room_bytes is None or start.least_room_bytes >= LOW_BYTES for start in starts):
         return _no_cache(facts, starts)
     return Advice(
         cause=Cause.START_UP,
@@ -58,10 +58,6 @@ def _no_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
         changes=several(_larger(facts, loaded), split(facts)),
         remark="vllm-headroom plan says what fits; a shorter longest request is enough where vLLM's log says so.",
     )
-
-
-def _ran_out(start: Start) -> bool:
-    return start.least_room_bytes is not None and start.least_room_bytes < LOW_BYTES
 
 
 def _beside_others(facts: Facts) -> tuple[Change, ...]:

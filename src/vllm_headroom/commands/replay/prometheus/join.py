@@ -109,7 +109,10 @@ def _one_each(kind: Exporter, found: Iterable[Series], handover: int) -> list[Se
     for series in found:
         own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
         groups.setdefault((series.name, *(text for item in own for text in item)), []).append(series)
-    return [_joined(kind, sorted(group, key=_began), handover) for group in groups.values()]
+    return [
+        _joined(kind, sorted(group, key=lambda each: min(each.values, default=0)), handover)
+        for group in groups.values()
+    ]
 
 
 def _joined(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
@@ -120,10 +123,6 @@ def _joined(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
         values.update(series.values)
     labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
     return Series(name=group[0].name, labels=labels, values=values)
-
-
-def _began(series: Series) -> int:
-    return min(series.values, default=0)
 
 
 def _ambiguous(kind: Exporter, group: Sequence[Series]) -> str:

@@ -127,10 +127,6 @@ def _read(profile: Profile, values: Iterable[Value]) -> Side:
     return [] if isinstance(page, Failure) else [engine_entry(engine) for engine in page.engines]
 
 
-def _processes(values: Iterable[Value]) -> Side:
-    return [{"role": series.labels.get("process"), "rss": round(value)} for series, value in values]
-
-
 def _names(profile: Profile, *fields: str) -> tuple[str, ...]:
     wanted = [fact for fact in profile.facts if fact.field in fields and fact.label is None]
     families = dict.fromkeys(family for fact in wanted for family in fact.names)
@@ -156,7 +152,7 @@ OWN_PROCESSES: Final = Exporter(
     lead=(catalog.HOST_MEMORY.name,),
     names=(catalog.HOST_MEMORY.name,),
     identity=frozenset(catalog.HOST_MEMORY.labels),
-    sample=_processes,
+    sample=lambda values: [{"role": each.labels.get("process"), "rss": round(value)} for each, value in values],
 )
 ENGINES: Final = tuple(
     Exporter(

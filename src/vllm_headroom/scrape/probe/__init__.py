@@ -1,1 +1,0 @@
-"""The folder that the probe inside the engine writes to."""
