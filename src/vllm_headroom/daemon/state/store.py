@@ -42,8 +42,8 @@ SET_ASIDE: Final = {
 class Keeper:
     """Owns the files of state in `folder` once `lock` is this daemon's; while it is another's they are only read.
 
-    The lives of the engine are taken up at once. While a saved state cannot be read, or waits for its engine to be
-    seen, nothing is written over it.
+    The lives of the engine are taken up at once. While a file cannot be read, or set aside, or waits for its engine to
+    be seen, nothing is written over it.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: Lock) -> None:
@@ -53,7 +53,7 @@ class Keeper:
         self._worker = Worker[Any]("state")
         self._clock = clock
         self._version = version
-        self._is_read = False
+        self._unread = {LIVES.name, HISTORY.name, STATE.name}
         self._saved: SavedState | None = None
         self._identity: Identity | None = None
         self._failing: set[str] = set()
@@ -62,7 +62,7 @@ class Keeper:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
         if not self._owned:
             await self._own()
-        lives = {} if self._is_read or self._owned is None else await self._first_read()
+        lives = {} if self._owned is None else await self._read_the_rest()
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
@@ -75,14 +75,16 @@ class Keeper:
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
+        if self._owned:
+            await self._own(timeout_seconds)  # the folder may have been deleted, and be another daemon's since then
         if not self._owned:
             return
         life = states.get(LIFE)
-        if self._is_read and life is not None and life.lives.newest is not None:
+        if LIVES.name not in self._unread and life is not None and life.lives.newest is not None:
             await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
-        if self._is_read and HISTORY.name in states:
+        if HISTORY.name not in self._unread and HISTORY.name in states:
             await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
-        if not self._is_read or self._saved is not None or self._identity is None:
+        if STATE.name in self._unread or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
             version=self._version,
@@ -93,7 +95,7 @@ class Keeper:
         )
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _own(self) -> None:
+    async def _own(self, timeout_seconds: float = FILE_SECONDS) -> None:
         """Ask for the folder, and tell when it is another daemon's and when no longer.
 
         A link that was set as the folder is followed now, once: one that is put in its place later is not.
@@ -101,29 +103,34 @@ class Keeper:
         before = self._owned
         if before is None:
             self._folder = await self._try(".", partial(real, self._folder)) or self._folder
-        owned = await self._try(".", partial(self._lock.take, self._folder))
+        owned = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
         self._owned = before if owned is None else owned
-        if self._owned is False and before is None:
+        if self._owned is False and before is not False:
             log.warning("another daemon keeps its state here: nothing is kept until it ends", folder=str(self._folder))
         elif self._owned and before is False:
             log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
 
-    async def _first_read(self) -> dict[str, Any]:
-        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
+    async def _read_the_rest(self) -> dict[str, Any]:
+        """Return lives and curves as soon as they are read; what cannot be is looked at again at the next tick."""
         lives, history = await self._read(LIVES), await self._read(HISTORY)
-        if self._failing & {LIVES.name, HISTORY.name}:
-            return {}
-        self._saved = await self._read(STATE)
-        self._is_read = not self._failing
+        self._saved = await self._read(STATE) or self._saved
         found = {LIFE: None if lives is None else LifeState(lives=lives), HISTORY.name: history}
-        return {name: state for name, state in found.items() if state is not None and self._is_read}
+        return {name: state for name, state in found.items() if state is not None}
 
     async def _read(self, file: File[T]) -> T | None:
+        """Return what a file that was not read before holds, None where there is none or it cannot be used."""
+        if file.name not in self._unread:
+            return None
         try:
             saved: T | None = await self._try(file.name, partial(file.read, self._folder))
         except Unusable as error:
+            self._report(file.name, None)
             await self._refuse(file, str(error))
             return None
+        if file.name not in self._failing:
+            self._unread.discard(file.name)
+            if saved is None:
+                self._report(_aside(file), None)
         return saved
 
     def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
@@ -138,12 +145,15 @@ class Keeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: File[T], reason: str) -> None:
+        """Set a file aside; one that cannot be is looked at again, and not written over."""
+        self._unread.discard(file.name)
         if not self._owned:
             return  # the other daemon judges of its files
-        await self._try(file.name, partial(file.set_aside, self._folder))
-        self._is_read = not self._failing  # what could not be set aside is looked at again, and not written over
-        if self._is_read:
-            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
+        self._unread.add(file.name)
+        await self._try(_aside(file), partial(file.set_aside, self._folder))
+        if _aside(file) not in self._failing:
+            self._unread.discard(file.name)
+            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _aside(file)))
 
     async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - whatever the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
@@ -173,6 +183,11 @@ class Keeper:
             )
         elif failed and not self._failing:
             log.info("state is kept again", file=str(self._folder / name))
+
+
+def _aside(file: File[T]) -> str:
+    """Return the name under which a file is kept that is no state for this daemon."""
+    return f"{file.name}.bad"
 
 
 def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
