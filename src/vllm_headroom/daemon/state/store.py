@@ -11,23 +11,17 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.state.content import Memory, SavedState, taken_up, visible
+from vllm_headroom.daemon.state.content import Memory, SavedState, refusal, taken_up, tells_gpus
 from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Unusable
-from vllm_headroom.daemon.state.identity import Identity, foreign, identity
+from vllm_headroom.daemon.state.identity import Identity, identity
 from vllm_headroom.daemon.state.lock import Lock
 from vllm_headroom.derive.life.follow import LIFE, LifeState
-from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.writing import real
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
 log = structlog.get_logger()
-
-STALE_SECONDS: Final = 86400.0
-"""As long as the detector itself remembers a device that it does not see."""
-
-FUTURE_SECONDS: Final = 300.0
-"""Clocks of machines differ by less; beyond that the age of the file is not known."""
 
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
@@ -66,10 +60,10 @@ class Keeper:
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
-        if reason := _refusal(self._saved, snapshot):
+        if reason := refusal(self._saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
-        elif identity(snapshot.engines) is not None and _tells_gpus(self._saved, snapshot):
+        elif identity(snapshot.engines) is not None and tells_gpus(self._saved, snapshot):
             return {**lives, **self._take_up(self._saved, snapshot)}
         return lives
 
@@ -188,25 +182,3 @@ class Keeper:
 def _aside(file: File[T]) -> str:
     """Return the name under which a file is kept that is no state for this daemon."""
     return f"{file.name}.bad"
-
-
-def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
-    age = snapshot.time_seconds - saved.saved_at_seconds
-    if age > STALE_SECONDS:
-        return f"it is {age / 3600:.0f} h old"
-    if age < -FUTURE_SECONDS:
-        return f"it is from the future, by {-age:.0f} s: a clock was wrong"
-    now = identity(snapshot.engines)
-    if now is not None and (reason := foreign(saved.identity, now, age)):
-        return reason
-    gpus = saved.memory.leak.gpus
-    if gpus and _tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
-        return f"it is of other GPUs ({', '.join(gpus)})"
-    return None
-
-
-def _tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
-    missing = saved.memory.leak.gpus.keys() - visible(snapshot)
-    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))
