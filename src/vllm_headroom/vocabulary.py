@@ -59,6 +59,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.MALFORMED,
         Reason.OUT_OF_BOUNDS,
         Reason.CREDENTIALS,
+        Reason.UNAVAILABLE,
     ),
     Source.NVML: (
         Reason.LIBRARY_MISSING,

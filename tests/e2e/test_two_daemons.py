@@ -48,6 +48,25 @@ def test_the_second_keeps_nothing_until_the_first_has_ended(number: int, tmp_pat
     assert STATE.read(state) is not None
 
 
+def test_the_first_no_longer_has_a_folder_that_was_deleted_and_made_anew(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    settings = {"STATE_DIR": str(state), "SAMPLE_INTERVAL_SECONDS": "0.2"}
+    with EngineServer(page(RECORDED)) as engine, daemon(ENGINE_URL=engine.url, **settings) as first:
+        first.sees(answers, "the engine answers")
+        eventually((state / FLIGHT).exists, "the first keeps a record")
+        state.rename(tmp_path / "deleted")
+        with daemon(ENGINE_URL=engine.url, **settings) as second:
+            eventually(lambda: (state / FLIGHT).exists() and second.page().has("source_up"), "the second has begun")
+            assert OTHERS not in second.log()
+
+            assert first.stop()[0] == 0
+
+            assert OTHERS in first.log()
+            assert not (state / STATE.name).exists(), "it has kept nothing at its end"
+            assert second.stop()[0] == 0
+    assert STATE.read(state) is not None
+
+
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_where_there_are_no_locks_the_folder_is_taken_without(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

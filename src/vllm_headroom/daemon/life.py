@@ -10,10 +10,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from math import floor
 from typing import Any, Final
 
+import structlog
+
 from vllm_headroom.clock import Clock
 from vllm_headroom.expose.server import Server
 from vllm_headroom.model import Failure, Gpu
 from vllm_headroom.vocabulary import Reason
+
+log = structlog.get_logger()
 
 STOPPED: Final = 0
 BEYOND_REPAIR: Final = 3
@@ -27,10 +31,21 @@ LEAST_SILENCE_SECONDS: Final = 3.0
 
 
 async def every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
-    """Run `step` now and at every later point of the grid; points that passed meanwhile are left out."""
-    began = clock.monotonic()
+    """Run `step` now and at every later point of the grid; points that passed meanwhile are left out.
+
+    A step for which there is no memory is given up: the age of what it would have renewed tells of it.
+    """
+    began, was_short = clock.monotonic(), False
     while True:
-        await step()
+        is_short = False
+        try:
+            await step()
+        except* MemoryError:
+            is_short = True
+        if is_short is not was_short:
+            was_short = is_short
+            tell = log.error if is_short else log.info
+            tell("no memory is left for a step of the daemon's" if is_short else "memory is there again")
         turns = floor((clock.monotonic() - began) / interval_seconds) + 1
         await clock.sleep_until(began + turns * interval_seconds)
 

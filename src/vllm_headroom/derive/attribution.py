@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leftovers import is_alive, leftovers
@@ -37,7 +37,8 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     `ledger_opened` is True once the driver has told the memory of a process of the engine: from then on, not knowing
     who holds what is a passing thing. `ours` are the engine's pids when last seen on any device: what has ended of them
     is the engine's for as long as NVML lists it, and the pid is not another process's. `ambiguous` is whether /proc,
-    when last read, showed several engines of which none could be told to be the one.
+    when last read, showed several engines of which none could be told to be the one. `indices` are, by UUID, those
+    under which the devices were first seen: NVML counts anew where one is gone, and the operator meant the first count.
     """
 
     remembered: frozenset[str] = frozenset()
@@ -45,6 +46,7 @@ class AttributionState(Struct, frozen=True, kw_only=True):
     ledger_opened: bool = False
     ours: frozenset[int] = frozenset()
     ambiguous: bool = False
+    indices: dict[str, int] = field(default_factory=dict)
 
 
 def attribute(
@@ -60,11 +62,12 @@ def attribute(
     engine cannot be told from others. What the engine is then taken to hold is None when it was known before, and all
     that is used where it never can be.
     """
-    state = _follow(state, readings, processes)
+    indices = {each.uuid: state.indices.get(each.uuid, each.index) for each in readings.devices if each.uuid}
+    state = _follow(replace(state, indices=indices), readings, processes)
     knowable = state.ledger_opened or state.ambiguous
     memory_is_true = process_memory_is_true(readings, processes)
     named = processes if pids_are_true(readings, processes) else None
-    ledger = processes if state.remembered and memory_is_true else None
+    ledger = processes if state.remembered and memory_is_true and not state.ambiguous else None
     engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
     engine_pids = state.ours.union(engine)
     gpus = []
@@ -145,8 +148,8 @@ def _attribution(
     if selection.everything:
         return Attribution.ASSUMED
     if selection.listed:
-        listed = {name.casefold() for name in selection.listed}
-        return Attribution.UUID if {device.uuid.casefold(), str(device.index)} & listed else None
+        names = {device.uuid.casefold(), str(state.indices.get(device.uuid, device.index))}
+        return Attribution.UUID if names & {name.casefold() for name in selection.listed} else None
     if state.remembered:
         return Attribution.PROCESS if device.uuid in state.remembered else None
     return Attribution.SINGLE if devices == 1 else None
@@ -156,9 +159,7 @@ def _ledger(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
     """Return the bytes the engine's processes hold and those other living ones hold; what is left is nobody's."""
-    if not isinstance(processes, ProcessReadings) or processes.ambiguous_roots:
-        return None, None
-    if device.processes is None or device.memory is None:
+    if not isinstance(processes, ProcessReadings) or device.processes is None or device.memory is None:
         return None, None
     engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
     others = (process for process in device.processes if process.pid not in engine_pids)

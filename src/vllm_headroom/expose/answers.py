@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from vllm_headroom.vocabulary import GateName
 
@@ -65,7 +66,8 @@ def application(
 
     def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
-            return text(405, "only GET and HEAD")
+            refused = text(405, "only GET and HEAD")
+            return replace(refused, headers=(*refused.headers, ("Allow", "GET, HEAD")))
         return answers.get(request.path, _not_found)(request)
 
     return answer

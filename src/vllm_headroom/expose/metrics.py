@@ -134,16 +134,21 @@ class MetricsPage:
 @lru_cache(maxsize=_MOST_FORMATS)
 def _encoder(accept: str) -> tuple[Encode, str]:
     """Return the format that a header asks for; the usual one where it asks in a way that no answer could repeat."""
+    wanted = [each for each in accept.split(",") if not _is_refused(each)]
     try:
-        return choose_encoder(accept if accept.isascii() else "")
+        return choose_encoder(",".join(wanted) if accept.isascii() else "")
     except TypeError:  # a version that is none, such as 1.0.0-beta, which the library cannot compare
         return choose_encoder("")
 
 
 def _takes_gzip(accept_encoding: str) -> bool:
-    """Tell whether gzip is asked for, by name and not with a weight of 0 (RFC 9110, 12.5.3)."""
+    """Tell whether gzip is asked for, by name."""
     for each in accept_encoding.lower().split(","):
-        name, *parameters = (word.strip() for word in each.split(";"))
-        if name in ("gzip", "x-gzip"):
-            return not any(_ZERO.fullmatch(parameter) for parameter in parameters)
+        if each.partition(";")[0].strip() in ("gzip", "x-gzip"):
+            return not _is_refused(each)
     return False
+
+
+def _is_refused(choice: str) -> bool:
+    """Tell whether a choice of a header that weighs several has the weight 0 (RFC 9110, 12.4.2)."""
+    return any(_ZERO.fullmatch(parameter.strip()) for parameter in choice.lower().split(";")[1:])

@@ -126,7 +126,15 @@ def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], rank
 
 
 def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
-    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
+    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole.
+
+    A series that has two values on one page, as where somebody joins the pages of several servers, has none that could
+    be trusted: the format leaves undefined what it means, and Prometheus keeps whichever stands first.
+    """
+    samples = tuple(samples)
+    told = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
+    if len(told) > len({series for series, _ in told}):
+        return None
     parts: dict[object, float | None] = {}
     for sample in samples:
         if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:

@@ -46,7 +46,7 @@ _TIME: Final = re.compile(rb'\{"t":([0-9]+(?:[.][0-9]+)?)[,}]')
 def keep(folder: Path, written: bytes) -> None:
     """Add a line to the record; raises OSError, and ValueError where another file is in its place.
 
-    One that begins with zeros is what a crash of the machine left of the record: it is set aside, the first of them.
+    One that begins with zeros is what a crash of the machine left of the record: it is set aside, over an older one.
     """
     make(folder)
     file = folder / FLIGHT
@@ -57,9 +57,9 @@ def keep(folder: Path, written: bytes) -> None:
         append(file, written, most_bytes)
     except ValueError:
         spoiled = file.with_name(f"{FLIGHT}.spoiled")
-        if spoiled.exists() or not file.is_file() or not _begins_with_zeros(file):
+        if not file.is_file() or not _begins_with_zeros(file):
             raise
-        file.rename(spoiled)
+        file.replace(spoiled)
         log.warning("the flight record was spoiled by a crash and is set aside", file=str(spoiled))
         append(file, written, most_bytes)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import LOOPBACK, EngineServer, page
-from tests.process import NO_TLS, Daemon, daemon, eventually, peak_bytes
+from tests.process import NO_TLS, Daemon, Page, daemon, eventually, peak_bytes
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 DESCRIPTORS = 300
@@ -44,6 +44,27 @@ def test_clients_that_only_stay_do_not_use_up_the_descriptors(sends: bytes) -> N
         eventually(lambda: healthy(running), "/healthz answers")
         before = len(engine.requests)
         eventually(lambda: len(engine.requests) >= before + 2, "the engine is read over new connections")
+
+
+def test_a_daemon_that_can_open_nothing_says_nothing_of_the_engine() -> None:
+    with (
+        EngineServer(page(RECORDED, headers=("Connection: close",))) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.2") as running,
+        httpx.Client(base_url=running.url, verify=NO_TLS) as scraper,
+    ):
+        running.sees(lambda page: page.value("engine_state", state="serving") == 1, "the engine answers")
+        scraper.get("/metrics")
+        resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (0, 0))
+
+        def blind() -> bool:
+            seen = Page(scraper.get("/metrics").text)
+            assert seen.value("engine_state", state="down") == 0
+            failures = "source_failures_total"
+            return all(seen.value(failures, source=each, reason="unavailable") > 3 for each in ("engine", "process"))
+
+        eventually(blind, "it could not ask, time and again")
+        assert f"{engine.url} cannot be asked (Too many open files): raise that limit" in running.log()
+        assert "engine is down" not in running.log()
 
 
 def test_half_a_request_is_not_waited_for() -> None:

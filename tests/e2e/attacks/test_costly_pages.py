@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -149,6 +151,31 @@ def test_no_page_that_is_read_takes_the_daemon_over_its_memory_limit(text: str) 
         running.sees(lambda _: len(engine.requests) >= before + 3, "it was read again and again")
 
         assert peak_bytes(running.process.pid) < 128 * MIB
+
+
+def virtual_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def test_a_page_for_which_there_is_no_memory_costs_samples_and_not_the_daemon() -> None:
+    with (
+        EngineServer(page(RECORDED)) as engine,
+        daemon(ENGINE_URL=engine.url, SAMPLE_INTERVAL_SECONDS="0.2") as running,
+    ):
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers")
+        running.get("/healthz")
+        pid = running.process.pid
+        _, most = resource.prlimit(pid, resource.RLIMIT_AS)
+        resource.prlimit(pid, resource.RLIMIT_AS, (virtual_bytes(pid) + 3 * MIB, most))
+        engine.answer = page("# " + "x" * (4 * MIB - 1000) + f"\n{RECORDED}"[-900:])
+        before = len(engine.requests)
+        eventually(lambda: "no memory is left" in running.log(), "it is told")
+        eventually(lambda: len(engine.requests) >= before + 3, "it asks on")
+
+        resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+        engine.answer = page(RECORDED)
+        eventually(lambda: "memory is there again" in running.log(), "it is over")
+        running.sees(lambda page: page.value("source_up", source="engine") == 1, "the engine answers again")
 
 
 def names_anew(connection: socket.socket, closing: threading.Event) -> None:

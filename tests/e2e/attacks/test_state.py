@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.fakes.preload import preloadable
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import STATE
+from vllm_headroom.daemon.state.file import LIVES, STATE
 
 VOLUME = Path(__file__).parents[2] / "fakes" / "stuck_volume.c"
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -74,3 +76,32 @@ def test_a_link_in_the_place_of_the_state_is_set_aside_wherever_it_leads(loops: 
     assert (state / f"{STATE.name}.bad").is_symlink()
     assert theirs.read_bytes() == before
     assert STATE.read(state) is not None
+
+
+def test_a_state_that_cannot_be_set_aside_costs_nothing_but_itself(tmp_path: Path) -> None:
+    settings = {"STATE_DIR": str(tmp_path), "SAMPLE_INTERVAL_SECONDS": "0.2"}
+    with EngineServer(page(RECORDED)) as engine:
+        with daemon(ENGINE_URL=engine.url, **settings) as running:
+            running.sees(answers, "the engine answers")
+            assert running.stop()[0] == 0
+        saved = STATE.read(tmp_path)
+        assert saved is not None
+        STATE.write(tmp_path, replace(saved, identity=replace(saved.identity, models=("another",))))
+        in_the_way = tmp_path / f"{STATE.name}.bad"
+        in_the_way.mkdir()
+        with daemon(ENGINE_URL=engine.url, **settings) as running:
+            running.sees(lambda page: page.value("engine_restarts_total") == 0, "the lives are taken up")
+            eventually(lambda: "state is not kept" in running.log(), "it is told")
+            engine.answer = page(re.sub(r"(\nprocess_start_time_seconds) .*", r"\1 4e9", RECORDED))
+            running.sees(lambda page: page.value("engine_restarts_total") == 1, "another life")
+            before = len(engine.requests)
+            running.sees(lambda _: len(engine.requests) >= before + 3, "three more looks")
+            assert running.page().value("engine_restarts_total") == 1
+            assert (running.log().count("state is not kept"), running.log().count("kept again")) == (1, 0)
+
+            in_the_way.rmdir()
+            eventually(lambda: "saved state set aside" in running.log(), "it is set aside as soon as it can be")
+            assert running.stop()[0] == 0
+    restarted = LIVES.read(tmp_path)
+    assert restarted is not None
+    assert restarted.restarts == 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.attribution_ticks import (
     GIB,
@@ -16,7 +17,7 @@ from tests.unit.derive.attribution_ticks import (
     ledger,
 )
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import Failure, Gpu, GpuReadings, ProcessReadings
+from vllm_headroom.model import Failure, Gpu, GpuReading, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import Attribution
 
 
@@ -41,6 +42,25 @@ def test_a_list_takes_the_devices_it_names(listed: tuple[str, ...]) -> None:
     seen = last((readings, engine(7)), selection=Selection(listed=listed))
 
     assert attributions(seen) == [None, UUID, UUID, None]
+
+
+def test_an_index_is_the_one_that_a_device_had_first() -> None:
+    """NVML counts anew when it is opened again and one is gone; which GPUs the engine has does not change with it."""
+    before = gpus(device(0), device(1), device(2))
+    a, b, c = before.devices
+    lost = GpuReading(index=0, uuid=a.uuid, name="H100", failure=NO_PROC)
+    now = gpus(replace(b, index=0), replace(c, index=1), lost)
+
+    assert attributions(last((before, NO_PROC), (now, NO_PROC), selection=Selection(listed=("1",)))) == [
+        UUID,
+        None,
+        None,
+    ]
+    assert attributions(last((before, NO_PROC), (now, NO_PROC), selection=Selection(listed=("0",)))) == [
+        None,
+        None,
+        UUID,
+    ]
 
 
 def test_a_part_of_a_uuid_is_not_its_name() -> None:

@@ -132,6 +132,12 @@ def test_gzip_is_sent_when_it_is_wanted(world: World, accepted: str, encoding: s
     assert header(answer, "Vary") == "Accept, Accept-Encoding"
 
 
+@pytest.mark.parametrize("weight", ["q=0", " Q = 0.00"])
+def test_a_format_of_no_weight_is_not_sent(world: World, weight: str) -> None:
+    assert world.asked(accept=f"{OPENMETRICS};{weight}, text/plain").content_type.startswith("text/plain")
+    assert world.asked(accept=f"{OPENMETRICS};q=0.5").content_type.startswith("application/openmetrics-text")
+
+
 def test_a_scraper_may_name_the_families_it_wants(world: World) -> None:
     body = world.asked("name[]=headroom_build_info&name[]=headroom_sample_age_seconds").body.decode()
 

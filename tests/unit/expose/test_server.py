@@ -112,7 +112,8 @@ def test_other_paths_say_which_there_are_and_other_methods_are_refused() -> None
         404,
         "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live\n",
     )
-    assert fetched("/metrics", method="POST").status_code == 405
+    refused = fetched("/metrics", method="POST")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
 def test_a_head_request_has_headers_and_no_body() -> None:

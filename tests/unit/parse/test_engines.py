@@ -141,3 +141,12 @@ def test_an_input_is_available_when_any_engine_has_a_value() -> None:
 
     assert isinstance(page, EnginePage)
     assert [name for name, found in page.inputs if found] == ["requests_running"]
+
+
+@pytest.mark.parametrize("values", [("3", "4"), ("4", "3"), ("3", "NaN")])
+def test_a_series_that_a_page_tells_twice_and_not_alike_is_unknown(values: tuple[str, ...]) -> None:
+    """As where somebody joins the pages of a server and of another exporter, both with a start of their process."""
+    started = [f"process_start_time_seconds {value}" for value in values]
+    engine = one(f"vllm:num_requests_running{{{ENGINE}}} 3", f"vllm:num_requests_running{{{ENGINE}}} 3", *started)
+
+    assert (engine.running, engine.started_at_seconds) == (3, None)

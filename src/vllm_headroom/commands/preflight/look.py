@@ -17,6 +17,7 @@ from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.parts import GpuFaults
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
+from vllm_headroom.scrape.proc.namespaces import own_pid
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
@@ -75,7 +76,7 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
 def host_here(proc: Path) -> HostMemory | None:
     """Return the memory of the container that this runs in, or of the machine where that has no limit."""
     try:
-        reading = reading_of(proc, proc_files.own_pid(proc))
+        reading = reading_of(proc, own_pid(proc))
     except (OSError, ValueError):
         return None
     alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)
@@ -122,7 +123,7 @@ async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
     worker = Worker[dict[int, str]]("names")
     try:
         return await worker.call(read, PROCESSES_SECONDS)
-    except TimeoutError:
+    except OSError:
         return {}
     finally:
         worker.stop()

@@ -62,6 +62,12 @@ FORMAT: Final = 9
 LOAD_GAP_SECONDS: Final = 60.0
 """Load that was not seen for longer than one of its minutes cannot be said to have been level."""
 
+STALE_SECONDS: Final = 86400.0
+"""As long as the detector itself remembers a device that it does not see."""
+
+FUTURE_SECONDS: Final = 300.0
+"""Clocks of machines differ by less; beyond that the age of the file is not known."""
+
 
 class Memory(Struct, frozen=True, kw_only=True):
     """The states that survive, under the names of their derivations."""
@@ -108,6 +114,28 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
         ),
         baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
     )
+
+
+def refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
+    """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
+    age = snapshot.time_seconds - saved.saved_at_seconds
+    if age > STALE_SECONDS:
+        return f"it is {age / 3600:.0f} h old"
+    if age < -FUTURE_SECONDS:
+        return f"it is from the future, by {-age:.0f} s: a clock was wrong"
+    now = identity(snapshot.engines)
+    if now is not None and (reason := foreign(saved.identity, now, age)):
+        return reason
+    gpus = saved.memory.leak.gpus
+    if gpus and tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
+        return f"it is of other GPUs ({', '.join(gpus)})"
+    return None
+
+
+def tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
+    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
+    missing = saved.memory.leak.gpus.keys() - visible(snapshot)
+    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))
 
 
 def _moved(tracks: Tracks, shift: float) -> Tracks:

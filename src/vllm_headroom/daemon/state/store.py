@@ -11,21 +11,15 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from vllm_headroom.clock import Clock
-from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, foreign, identity, taken_up, visible
+from vllm_headroom.daemon.state.content import Identity, Memory, SavedState, identity, refusal, taken_up, tells_gpus
 from vllm_headroom.daemon.state.file import HISTORY, LIVES, STATE, File, Lock, Unusable
 from vllm_headroom.derive.life.follow import LIFE, LifeState
-from vllm_headroom.model import Failure, Snapshot
+from vllm_headroom.model import Snapshot
 from vllm_headroom.trace.writing import real
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
 log = structlog.get_logger()
-
-STALE_SECONDS: Final = 86400.0
-"""As long as the detector itself remembers a device that it does not see."""
-
-FUTURE_SECONDS: Final = 300.0
-"""Clocks of machines differ by less; beyond that the age of the file is not known."""
 
 FILE_SECONDS: Final = 2.0
 """A file operation takes milliseconds; beyond this the volume counts as hung."""
@@ -40,8 +34,8 @@ SET_ASIDE: Final = {
 class Keeper:
     """Owns the files of state in `folder` once `lock` is this daemon's; while it is another's they are only read.
 
-    The lives of the engine are taken up at once. While a saved state cannot be read, or waits for its engine to be
-    seen, nothing is written over it.
+    The lives of the engine are taken up at once. While a file cannot be read, or set aside, or waits for its engine to
+    be seen, nothing is written over it.
     """
 
     def __init__(self, *, folder: Path, clock: Clock, version: str, lock: Lock) -> None:
@@ -51,7 +45,7 @@ class Keeper:
         self._worker = Worker[Any]("state")
         self._clock = clock
         self._version = version
-        self._is_read = False
+        self._unread = {LIVES.name, HISTORY.name, STATE.name}
         self._saved: SavedState | None = None
         self._identity: Identity | None = None
         self._failing: set[str] = set()
@@ -60,27 +54,29 @@ class Keeper:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
         if not self._owned:
             await self._own()
-        lives = {} if self._is_read or self._owned is None else await self._first_read()
+        lives = {} if self._owned is None else await self._read_the_rest()
         self._identity = identity(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
-        if reason := _refusal(self._saved, snapshot):
+        if reason := refusal(self._saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
-        elif identity(snapshot.engines) is not None and _tells_gpus(self._saved, snapshot):
+        elif identity(snapshot.engines) is not None and tells_gpus(self._saved, snapshot):
             return {**lives, **self._take_up(self._saved, snapshot)}
         return lives
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
+        if self._owned:
+            await self._own(timeout_seconds)  # the folder may have been deleted, and be another daemon's since then
         if not self._owned:
             return
         life = states.get(LIFE)
-        if self._is_read and life is not None and life.lives.newest is not None:
+        if LIVES.name not in self._unread and life is not None and life.lives.newest is not None:
             await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
-        if self._is_read and HISTORY.name in states:
+        if HISTORY.name not in self._unread and HISTORY.name in states:
             await self._try(HISTORY.name, partial(HISTORY.write, self._folder, states[HISTORY.name]), timeout_seconds)
-        if not self._is_read or self._saved is not None or self._identity is None:
+        if STATE.name in self._unread or self._saved is not None or self._identity is None:
             return
         saved = SavedState(
             version=self._version,
@@ -91,7 +87,7 @@ class Keeper:
         )
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _own(self) -> None:
+    async def _own(self, timeout_seconds: float = FILE_SECONDS) -> None:
         """Ask for the folder, and tell when it is another daemon's and when no longer.
 
         A link that was set as the folder is followed now, once: one that is put in its place later is not.
@@ -99,29 +95,34 @@ class Keeper:
         before = self._owned
         if before is None:
             self._folder = await self._try(".", partial(real, self._folder)) or self._folder
-        owned = await self._try(".", partial(self._lock.take, self._folder))
+        owned = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
         self._owned = before if owned is None else owned
-        if self._owned is False and before is None:
+        if self._owned is False and before is not False:
             log.warning("another daemon keeps its state here: nothing is kept until it ends", folder=str(self._folder))
         elif self._owned and before is False:
             log.info("the other daemon has ended: state is kept from now on", folder=str(self._folder))
 
-    async def _first_read(self) -> dict[str, Any]:
-        """Read all files, return lives and curves; what cannot be read is looked at again at the next tick."""
+    async def _read_the_rest(self) -> dict[str, Any]:
+        """Return lives and curves as soon as they are read; what cannot be is looked at again at the next tick."""
         lives, history = await self._read(LIVES), await self._read(HISTORY)
-        if self._failing & {LIVES.name, HISTORY.name}:
-            return {}
-        self._saved = await self._read(STATE)
-        self._is_read = not self._failing
+        self._saved = await self._read(STATE) or self._saved
         found = {LIFE: None if lives is None else LifeState(lives=lives), HISTORY.name: history}
-        return {name: state for name, state in found.items() if state is not None and self._is_read}
+        return {name: state for name, state in found.items() if state is not None}
 
     async def _read(self, file: File[T]) -> T | None:
+        """Return what a file that was not read before holds, None where there is none or it cannot be used."""
+        if file.name not in self._unread:
+            return None
         try:
             saved: T | None = await self._try(file.name, partial(file.read, self._folder))
         except Unusable as error:
+            self._report(file.name, None)
             await self._refuse(file, str(error))
             return None
+        if file.name not in self._failing:
+            self._unread.discard(file.name)
+            if saved is None:
+                self._report(_aside(file), None)
         return saved
 
     def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
@@ -136,12 +137,15 @@ class Keeper:
         return {"leak": memory.leak, "baseline": memory.baseline}
 
     async def _refuse(self, file: File[T], reason: str) -> None:
+        """Set a file aside; one that cannot be is looked at again, and not written over."""
+        self._unread.discard(file.name)
         if not self._owned:
             return  # the other daemon judges of its files
-        await self._try(file.name, partial(file.set_aside, self._folder))
-        self._is_read = not self._failing  # what could not be set aside is looked at again, and not written over
-        if self._is_read:
-            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / f"{file.name}.bad"))
+        self._unread.add(file.name)
+        await self._try(_aside(file), partial(file.set_aside, self._folder))
+        if _aside(file) not in self._failing:
+            self._unread.discard(file.name)
+            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _aside(file)))
 
     async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - whatever the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
@@ -173,23 +177,6 @@ class Keeper:
             log.info("state is kept again", file=str(self._folder / name))
 
 
-def _refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
-    """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
-    age = snapshot.time_seconds - saved.saved_at_seconds
-    if age > STALE_SECONDS:
-        return f"it is {age / 3600:.0f} h old"
-    if age < -FUTURE_SECONDS:
-        return f"it is from the future, by {-age:.0f} s: a clock was wrong"
-    now = identity(snapshot.engines)
-    if now is not None and (reason := foreign(saved.identity, now, age)):
-        return reason
-    gpus = saved.memory.leak.gpus
-    if gpus and _tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
-        return f"it is of other GPUs ({', '.join(gpus)})"
-    return None
-
-
-def _tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
-    """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
-    missing = saved.memory.leak.gpus.keys() - visible(snapshot)
-    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))
+def _aside(file: File[T]) -> str:
+    """Return the name under which a file is kept that is no state for this daemon."""
+    return f"{file.name}.bad"

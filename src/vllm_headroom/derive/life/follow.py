@@ -136,9 +136,11 @@ def _state(state: LifeState, seen: Signs, age: float | None, now: float) -> Engi
 
 
 def _answering(state: LifeState, seen: Signs, age: float | None) -> EngineState:
-    if seen.page is None or not (seen.page.engines or seen.processes):
+    life = state.lives.present
+    has_told = life.page_life is not None or life.finished_total is not None  # of itself: a page does not forget that
+    if seen.page is None or not (seen.page.engines or (seen.processes and not has_told)):
         return EngineState.UNKNOWN
-    if is_broken(state.lives.present, seen.processes):
+    if is_broken(life, seen.processes):
         return EngineState.STALLED
     if awake(seen.page) is False:
         return EngineState.ASLEEP

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from errno import EMFILE, ENFILE, ENOMEM
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -16,14 +17,14 @@ from vllm_headroom.vocabulary import Role
 _START_BYTES: Final = 4096
 """Holds a program and its first arguments, where a command line may be megabytes; a stat or a /sys file has less."""
 
-_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
-"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
-
 _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 """How the names of processes begin that can get a command line of vLLM's, or another of them, and keep their name."""
 
 KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
+
+_OF_THIS_SIDE: Final = frozenset({EMFILE, ENFILE, ENOMEM})
+"""What keeps this process from reading: it says nothing of the process that was to be read."""
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -74,7 +75,7 @@ def pids(proc: Path) -> frozenset[int]:
 
 
 def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
-    """Return the process, or None when it has gone or is a zombie.
+    """Return the process, or None when it has gone or is a zombie; raise OSError where that cannot be told.
 
     `known` is what was returned before: it is returned again where name, parent, group and start are the same, and the
     command line is read anew only if a program of this name may have another one by now. Every other program that takes
@@ -87,7 +88,8 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
         if known is not None and _is_unchanged(known, name, fields):
             return known
         command = _arguments(start_of(f"{proc}/{pid}/cmdline")) or (name,)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        _heed(error)
         return None
     parent, group = map(int, fields[1:3])
     started = _started(fields)
@@ -126,12 +128,13 @@ def command(proc: Path, pid: int) -> tuple[str, ...]:
 def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     """Return the process's resident bytes and CPU seconds, or None when it has gone or another has got its pid.
 
-    A process that is exiting has no memory left and counts as gone.
+    A process that is exiting has no memory left and counts as gone. Raises OSError where that cannot be told.
     """
     try:
         pages = int(start_of(f"{proc}/{process.pid}/statm").split()[1])
         _, fields = _stat(proc, process.pid)  # after statm: the same process still being there vouches for both
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError) as error:
+        _heed(error)
         return None
     same = fields[0] != "Z" and _started(fields) == process.started_seconds
     ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
@@ -146,28 +149,10 @@ def boot_time_seconds(proc: Path) -> float:
     return float(seconds)
 
 
-def sees_host_pids(proc: Path) -> bool:
-    """Tell whether this process is known to be in the machine's first PID namespace."""
-    try:
-        return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
-
-
-def shares_network(proc: Path, pid: int) -> bool:
-    """Tell whether a process is not known to be in another network namespace than this one.
-
-    Each namespace has a tree of its own below /proc/PID/net, whose inode shows to everybody; ns/net does not.
-    """
-    try:
-        return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
-    except OSError:
-        return True
-
-
-def own_pid(proc: Path) -> int:
-    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
-    return int((proc / "self").readlink().name)
+def _heed(error: Exception) -> None:
+    """Raise the error if it is no answer to what was asked of a process."""
+    if isinstance(error, OSError) and error.errno in _OF_THIS_SIDE:
+        raise error
 
 
 def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:

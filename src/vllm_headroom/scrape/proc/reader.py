@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from errno import ENOENT
 from functools import cached_property
 from math import ceil
 from pathlib import Path
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc import namespaces
 from vllm_headroom.scrape.proc.files import ProcEntry
 from vllm_headroom.scrape.proc.host import host_of, resident_parts
 from vllm_headroom.scrape.proc.orphans import Orphans
@@ -90,7 +90,7 @@ class Processes:
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
         pids, asked = proc_files.pids(self._proc), self._asking(page)
         if not pids:
-            raise FileNotFoundError(ENOENT, "no process shows, not even the daemon's own")
+            raise OSError("no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
             self._forget()
         engine = self._engine(pids, asked)
@@ -147,15 +147,16 @@ class Processes:
         others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
         changed = bool(gone)
         for pid in (*others[: ceil(share * len(others))], *unknown):
-            before = self._entries.pop(pid, None)
+            before = self._entries.get(pid)
             entry = proc_files.entry(self._proc, pid, before)
+            self._entries.pop(pid, None)
             if entry is not None:
                 self._entries[pid] = entry
             changed |= entry != before
         return changed
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
-        own_pid = proc_files.own_pid(self._proc)
+        own_pid = namespaces.own_pid(self._proc)
         self._strays = self._orphans.strays(entries)
         self._orphaned = self._orphans.among(entries, answers=self._asked.answers)
         left = self._orphaned | self._strays
@@ -168,7 +169,7 @@ class Processes:
 
     def _told(self, pid: int) -> Told:
         """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
-        may_listen = not self._engine_is_here or proc_files.shares_network(self._proc, pid)
+        may_listen = not self._engine_is_here or namespaces.shares_network(self._proc, pid)
         command, above = (proc_files.command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
         return served_port(command, self._asked.port, above), may_listen
 
@@ -176,15 +177,14 @@ class Processes:
         usage = proc_files.usage(self._proc, entry)
         if usage is None:
             return None
-        rss_bytes, cpu_seconds = usage
         anonymous_bytes, file_bytes = resident_parts(self._proc, entry.pid)
         return EngineProcess(
             pid=entry.pid,
             role=role,
-            rss_bytes=rss_bytes,
+            rss_bytes=usage[0],
             started_at_seconds=self._boot_time_seconds + entry.started_seconds,
             since_boot_seconds=entry.started_seconds,
-            cpu_seconds=cpu_seconds,
+            cpu_seconds=usage[1],
             anonymous_bytes=anonymous_bytes,
             file_bytes=file_bytes,
         )
@@ -192,7 +192,7 @@ class Processes:
     @cached_property
     def _sees_host_pids(self) -> bool:
         """Read once: no process ever changes its own namespace of pids."""
-        return proc_files.sees_host_pids(self._proc)
+        return namespaces.sees_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:

@@ -57,6 +57,15 @@ def test_a_page_without_an_engine_is_serving_only_where_processes_vouch_for_it()
     assert Watch(processes=()).state_of(page()) is EngineState.UNKNOWN
 
 
+@pytest.mark.parametrize("told", [working(20, started=None), page(engine(model_name="", started_at_seconds=1.0))])
+def test_a_page_that_no_longer_tells_of_the_engine_says_nothing_of_it(told: EnginePage) -> None:
+    watch = Watch()
+    assert watch.state_of(told) is EngineState.SERVING
+
+    assert watch.state_of(page()) is EngineState.UNKNOWN
+    assert watch.state_of(told) is EngineState.SERVING
+
+
 def test_a_page_that_says_it_sleeps_is_asleep_whatever_waits() -> None:
     watch = serving()
     asleep = working(20, running=0.0, waiting=3.0, awake=False)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.scrape.proc.files import entry
+from vllm_headroom.scrape.proc.files import entry, usage
 
 SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 
@@ -13,6 +17,28 @@ SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 @pytest.fixture
 def tree(tmp_path: Path) -> ProcTree:
     return ProcTree(tmp_path)
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """Let this process open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_cannot_be_read_for_want_of_descriptors_has_not_gone() -> None:
+    proc = Path("/proc")
+    known = entry(proc, os.getpid())
+    assert known is not None
+
+    with pytest.raises(OSError, match="Too many open files"), no_descriptor():
+        entry(proc, os.getpid())
+    with pytest.raises(OSError, match="Too many open files"), no_descriptor():
+        usage(proc, known)
 
 
 def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> None:
