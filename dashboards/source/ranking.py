@@ -71,7 +71,7 @@ OPEN: Final = leading(
     f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
-GPU_WIDTH: Final = 115
+GPU_WIDTH: Final = 125
 """Enough for a MIG instance's."""
 
 IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")

@@ -45,7 +45,7 @@ EMPTY: Final = (
     Empty(
         why="a target is one model, but every namespace is that of bare metal",
         over=EVERYWHERE - {BARE},
-        queries={"headroom-fleet": {TIME: ("B", "C"), LEAKING: ("B", "C"), WORST: ("B", "C", "D", "E")}},
+        queries={"headroom-fleet": {TIME: ("B", "C", "D"), LEAKING: ("B", "C", "D"), WORST: ("B", "C", "D", "E")}},
     ),
     Empty(
         why="four models leak",
