@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tests.dashboards.grafana import ALL, Json, Query, filled, interpolated, is_answer, is_ranked, label_values, variables
+from tests.dashboards.grafana import (
+    ALL,
+    Json,
+    Query,
+    filled,
+    interpolated,
+    is_answer,
+    is_ranked,
+    label_values,
+    variables,
+)
 from tests.dashboards.store import HOURS, SCRAPE_SECONDS, Prometheus
 
 STEP_SECONDS: Final = SCRAPE_SECONDS
