@@ -20,7 +20,7 @@ RELEASE: Final = ("release", "kube-prometheus-stack")
 ALERT: Final = re.compile(r"^( *)- alert: (\w+)\n(?:(?!\1- ).*\n)*?\1  annotations:\n", re.MULTILINE)
 BOARD: Final = (
     "/d/{{ if $labels.instance }}headroom?var-namespace={{ $labels.namespace }}&var-pod={{ $labels.pod }}"
-    "&var-instance={{ $labels.instance }}{{ with $labels.gpu }}&var-gpu={{ . }}{{ end }}"
+    "&var-instance={{ $labels.instance }}{{ with $labels.uuid }}&var-uuid={{ . }}{{ end }}"
     "{{ else }}headroom-fleet{{ end }}"
 )
 """The board of the engine that an alert is of; HeadroomAbsent is of none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dashboards.source.grafana import DATASOURCE, Json
-from dashboards.source.series import ENGINE, TARGET
+from dashboards.source.series import ENGINE, TARGET, numbered
 
 TAG: Final = "vllm-headroom"
 CELL: Final = "${__value.raw}"
@@ -37,7 +37,7 @@ def variables(*, gpu: bool) -> list[Json]:
         matchers += ("," if matchers else "") + f'{name}=~"${name}"'
     made.append(_variable("model_name", f"headroom_engine_info{{{matchers}}}", label="Model"))
     if gpu:  # no allValue: All is the engine's GPUs, not every GPU that can be seen
-        made.append(_variable("gpu", f'headroom_gpu_info{{{matchers},attribution!=""}}', label="GPU", everything=None))
+        made.append(_gpus(f'headroom_gpu_info{{{matchers},attribution!=""}}'))
     return made
 
 
@@ -59,6 +59,20 @@ def _variable(name: str, series: str, *, label: str = "", everything: str | None
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
     }
     return variable if everything is None else {**variable, "allValue": everything}
+
+
+def _gpus(series: str) -> Json:
+    """Return the choice of GPUs, by their UUIDs: the instances of one card have one number.
+
+    Of a sidecar that is gone for a day, and where the time shown ends in the future.
+    """
+    asked = f"query_result({numbered(f'group by (gpu, uuid) (last_over_time({series}[1d]))')})"
+    return {
+        **_variable("uuid", series, label="GPU", everything=None),
+        "definition": asked,
+        "query": {"query": asked, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
+        "regex": '/gpu="(?<text>[^"]+)",uuid="(?<value>[^"]+)"/',
+    }
 
 
 def _worst_first(matchers: str) -> Json:
@@ -103,7 +117,7 @@ def alerts(severities: str = ".+") -> Json:
     firing = f'ALERTS{{alertname=~"Headroom.+",alertstate="firing",severity=~"{severities}",{TARGET}}}'
     return _annotation(
         "Alert begins to fire",
-        f"{firing} unless {firing} offset $__interval",
+        numbered(f"{firing} unless {firing} offset $__interval"),
         title="{{alertname}}",
         text="{{severity}} {{instance}} GPU {{gpu}}",
         colour="red",

@@ -21,6 +21,7 @@ from dashboards.source.series import (
     TIME_TO_OOM_VALUES,
     ahead,
     leak_state,
+    of_gpus,
     rooms,
     time_to_oom,
 )
@@ -89,7 +90,7 @@ def _time_left(title: str, description: str, metric: str, *, width: int = 3) -> 
     return stat(
         title,
         description,
-        [query(time_to_oom(GPU, metric), "GPU {{gpu}}")],
+        [of_gpus(time_to_oom(GPU, metric))],
         unit="dtdurations",
         width=width,
         named=True,
@@ -104,7 +105,7 @@ def _state() -> Json:
         "Leak state",
         "What the detector says, of the GPU that is worst: growing is the early warning, leaking the alarm. "
         "Unsettled: load has just changed, and it waits before it judges.",
-        [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu')})")],
+        [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu, uuid')})")],
         unit="none",
         width=3,
         noValue="unknown",
@@ -116,7 +117,7 @@ def _free() -> Json:
     return stat(
         "Free now",
         "Memory free on the GPU that has least. A healthy vLLM leaves little: it takes 92 % when it starts.",
-        [query(f"bottomk(1, {FREE}{{{GPU}}})", "GPU {{gpu}}")],
+        [of_gpus(f"bottomk(1, {FREE}{{{GPU}}})")],
         unit="bytes",
         width=3,
         named=True,
@@ -129,7 +130,7 @@ def _others() -> Json:
     return stat(
         "Held by others",
         "What processes that are not the engine's hold, of the GPU where they hold most.",
-        [query(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})', "GPU {{gpu}}")],
+        [of_gpus(f'topk(1, headroom_gpu_memory_held_bytes{{{GPU},holder="other"}})')],
         unit="bytes",
         width=3,
         named=True,
@@ -149,8 +150,8 @@ def _room() -> Json:
         "it is as fast as it may be.",
         [
             *rooms(),
-            query(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
-            query(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
+            of_gpus(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
+            of_gpus(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
             RUNNING,
         ],
         unit="bytes",

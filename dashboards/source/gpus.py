@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dashboards.source.colours import STATES
-from dashboards.source.grafana import MINUTE, Json, override, query, values
+from dashboards.source.grafana import MINUTE, Json, override, values
 from dashboards.source.panels import table
-from dashboards.source.ranking import number, organized
-from dashboards.source.series import FREE, FREE_FLOOR, GPU, lowest_free
+from dashboards.source.ranking import GPU_WIDTH, number, organized
+from dashboards.source.series import FREE, FREE_FLOOR, GPU, lowest_free, of_gpus
 
 
 def each_gpu() -> Json:
@@ -26,16 +26,16 @@ def each_gpu() -> Json:
         "or leaks when it will be out of memory: as it goes on now, and at the earliest. Where it leaks only the probe "
         "inside vLLM tells.",
         [
-            query(f"max by (gpu, state) (headroom_leak_state{{{GPU}}} == 1)"),
-            *(query(f"max by (gpu) ({expr})") for expr in columns.values()),
-            query(f"max by (gpu, location) (headroom_leak_location{{{GPU}}} == 1)"),
+            of_gpus(f"max by (gpu, uuid, state) (headroom_leak_state{{{GPU}}} == 1)"),
+            *(of_gpus(f"max by (gpu, uuid) ({expr})") for expr in columns.values()),
+            of_gpus(f"max by (gpu, uuid, location) (headroom_leak_location{{{GPU}}} == 1)"),
         ],
         [
             {"id": "merge", "options": {}},
             {"id": "sortBy", "options": {"fields": {}, "sort": [{"field": "Value #B"}]}},
             organized(
                 ("gpu", "state", "location", *names),
-                ("Value #A", "Value #F"),
+                ("uuid", "Value #A", "Value #F"),
                 {"gpu": "GPU", "location": "where", **names},
             ),
         ],
@@ -43,7 +43,7 @@ def each_gpu() -> Json:
         height=10,
         noValue="no GPU of the engine is seen",
         overrides=[
-            override("GPU", custom__width=40),
+            override("GPU", custom__width=GPU_WIDTH),
             override(
                 "state",
                 custom__width=80,

@@ -6,7 +6,7 @@ from dashboards.source.colours import BAD, ENGINE_COLOUR, GOOD, NEUTRAL, OTHER_C
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, query, steps, values
 from dashboards.source.panels import stat, state_timeline, table, timeseries
-from dashboards.source.series import GPU, RUNNING, STATE_VALUES, TARGET, leak_state
+from dashboards.source.series import GPU, RUNNING, STATE_VALUES, TARGET, leak_state, of_gpus
 
 ROLE_LINES = [coloured(role, colour) for role, colour in ROLES]
 RESIDENT = query(f"sum by (process) (headroom_host_memory_bytes{{{TARGET}}})", "{{process}}")
@@ -83,7 +83,7 @@ def _asleep() -> Json:
     return timeseries(
         "Kept by an engine that sleeps",
         "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
-        [query(f"headroom_sleep_residue_bytes{{{GPU}}}", "GPU {{gpu}}")],
+        [of_gpus(f"headroom_sleep_residue_bytes{{{GPU}}}")],
         unit="bytes",
         width=8,
         noValue="has not slept",
@@ -95,7 +95,7 @@ def _physics() -> list[Json]:
         timeseries(
             "Utilization, with load",
             "The share of time in which the GPU ran something, by its driver.",
-            [query(f"headroom_gpu_utilization_ratio{{{GPU}}}", "GPU {{gpu}}"), RUNNING],
+            [of_gpus(f"headroom_gpu_utilization_ratio{{{GPU}}}"), RUNNING],
             unit="percentunit",
             width=8,
             custom={"axisSoftMin": 0, "axisSoftMax": 1},
@@ -104,7 +104,7 @@ def _physics() -> list[Json]:
         timeseries(
             "Temperature",
             "The GPU's core; above 87 °C, the dashed line, it begins to slow down.",
-            [query(f"headroom_gpu_temperature_celsius{{{GPU}}}", "GPU {{gpu}}")],
+            [of_gpus(f"headroom_gpu_temperature_celsius{{{GPU}}}")],
             unit="celsius",
             width=8,
             thresholds=steps((None, NEUTRAL), (87, BAD)),
@@ -113,7 +113,7 @@ def _physics() -> list[Json]:
         timeseries(
             "Power",
             "What the GPU draws.",
-            [query(f"headroom_gpu_power_watts{{{GPU}}}", "GPU {{gpu}}")],
+            [of_gpus(f"headroom_gpu_power_watts{{{GPU}}}")],
             unit="watt",
             width=8,
             min=0,
@@ -126,7 +126,7 @@ def _troubles() -> list[Json]:
         state_timeline(
             "GPUs that answer",
             "Whether each GPU can be read; a lost one stays red until it is reset.",
-            [query(f"max by (instance, gpu) (headroom_gpu_up{{{GPU}}})", "GPU {{gpu}}")],
+            [of_gpus(f"max by (instance, gpu, uuid) (headroom_gpu_up{{{GPU}}})")],
             [values((0, "lost", BAD), (1, "answers", GOOD))],
             width=8,
             height=8,
@@ -134,7 +134,7 @@ def _troubles() -> list[Json]:
         stat(
             "XID errors since the sidecar started",
             "Errors the driver reported, by number; 48, 62, 64, 74, 79, 95, 119 and 120 are fatal.",
-            [query(f"sum by (gpu, xid) (headroom_gpu_xid_errors_total{{{GPU}}})", "GPU {{gpu}} XID {{xid}}")],
+            [of_gpus(f"sum by (gpu, uuid, xid) (headroom_gpu_xid_errors_total{{{GPU}}})", "GPU {{gpu}} XID {{xid}}")],
             unit="short",
             width=8,
             height=8,

@@ -21,6 +21,7 @@ from dashboards.source.series import (
     TARGET,
     leak_state,
     lines_of_held,
+    of_gpus,
     rooms,
 )
 from dashboards.source.truth import HOLDERS
@@ -85,7 +86,7 @@ def _leak() -> Json:
     return states(
         "Leak state",
         "Each GPU's state as the detector saw it.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
+        [of_gpus(leak_state("headroom_leak_state", GPU, "gpu, uuid"))],
         STATE_VALUES,
         height=6,
     )
@@ -176,7 +177,7 @@ def _events() -> Json:
         "in a new pod it is another engine.",
         [
             query(f"clamp_max({around.RESTARTED}, 1)", "restarted"),
-            query(f"sum by (gpu, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),
+            of_gpus(f"sum by (gpu, uuid, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),
         ],
         height=5,
         unit="short",

@@ -6,7 +6,7 @@ from dashboards.source.colours import GPU_COLOURS, RUNNING_COLOUR
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import MINUTE, Json, on_the_right, override, query
 from dashboards.source.panels import stat, state_timeline, timeseries
-from dashboards.source.series import BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state
+from dashboards.source.series import BY_TARGET, GPU, RUNNING, STATE_VALUES, TARGET, leak_state, of_gpus
 
 
 def is_it_leaking() -> Row:
@@ -18,7 +18,7 @@ def _states() -> Json:
     return state_timeline(
         "Leak state over time",
         "Each GPU's state as the detector saw it; nothing is drawn where nothing was known.",
-        [query(leak_state("headroom_leak_state", GPU, "gpu"), "GPU {{gpu}}")],
+        [of_gpus(leak_state("headroom_leak_state", GPU, "gpu, uuid"))],
         [STATE_VALUES],
         height=6,
     )
@@ -31,7 +31,7 @@ def _growth() -> Json:
         "Growth of the engine's memory, with load",
         "What the engine holds above the least it held while it served in the time shown: each life begins near zero, "
         "and nothing is drawn while it loads or sleeps. Growth without more running requests is the picture of a leak.",
-        [query(f"{held} - min_over_time({held}[$__range:1m] @ end())", "GPU {{gpu}}"), RUNNING],
+        [of_gpus(f"{held} - min_over_time({held}[$__range:1m] @ end())"), RUNNING],
         unit="bytes",
         width=11,
         overrides=[on_the_right("running requests", RUNNING_COLOUR)],
@@ -49,15 +49,15 @@ def _rate() -> Json:
         "Leak rate with its 95 % interval",
         "Growth that load does not explain, drawn only while a GPU is growing or leaking.",
         [
-            query(f"{rate}_upper{{{GPU}}}", "GPU {{gpu}} at most"),
-            query(f"{rate}_lower{{{GPU}}}", "GPU {{gpu}} at least"),
-            query(f"{rate}{{{GPU}}}", "GPU {{gpu}}"),
+            of_gpus(f"{rate}_upper{{{GPU}}}", "GPU {{gpu}} at most"),
+            of_gpus(f"{rate}_lower{{{GPU}}}", "GPU {{gpu}} at least"),
+            of_gpus(f"{rate}{{{GPU}}}"),
         ],
         unit="binBps",
         width=8,
         noValue="none known",
         custom={"axisSoftMin": 0},
-        overrides=[override("/at (most|least)/", custom__lineWidth=0), *bands],
+        overrides=[override("/^GPU [0-9]+ at (most|least)/", custom__lineWidth=0), *bands],
     )
 
 

@@ -103,11 +103,12 @@ def timeseries(
 ) -> Json:
     """Return lines over time, a gap where nothing was known; `stacked` areas end at their sum.
 
-    What is of a GPU or a rank of the engine's, by the name of its series, has that one's colour everywhere.
+    What is of a GPU or a rank of the engine's, by the name of its series, has that one's colour everywhere; the MIG
+    instances of a card have one each from the palette.
     """
     numbered = [head for head in ("GPU", "engine") if any(f"{head} {{{{" in each["legendFormat"] for each in queries)]
     more["overrides"] = [
-        *(coloured(f"/\\b{head} {n}\\b/", colour) for head in numbered for n, colour in enumerate(GPU_COLOURS)),
+        *(coloured(f"/\\b{head} {n}\\b(?! MIG)/", colour) for head in numbered for n, colour in enumerate(GPU_COLOURS)),
         *more.get("overrides", ()),
     ]
     drawn = {

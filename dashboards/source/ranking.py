@@ -43,7 +43,7 @@ def with_link(expr: str, *, gpu: bool = False) -> str:
 
     Made here because Grafana leaves the name of a column that is not there in a link as it is: bare metal has no pod.
     """
-    labels = ("namespace", "job", "pod", "instance", *(("gpu",) if gpu else ()))
+    labels = ("namespace", "job", "pod", "instance", *(("uuid",) if gpu else ()))
     before = "cluster"
     for label in labels:
         expr = f'label_join({expr}, "open", "&var-{label}=", "{before}", "{label}")'
@@ -71,12 +71,15 @@ OPEN: Final = leading(
     f"/d/headroom?${{datasource:queryparam}}&var-cluster={CELL}&${{__url_time_range}}",
 )
 
+GPU_WIDTH: Final = 125
+"""Enough for a MIG instance's."""
+
 IDENTITY: Final = ("open", "cluster", "namespace", "pod", "instance", "model_name", "gpu", "state", "source")
 NARROW: Final = [
     override("cluster", custom__width=80),
     override("namespace", custom__width=100),
     override("instance", custom__width=140),
-    override("GPU", custom__width=45),
+    override("GPU", custom__width=GPU_WIDTH),
 ]
 
 

@@ -6,7 +6,7 @@ from dashboards.source.colours import BAD, GOOD, NEUTRAL, RUNNING_COLOUR, UNATTR
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import Json, coloured, on_the_right, override, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.series import ENGINE, GPU, RUNNING
+from dashboards.source.series import ENGINE, GPU, RUNNING, of_gpus
 
 EACH = "{{model_name}} engine {{engine}}"
 ALL_OF_IT = {"axisSoftMin": 0, "axisSoftMax": 1}
@@ -26,7 +26,7 @@ def what_a_request_costs() -> Row:
                 "Memory per running request",
                 "Memory the engine holds over running requests: it falls as load rises, since the pool is there from "
                 "the start.",
-                [query(f"headroom_memory_per_running_request_bytes{{{GPU}}}", "GPU {{gpu}}"), RUNNING],
+                [of_gpus(f"headroom_memory_per_running_request_bytes{{{GPU}}}"), RUNNING],
                 unit="bytes",
                 custom={"axisSoftMin": 0},
                 overrides=[on_the_right("running requests", RUNNING_COLOUR)],
@@ -35,7 +35,7 @@ def what_a_request_costs() -> Row:
                 "Cost of a request over its baseline, at comparable load",
                 "1 is what a request cost when the engine was young, or the configured baseline; above 1.1, the dashed "
                 "line, is a leak per request.",
-                [query(f"headroom_memory_per_running_request_ratio{{{GPU}}}", "GPU {{gpu}}")],
+                [of_gpus(f"headroom_memory_per_running_request_ratio{{{GPU}}}")],
                 unit="none",
                 decimals=2,
                 thresholds=steps((None, NEUTRAL), (1.1, BAD)),

@@ -8,7 +8,7 @@ from dashboards.source.colours import BAD, GOOD, STATES, WARNING
 from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 
 TARGET: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",pod=~"$pod",instance=~"$instance"'
-GPU: Final = f'{TARGET},gpu=~"$gpu"'
+GPU: Final = f'{TARGET},uuid=~"$uuid"'
 ENGINE: Final = f'{TARGET},model_name=~"$model_name"'
 """Label matchers. `All` is `.*`, which matches a series without the label too: bare metal has no namespace."""
 
@@ -32,6 +32,20 @@ FREE_FLOOR: Final = steps((None, BAD), (512 * MIB, WARNING), (1024 * MIB, GOOD))
 
 UNREPORTED: Final = steps((None, GOOD), (0.03, WARNING), (0.04, BAD))
 """As in the alerts on the discrepancy: shares of the card, beyond what there was when the engine first served."""
+
+
+def numbered(expr: str) -> str:
+    """Return `expr` with `gpu` as the alerts write it: instances of one card, which share its number, are told apart.
+
+    1, or 1 MIG-1a2b3c4d.
+    """
+    joined = f'label_join({expr}, "gpu", " ", "gpu", "uuid")'
+    return f'label_replace({joined}, "gpu", "$1", "gpu", "([0-9]+( MIG-.{{8}})?).*")'
+
+
+def of_gpus(expr: str, legend: str = "GPU {{gpu}}") -> Json:
+    """Return a query whose series are called by their GPU, which `expr` has to keep with its UUID."""
+    return query(numbered(expr), legend)
 
 
 def leak_state(metric: str, matchers: str, by: str) -> str:
@@ -64,7 +78,7 @@ def rooms() -> list[Json]:
     """
     empty = f'headroom_engine_state{{{TARGET},state=~"down|starting|asleep"}} == 1'
     lines = [
-        query(f"{expr} unless on ({BY_TARGET}) {empty}", f"GPU {{{{gpu}}}}{name}")
+        of_gpus(f"{expr} unless on ({BY_TARGET}) {empty}", f"GPU {{{{gpu}}}}{name}")
         for expr, name in ((f"{FREE}{{{GPU}}}", ""), (free_at_the_peak(GPU), " at its peaks"))
     ]
     return [*lines, query("vector(0)", "zero")]
@@ -117,7 +131,7 @@ def lines_of_held(matchers: str, only: str = "") -> list[Json]:
     `only` goes after each selection, where the matchers have more than one.
     """
     return [
-        query(f"max by (gpu, holder) (headroom_gpu_memory_held_bytes{{{matchers}}}{only})", "{{holder}}"),
+        query(f"max by (gpu, uuid, holder) (headroom_gpu_memory_held_bytes{{{matchers}}}{only})", "{{holder}}"),
         query(f"headroom_gpu_memory_reserved_bytes{{{matchers}}}{only}", "reserved by the driver"),
         query(f"headroom_gpu_memory_free_bytes{{{matchers}}}{only}", "free"),
         query(f"headroom_gpu_memory_used_peak_bytes{{{matchers}}}{only}", "peak"),

@@ -25,7 +25,7 @@ from dashboards.source.ranking import (
     with_link,
     worst,
 )
-from dashboards.source.series import BY_GPU, BY_TARGET, SIDECAR, TARGET, free_at_the_peak
+from dashboards.source.series import BY_GPU, BY_TARGET, SIDECAR, TARGET, free_at_the_peak, of_gpus
 
 MODEL: Final = 'cluster=~"$cluster",namespace=~"$namespace",model_name=~"$model_name"'
 """What the recording rules keep."""
@@ -47,8 +47,8 @@ def gpus() -> Json:
         "Time, rate and leaked are there only while a GPU grows or leaks; at the peak is what was free then. From the "
         "recording rules (gpu:...), empty without them.",
         [
-            query(with_link(f"{WORST_GPUS} + 0", gpu=True)),
-            *(query(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
+            of_gpus(with_link(f"{WORST_GPUS} + 0", gpu=True)),
+            *(of_gpus(f"max by ({BY_GPU}) (({each}) and on ({BY_GPU}) {WORST_GPUS})") for each in columns.values()),
         ],
         joined(zip("BCDEFG", columns, strict=True), "A"),
         height=12,

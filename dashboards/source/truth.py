@@ -17,7 +17,7 @@ from dashboards.source.colours import (
 from dashboards.source.dashboard import Row
 from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps
 from dashboards.source.panels import stat, timeseries
-from dashboards.source.series import BY_GPU, ENGINE, FREE, GPU, UNREPORTED, lines_of_held
+from dashboards.source.series import BY_GPU, ENGINE, FREE, GPU, UNREPORTED, lines_of_held, of_gpus
 
 
 def _unreported() -> Json:
@@ -67,7 +67,7 @@ def who_holds_the_memory() -> Row:
 
 def _ledger() -> Json:
     made = timeseries(
-        "Who holds the memory of GPU $gpu",
+        "Who holds the memory of GPU $uuid",
         "All memory of the GPU, by holder, stacked to its size. Unattributed is memory that no visible process "
         "accounts for. The line on top is the highest use between two scrapes. Left behind is what processes hold that "
         "serve no engine any more, counted with the engine or others in the stack.",
@@ -79,7 +79,7 @@ def _ledger() -> Json:
         min=0,
         overrides=[*HOLDERS, LEFT_BEHIND],
     )
-    return {**made, "repeat": "gpu", "repeatDirection": "h", "maxPerRow": 4}
+    return {**made, "repeat": "uuid", "repeatDirection": "h", "maxPerRow": 4}
 
 
 def _parts() -> Json:
@@ -133,7 +133,7 @@ def _story() -> Json:
         "Reported is what the engine says or was told to use; actual is what the GPU says it holds.",
         [
             query(f"max by (basis) ({reported})", "reported ({{basis}})"),
-            query(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),
+            of_gpus(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),
         ],
         unit="bytes",
         width=12,

@@ -17,9 +17,9 @@ from tests.dashboards.checks import CHECKS
 from tests.dashboards.grafana import FOLDER, NAMES, load, panels, variables
 
 EXCEPTIONS: Final = {
-    ("headroom", "choosable", "gpu"): "All is the engine's GPUs, not every GPU that can be seen",
+    ("headroom", "choosable", "uuid"): "All is the engine's GPUs, not every GPU that can be seen",
     ("headroom", "counters", "XID errors since the sidecar started"): "rare: how many there were is the question",
-    ("headroom-incident", "choosable", "gpu"): "All is the engine's GPUs, not every GPU that can be seen",
+    ("headroom-incident", "choosable", "uuid"): "All is the engine's GPUs, not every GPU that can be seen",
     (
         "headroom-incident",
         "counters",

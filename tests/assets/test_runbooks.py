@@ -45,6 +45,15 @@ def test_a_runbook_asks_for_metrics_labels_and_words_that_there_are(page: str) -
 
 
 @each_page
+def test_what_a_command_takes_from_the_shell_is_set_on_the_page(page: str) -> None:
+    told = re.sub(r"^```promql\n.*?^```", "", RUNBOOKS[page], flags=re.DOTALL | re.MULTILINE)
+    explained = {"HEADROOM_PROBE_DIR", "HEADROOM_STATE_DIR", "KEY", "NF", "PID", "USER"}
+    taken = set(re.findall(r"\$([A-Z_]+)", told)) - explained
+
+    assert page == OVERVIEW or taken <= set(re.findall(r"\b([A-Z_]+)=", told))
+
+
+@each_page
 def test_a_runbook_names_only_alerts_that_there_are(page: str) -> None:
     assert unknown_alerts(RUNBOOKS[page]) == set()
 

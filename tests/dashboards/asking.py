@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from tests.dashboards.grafana import ALL, Json, Query, filled, interpolated, is_ranked, label_values, variables
+from tests.dashboards.grafana import (
+    ALL,
+    Json,
+    Query,
+    filled,
+    interpolated,
+    is_answer,
+    is_ranked,
+    label_values,
+    variables,
+)
 from tests.dashboards.store import HOURS, SCRAPE_SECONDS, Prometheus
 
 STEP_SECONDS: Final = SCRAPE_SECONDS
@@ -35,11 +45,11 @@ def _variables(
     for variable in variables(dashboard):
         if variable["type"] == "query":
             name, (series, label) = variable["name"], label_values(variable)
-            if is_ranked(variable):
+            if is_answer(variable):
                 offered[name] = [each["metric"][label] for each in prometheus.instant(filled(series, put_in))]
-                first = offered[name][0]
             else:
-                offered[name], first = prometheus.label_values(filled(series, put_in), label), ALL
+                offered[name] = prometheus.label_values(filled(series, put_in), label)
+            first = offered[name][0] if is_ranked(variable) else ALL
             assert chosen.get(name) in {None, *offered[name]}, f"{name} offers {offered[name]}"
             put_in[name] = interpolated(variable, [chosen.get(name, first)], offered[name])
     return offered, put_in

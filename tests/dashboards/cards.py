@@ -1,4 +1,4 @@
-"""Other cards than the demo's one of 80 GB: eight of them of which one leaks, and a small one."""
+"""Other cards than the demo's one of 80 GB: eight of them of which one leaks, a card in MIG instances, a small one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm_headroom.commands.demo.readers import SimulatedGpus
 from vllm_headroom.model import GpuMemory, GpuReading, GpuReadings
 
 LEAKING: Final = 5
+INSTANCES: Final = tuple(f"MIG-{letter * 8}-0000-5000-8000-000000000000" for letter in ("a", "b", "c"))
 SMALL: Final = 0.3
 """A card of 24 GB over the demo's, which has 80."""
 
@@ -25,6 +26,21 @@ class EightGpus(SimulatedGpus):
         (now,) = found.devices
         self.first = first = self.first or now
         return replace(found, devices=tuple(_numbered(now if gpu == LEAKING else first, gpu) for gpu in range(8)))
+
+
+class MigInstances(SimulatedGpus):
+    """Three instances of card 1: the first is the world's, the second stays as it began, the third is another's."""
+
+    first: GpuReading | None = None
+
+    async def read(self, timeout_seconds: float) -> GpuReadings:
+        """Return one reading of the instances."""
+        found = await super().read(timeout_seconds)
+        (now,) = found.devices
+        self.first = first = self.first or now
+        each = (now, first, replace(first, processes=()))
+        instances = (replace(device, index=1, uuid=uuid) for device, uuid in zip(each, INSTANCES, strict=True))
+        return replace(found, devices=tuple(instances))
 
 
 class SmallCard(SimulatedGpus):

@@ -12,7 +12,7 @@ from tests.dashboards.store import BARE, TARGETS
 EVERYWHERE: Final = frozenset(TARGETS)
 TIME, LEAKING = "Least time to out of memory, by model", "Leaking GPUs, by model"
 WORST: Final = "Worst discrepancy, by model"
-LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
+LEAKS: Final = frozenset({"leak", "eight GPUs", "MIG", BARE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ EMPTY: Final = (
     Empty(
         why="a target is one model, but every namespace is that of bare metal",
         over=EVERYWHERE - {BARE},
-        queries={"headroom-fleet": {TIME: ("B", "C"), LEAKING: ("B", "C"), WORST: ("B", "C", "D", "E")}},
+        queries={"headroom-fleet": {TIME: ("B", "C", "D"), LEAKING: ("B", "C", "D"), WORST: ("B", "C", "D", "E")}},
     ),
     Empty(
-        why="three models leak",
+        why="four models leak",
         over=EVERYWHERE,
-        queries={"headroom-fleet": {TIME: ("D", "E"), LEAKING: ("D", "E")}},
+        queries={"headroom-fleet": {TIME: ("E",), LEAKING: ("E",)}},
     ),
     Empty(
         why="nothing is wrong for long enough",
@@ -163,7 +163,7 @@ EMPTY: Final = (
             "headroom": {
                 "What the engine uses the fullest GPU for": (),
                 "Each GPU, and when it will be full": ("F",),
-                "Who holds the memory of GPU $gpu": ("left behind",),
+                "Who holds the memory of GPU $uuid": ("left behind",),
                 "Host memory against its limit": (),
                 "Time until the kernel kills": (),
                 "Host leak rate": (),

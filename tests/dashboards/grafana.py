@@ -85,7 +85,7 @@ def variables(dashboard: Json) -> list[Json]:
 def label_values(variable: Json) -> tuple[str, str]:
     """Return the series and the label of a variable that lists a label's values, or those of a query's answer."""
     if ranked := re.fullmatch(r"query_result\((.+)\)", variable["query"]["query"], re.DOTALL):
-        assert variable["regex"] == f'/{variable["name"]}="([^"]+)"/'
+        assert re.search(rf'\b{variable["name"]}="\((\?<value>)?\[', variable["regex"])
         return ranked[1], variable["name"]
     found = re.fullmatch(r"label_values\((.+), *(\w+)\)", variable["query"]["query"], re.DOTALL)
     assert found, f"{variable['name']} is not label_values(series, label)"
@@ -94,6 +94,11 @@ def label_values(variable: Json) -> tuple[str, str]:
 
 def is_ranked(variable: Json) -> bool:
     """Return whether a variable offers what a query answers, in its order: one is chosen, the first by itself."""
+    return is_answer(variable) and not variable["includeAll"]
+
+
+def is_answer(variable: Json) -> bool:
+    """Return whether a variable offers what a query answers."""
     return str(variable["query"]["query"]).startswith("query_result(")
 
 

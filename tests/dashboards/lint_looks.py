@@ -109,5 +109,5 @@ def admitted(dashboard: Json) -> Faults:
 def single(dashboard: Json) -> Faults:
     """A board of GPUs is of one engine, the worst unless another is chosen: many make one smear."""
     choices = {each["name"]: each for each in variables(dashboard)}
-    if "gpu" in choices and not is_ranked(choices["instance"]):
+    if "uuid" in choices and not is_ranked(choices["instance"]):
         yield Fault(where="instance", what="many can be chosen")

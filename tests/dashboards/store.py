@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import httpx
 
-from tests.dashboards.cards import EightGpus, SmallCard
+from tests.dashboards.cards import EightGpus, MigInstances, SmallCard
 from tests.dashboards.history import BARE_METAL, Target, open_metrics
 from tests.dashboards.rules import evaluated
 from vllm_headroom.commands.demo.readers import SimulatedGpus
@@ -69,6 +69,7 @@ TARGETS: Final[Mapping[str, Target]] = {
     "crash": _pod(TABLE["crash"], 8),
     "asleep": _pod(ASLEEP, 9),
     "eight GPUs": _pod(TABLE["leak"], 10, gpus=EightGpus),
+    "MIG": _pod(TABLE["leak"], 12, gpus=MigInstances),
     "small card": _pod(TABLE["healthy"], 11, gpus=SmallCard),
     BARE: Target(scenario=TABLE["leak"], labels=BARE_METAL),
 }

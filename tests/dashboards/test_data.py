@@ -73,6 +73,6 @@ def test_a_target_that_is_chosen_is_shown_alone(prometheus: Prometheus, target: 
 
 def test_of_engines_the_one_that_leaks_is_shown_first(prometheus: Prometheus) -> None:
     offered = options(prometheus, load("headroom"), {})["instance"]
-    leaking = {target.labels["instance"] for name, target in TARGETS.items() if name in {"leak", "eight GPUs", BARE}}
+    leaking = {TARGETS[name].labels["instance"] for name in ("leak", "eight GPUs", "MIG", BARE)}
 
     assert set(offered[: len(leaking)]) == leaking

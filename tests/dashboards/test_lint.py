@@ -77,7 +77,7 @@ def collapses(dashboard: Json) -> None:
 
 
 TARGET: Final = ",".join(f'{name}=~"${name}"' for name in ("cluster", "namespace", "job", "pod", "instance"))
-GPU: Final = f'{TARGET},gpu=~"$gpu"'
+GPU: Final = f'{TARGET},uuid=~"$uuid"'
 
 BROKEN: Final[list[tuple[str, Break, str]]] = [
     ("importable", lambda made: made.update(id=7), "id"),

@@ -14,7 +14,7 @@ from tests.dashboards.store import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"not on the PATH: {missing()} (Debian: prometheus)")
 
-ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "gpu"), ".*")
+ANY: Final = dict.fromkeys(("cluster", "namespace", "job", "pod", "instance", "uuid"), ".*")
 
 
 @pytest.mark.parametrize(

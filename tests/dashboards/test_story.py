@@ -15,10 +15,10 @@ from tests.dashboards.store import BARE, TARGETS, Prometheus
 from vllm_headroom.commands.demo.world import TOTAL_BYTES
 
 ENGINE: Final = load("headroom")
-LEDGER: Final = "Who holds the memory of GPU $gpu"
+LEDGER: Final = "Who holds the memory of GPU $uuid"
 HERO: Final = "Headroom: free memory of each GPU, down to zero"
 HOUR: Final = 3600
-LEAKS: Final = frozenset({"leak", "eight GPUs", BARE})
+LEAKS: Final = frozenset({"leak", "eight GPUs", "MIG", BARE})
 ALIVE: Final = [target for target in TARGETS if not target.endswith("down")]
 
 
@@ -88,7 +88,7 @@ def test_the_ledger_is_as_high_as_the_card(prometheus: Prometheus, target: str) 
     for at, value in (point for layer in layers for series in layer for point in series["values"]):
         heights[at] += float(value)
 
-    cards = {"eight GPUs": 8 * TOTAL_BYTES, "small card": int(SMALL * TOTAL_BYTES)}
+    cards = {"eight GPUs": 8 * TOTAL_BYTES, "MIG": 2 * TOTAL_BYTES, "small card": int(SMALL * TOTAL_BYTES)}
     assert set(heights.values()) == {cards.get(target, TOTAL_BYTES)}
 
 

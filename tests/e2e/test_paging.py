@@ -117,7 +117,7 @@ def test_a_page_notifies_though_the_warning_is_open_and_mutes_what_is_less(bench
         {
             "text": "Dashboard",
             "href": "https://grafana.example/d/headroom?var-namespace=prod&var-pod=llama-0"
-            f"&var-instance=127.0.0.1:{engine.port}&var-gpu=0",
+            f"&var-instance=127.0.0.1:{engine.port}&var-uuid=GPU-0",
         },
     ]
 

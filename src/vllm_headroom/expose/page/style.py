@@ -23,7 +23,7 @@ PAGE_STYLE: Final = (
     f"{_LEVELS}figure{{margin:1rem 0;position:relative}}"
     "figure i{position:absolute;right:0;font:.85rem system-ui,sans-serif;color:var(--dim)}"
     "svg{display:block;width:100%;height:11rem;border-top:1px solid var(--line)}"
-    ".strip svg{height:2.5rem}.axis{display:flex;justify-content:space-between;color:var(--dim);"
+    ".strip svg{height:2.5rem}.axis{display:flex;gap:.5rem;justify-content:space-between;color:var(--dim);"
     "font-size:.85rem}.axis.ahead span{flex:1;text-align:right}.axis.ahead span:first-child{text-align:left}"
     ".wide{overflow-x:auto}table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.3rem .6rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}"
