@@ -15,9 +15,9 @@ HISTORY_STEP: Final = 1.08
 HISTORY_POINTS: Final = 200
 NEWEST_RISES: Final = 31
 FEW_RISES: Final = 3
-LEAP: Final = 2.0
+LEAP, FEW_REQUESTS = 2.0, 8.0
 """Load that is so many times as high as ever before makes demands of its own. Level load exceeds its first minutes by a
-half at times."""
+half at times, and where few requests run it doubles by chance: fewer are taken for so many."""
 
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
@@ -43,9 +43,11 @@ def lowered(level: Level, drop: float) -> Level:
 def founded(track: Track, block: Block) -> Track:
     """Return the track with the block that work is counted from: the first one, or a later one in which load doubled.
 
-    Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew.
+    Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew. Under an
+    alarm only its end counts.
     """
-    if track.first is not None and track.most_load <= LEAP * track.first_load:
+    alike = track.most_load <= LEAP * max(FEW_REQUESTS, track.first_load) or track.projected is Verdict.LEAKING
+    if track.first is not None and alike:
         return track
     first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
     begun_bytes = block.floor_bytes if track.first is None else track.begun_bytes

@@ -38,6 +38,11 @@ UNEVEN_SHARE: Final = 0.5
 STRAIGHT_SHARE: Final = 0.05
 """Of the growth, how far a reading may be off an even pace, beside one segment: first uses come at random times."""
 
+LUMPY_SECONDS: Final = 120.0
+LUMP_SHARE: Final = 0.3
+"""What leaks takes the place of what is cached, whose segments are then taken anew: where all readings are rises, of at
+most so large a share of the growth, over two minutes, one may be off by the largest of them."""
+
 
 def followed(run: Run, now: Point) -> Run:
     """Return the run with one more reading; the same where it adds nothing."""
@@ -86,7 +91,12 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
 def _straight(points: tuple[Point, ...], pace: float) -> bool:
     """Return whether no reading is far off the line from the first to the last."""
     first, last = points[0], points[-1]
-    most = STEP_BYTES + STRAIGHT_SHARE * (last.floor_bytes - first.floor_bytes)
+    grown = last.floor_bytes - first.floor_bytes
+    most = STEP_BYTES + STRAIGHT_SHARE * grown
+    largest = max(after.floor_bytes - before.floor_bytes for before, after in pairwise(points))
+    lasted = last.seconds - first.seconds
+    if len(points) == READINGS and lasted >= LUMPY_SECONDS and largest <= LUMP_SHARE * grown:
+        most = max(most, largest)
     return all(abs(p.floor_bytes - first.floor_bytes - pace * (p.seconds - first.seconds)) <= most for p in points)
 
 

@@ -33,8 +33,9 @@ SETTLED_SECONDS: Final = 3600.0
 and load, whose needs are in use as well, has not doubled of late."""
 
 CACHE_SHARE: Final = 1 / 3
-"""And where no more than this is left, an alarm was of cache. On simulated days a leak under an alarm kept nine tenths
-in the middle, 0.69 at least in 126 of them; where nothing leaked a fifth was kept in the middle."""
+REFILLED_SECONDS: Final = 600.0
+"""And where ten minutes later no more than this is held, an alarm was of cache: what serving needs of the cache, which
+was there before anything grew, has come back by then."""
 
 
 def observe(track: Track, seen: Observation) -> Track:
@@ -90,6 +91,8 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         closed = close(founded(track, block), block)
         if closed is None:
             return _gather(anchored(track), held_bytes, room_bytes)
+        if _was_cache(track, held_bytes):
+            return _gather(anchored(track), held_bytes, room_bytes)
         track = closed
         if track.levels[JUDGED_LEVEL].block is None:
             track = judged(track, room_bytes)
@@ -133,8 +136,6 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     kept = settled and kept_bytes >= max(KEPT_BYTES, KEPT_SHARE * (kept_bytes + drop))
     if not kept and track.verdict is not Verdict.LEAKING:
         return track
-    if kept_bytes < CACHE_SHARE * (kept_bytes + drop):
-        return anchored(track)
     return replace(
         track,
         projected=Verdict.LEAKING if kept else track.projected,
@@ -142,6 +143,14 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
         flush=Flush(track.seconds, block.ceiling_bytes, held_bytes),
         levels=tuple(lowered(level, drop) for level in track.levels),
     )
+
+
+def _was_cache(track: Track, held_bytes: float) -> bool:
+    """Return whether most of what had grown until the allocator gave back its cache has not been taken again."""
+    flush = track.flush
+    if flush is None or track.seconds - flush.seconds < REFILLED_SECONDS:
+        return False
+    return held_bytes - track.begun_bytes < CACHE_SHARE * (flush.height_bytes - track.begun_bytes)
 
 
 def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:

@@ -74,6 +74,17 @@ def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     assert course.worst is not Verdict.LEAKING
 
 
+def test_a_leak_in_large_steps_stays_an_alarm_while_load_rises_over_the_day() -> None:
+    def rising(each: Observation) -> Observation:
+        running = max(1.0, 2 * (each.seconds / HOUR - 4))
+        return replace(each, running=running, finished_total=0.1 * each.seconds**2 / HOUR)
+
+    course = follow(map(rising, readings(steps(200 * MIB, 30), 13)))
+
+    begun = course.verdicts.index(Verdict.LEAKING)
+    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+
+
 def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones_are() -> None:
     sizes = [MIB * size for size in (20, 440, 450, 486, 508, 516, 550, 556, 602)]
 
@@ -166,6 +177,18 @@ def test_segments_taken_at_random_times_are_first_uses_and_no_fast_growth() -> N
         return TOTAL - BASE - 700 * MIB + 20 * MIB * sum(seconds >= each for each in when)
 
     assert follow(every_5_seconds(full_card, 1.1)).worst is Verdict.NONE
+
+
+def test_fast_growth_in_the_lumps_of_what_it_displaces_is_a_leak_within_minutes() -> None:
+    lumps = 448, 90, 0, 0, 356, 0, 0, 224, 0, 80, 0, 84, 0, 0, 88, 18, 544, 224, 0, 0, 112, *[0, 224] * 2, *[0] * 5
+
+    def lumpy(seconds: float) -> float:
+        return MIB * sum(lumps[number % len(lumps)] for number in range(int(max(0.0, seconds - HOUR) / 5)))
+
+    course = follow(every_5_seconds(lumpy, 1.08))
+
+    assert Verdict.LEAKING in course.verdicts
+    assert course.verdicts.index(Verdict.LEAKING) * 5.0 <= HOUR + 240
 
 
 def test_a_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:

@@ -143,3 +143,21 @@ def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept
 
     assert course.verdicts[-100] is Verdict.LEAKING
     assert course.verdicts[-1] is verdict
+
+
+@pytest.mark.parametrize(("comes_back", "verdict"), [(0.9, Verdict.LEAKING), (0.2, Verdict.NONE)])
+def test_cache_that_was_there_at_first_and_is_taken_again_within_minutes_ends_no_alarm(
+    comes_back: float, verdict: Verdict
+) -> None:
+    cache, full = 1500 * MIB, 8 * HOUR
+
+    def shape(seconds: float) -> float:
+        grown = min(1.0, seconds / full) * (TOTAL - BASE - cache - 300 * MIB)
+        given_back = 0.0 if seconds < full else cache + grown
+        refilled = comes_back * (cache + grown) * min(1.0, max(0.0, seconds - full) / 300)
+        return cache + grown - given_back + refilled
+
+    course = follow(readings(shape, 8.5))
+
+    assert course.verdicts[-100] is Verdict.LEAKING
+    assert course.verdicts[-1] is verdict
