@@ -15,9 +15,9 @@ HISTORY_STEP: Final = 1.08
 HISTORY_POINTS: Final = 200
 NEWEST_RISES: Final = 31
 FEW_RISES: Final = 3
-LEAP, FEW_REQUESTS = 2.0, 8.0
+LEAP: Final = 2.0
 """Load that is so many times as high as ever before makes demands of its own. Level load exceeds its first minutes by a
-half at times, and where few requests run it doubles by chance: fewer are taken for so many."""
+half at times."""
 
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
@@ -46,7 +46,7 @@ def founded(track: Track, block: Block) -> Track:
     Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew. Under an
     alarm only its end counts.
     """
-    alike = track.most_load <= LEAP * max(FEW_REQUESTS, track.first_load) or track.projected is Verdict.LEAKING
+    alike = track.most_load <= LEAP * track.first_load or track.projected is Verdict.LEAKING
     if track.first is not None and alike:
         return track
     first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)

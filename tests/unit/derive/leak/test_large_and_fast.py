@@ -74,14 +74,13 @@ def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
     assert course.worst is not Verdict.LEAKING
 
 
-def test_a_leak_in_large_steps_stays_an_alarm_while_load_rises_over_the_day() -> None:
-    def rising(each: Observation) -> Observation:
-        running = max(1.0, 2 * (each.seconds / HOUR - 4))
-        return replace(each, running=running, finished_total=0.1 * each.seconds**2 / HOUR)
-
-    course = follow(map(rising, readings(steps(200 * MIB, 30), 13)))
+def test_a_leak_in_large_steps_stays_an_alarm_when_load_doubles() -> None:
+    course = follow(
+        replace(each, running=10.0 if each.seconds < 10 * HOUR else 25.0) for each in readings(steps(300 * MIB, 40), 13)
+    )
 
     begun = course.verdicts.index(Verdict.LEAKING)
+    assert begun * 15.0 < 10 * HOUR
     assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
 
 
