@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Final
 
 from msgspec.structs import replace
@@ -15,8 +16,8 @@ SMALL: Final = 0.3
 """A card of 24 GB over the demo's, which has 80."""
 
 
-class EightGpus(SimulatedGpus):
-    """The GPUs of an engine with a process on each; the world's leak is GPU 5's, the others stay as they began."""
+class SeveralGpus(SimulatedGpus):
+    """What is made of the world's GPU as it began and as it is now."""
 
     first: GpuReading | None = None
 
@@ -24,23 +25,29 @@ class EightGpus(SimulatedGpus):
         """Return one reading of the devices."""
         found = await super().read(timeout_seconds)
         (now,) = found.devices
-        self.first = first = self.first or now
-        return replace(found, devices=tuple(_numbered(now if gpu == LEAKING else first, gpu) for gpu in range(8)))
+        self.first = self.first or now
+        return replace(found, devices=self.devices(self.first, now))
+
+    @abstractmethod
+    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+        """Return the devices."""
 
 
-class MigInstances(SimulatedGpus):
+class EightGpus(SeveralGpus):
+    """The GPUs of an engine with a process on each; the world's leak is GPU 5's, the others stay as they began."""
+
+    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+        """Return the GPUs."""
+        return tuple(_numbered(now if gpu == LEAKING else first, gpu) for gpu in range(8))
+
+
+class MigInstances(SeveralGpus):
     """Three instances of card 1: the first is the world's, the second stays as it began, the third is another's."""
 
-    first: GpuReading | None = None
-
-    async def read(self, timeout_seconds: float) -> GpuReadings:
-        """Return one reading of the instances."""
-        found = await super().read(timeout_seconds)
-        (now,) = found.devices
-        self.first = first = self.first or now
+    def devices(self, first: GpuReading, now: GpuReading) -> tuple[GpuReading, ...]:
+        """Return the instances."""
         each = (now, first, replace(first, processes=()))
-        instances = (replace(device, index=1, uuid=uuid) for device, uuid in zip(each, INSTANCES, strict=True))
-        return replace(found, devices=tuple(instances))
+        return tuple(replace(device, index=1, uuid=uuid) for device, uuid in zip(each, INSTANCES, strict=True))
 
 
 class SmallCard(SimulatedGpus):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from vllm_headroom.vocabulary import GateName
 
@@ -37,9 +36,9 @@ class Response(Struct, frozen=True, kw_only=True):
 Handler = Callable[[Request], Response]
 
 
-def text(status: int, line: str) -> Response:
-    """Return an answer of one line."""
-    return Response(status=status, body=f"{line}\n".encode())
+def text(status: int, line: str, *headers: Header) -> Response:
+    """Return an answer of one line, with these headers beside the usual ones."""
+    return Response(status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers))
 
 
 def application(
@@ -66,8 +65,7 @@ def application(
 
     def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
-            refused = text(405, "only GET and HEAD")
-            return replace(refused, headers=(*refused.headers, ("Allow", "GET, HEAD")))
+            return text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
         return answers.get(request.path, _not_found)(request)
 
     return answer

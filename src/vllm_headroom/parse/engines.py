@@ -125,15 +125,20 @@ def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], rank
     return _usable(fact.field, sum(known)) if len(known) == len(values) else None
 
 
-def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
-    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole.
+def _disagree(samples: Iterable[Sample]) -> bool:
+    """Return whether a series has two values on one page, as where somebody joins the pages of several servers.
 
-    A series that has two values on one page, as where somebody joins the pages of several servers, has none that could
-    be trusted: the format leaves undefined what it means, and Prometheus keeps whichever stands first.
+    None of them could be trusted: the format leaves undefined what it means, and Prometheus keeps whichever stands
+    first.
     """
-    samples = tuple(samples)
     told = {(frozenset(sample.labels.items()), sample.value) for sample in samples}
-    if len(told) > len({series for series, _ in told}):
+    return len(told) > len({series for series, _ in told})
+
+
+def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
+    """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
+    samples = tuple(samples)
+    if len(samples) > 1 and _disagree(samples):
         return None
     parts: dict[object, float | None] = {}
     for sample in samples:

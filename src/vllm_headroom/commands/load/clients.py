@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 from collections.abc import Callable
 from time import monotonic
 from typing import Final
@@ -13,15 +12,13 @@ from vllm_headroom.commands.load.connection import ClientConnection
 from vllm_headroom.commands.load.stream import Completion, Outcome, Stream, shown
 from vllm_headroom.commands.load.tally import Tally
 from vllm_headroom.commands.load.target import Target
+from vllm_headroom.scrape.shortage import SHORTAGES
 
 AT_ONCE: Final = 256
 """Connections being made at the same time: more overflow the queue of a listening socket, and wait seconds for it."""
 
 KEEP_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
-
-OWN: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-"""Errors of this machine, not the server's: no descriptor, no port or no memory left."""
 
 UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
 
@@ -46,7 +43,7 @@ class Asker:
         except TimeoutError:
             answer = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
-            outcome = Outcome.NOT_SENT if error.errno in OWN else Outcome.REFUSED
+            outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
             answer = Completion(outcome=outcome, text=shown(error.strerror or str(error)))
         finally:
             tally.end(answer)

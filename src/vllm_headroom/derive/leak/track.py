@@ -89,9 +89,7 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
         closed = close(founded(track, block), block)
-        if closed is None:
-            return _gather(anchored(track), held_bytes, room_bytes)
-        if _was_cache(track, held_bytes):
+        if closed is None or _was_cache(track, held_bytes):
             return _gather(anchored(track), held_bytes, room_bytes)
         track = closed
         if track.levels[JUDGED_LEVEL].block is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import ssl
@@ -13,10 +12,8 @@ from typing import Final
 import httpx
 
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Reason, Source
-
-_OF_THIS_SIDE: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
-"""What keeps this process from asking: it says nothing of who would have answered."""
 
 _LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""
@@ -92,7 +89,7 @@ def _no_connection(error: Exception, url: str) -> Failure:
             case ssl.SSLError():
                 advice = "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http"
                 return failure(Reason.TLS, f"TLS with {url} failed ({cause}): {advice}")
-            case OSError(errno=int(number)) if number in _OF_THIS_SIDE:
+            case OSError(errno=int(number)) if number in SHORTAGES:
                 advice = "raise that limit of the sidecar, or find what uses it up on its machine"
                 return failure(Reason.UNAVAILABLE, f"{url} cannot be asked ({os.strerror(number)}): {advice}")
             case OSError(errno=int(number)):

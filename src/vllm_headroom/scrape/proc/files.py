@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from errno import EMFILE, ENFILE, ENOMEM
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.scrape.proc.servers import named_role
+from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
 _START_BYTES: Final = 4096
@@ -22,9 +22,6 @@ _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 
 KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
-
-_OF_THIS_SIDE: Final = frozenset({EMFILE, ENFILE, ENOMEM})
-"""What keeps this process from reading: it says nothing of the process that was to be read."""
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -151,7 +148,7 @@ def boot_time_seconds(proc: Path) -> float:
 
 def _heed(error: Exception) -> None:
     """Raise the error if it is no answer to what was asked of a process."""
-    if isinstance(error, OSError) and error.errno in _OF_THIS_SIDE:
+    if isinstance(error, OSError) and error.errno in SHORTAGES:
         raise error
 
 
