@@ -126,10 +126,10 @@ def _remember(track: Track, block: Block) -> Track:
     rise = 0.0 if reference is None else max(0.0, block.floor_bytes - reference)
     if track.work.requests <= block.requests and rise < RISE_BYTES:
         return track
-    rises, grown_bytes, history = track.rises, track.grown_bytes, track.history
+    rises, history = track.rises, track.history
     if rise >= RISE_BYTES:
         rises = (*rises, rise)[-NEWEST_RISES:]
-        grown_bytes += min(rise, CLIP * median(rises)) if len(rises) >= FEW_RISES else rise
+    grown_bytes = track.grown_bytes + (min(rise, CLIP * median(rises)) if len(rises) >= FEW_RISES else rise)
     busy_seconds = track.busy_seconds + track.seconds - block.seconds
     requests = track.work.requests - track.anchor_requests
     last = history[-1] if history else (0.0, 0.0, 0.0)

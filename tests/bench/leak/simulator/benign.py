@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulator.card import MIB
-from simulator.host import Caches, Fill, Heap
+from simulator.host import Caches, Fill, Fragmented, Heap
 from simulator.parts import Adapters, Chores, Encoder, FirstUses, Graphs, Requests
 from simulator.recipe import MakePart, Recipe
 
@@ -101,5 +101,8 @@ HOST = {
     "host": Recipe(group="host", host=Heap, load="daily"),
     "host_caches": Recipe(group="host", ambiguous=True, host=Caches),
     "host_fill": Recipe(group="host", ambiguous=True, host=Fill),
+    "host_fragmented": Recipe(group="host", host=Fragmented, load="daily", hours=72),
+    "host_bursty": Recipe(group="host", host=Fragmented, load="bursts"),
+    "host_a_week": Recipe(group="host", host=Fragmented, load="office", hours=168, interval=300),
 }
 BENIGN = SERVING | LARGE_STEPS | RESET | BLIND | FAST | HOST

@@ -71,6 +71,19 @@ class Fill(Heap):
         self._cached = min(self._most, self._cached + self._pace * tick.length)
 
 
+class Fragmented(Heap):
+    """A heap whose holes grow by records of demand: so much for each e-fold of the requests done."""
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__(rng)
+        self._each_fold, self._seen = rng.uniform(50, 200) * MIB, 0
+
+    def step(self, tick: Tick) -> None:
+        super().step(tick)
+        self._seen += tick.done
+        self._cached = self._each_fold * log(1 + self._seen / 500)
+
+
 class LosesByRequest(Heap):
     """A list that is not drained: so much for each request."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log, pi, sin
 
 import pytest
 from msgspec.structs import replace
 
-from tests.unit.derive.leak.stretches import BASE, HOUR, Course, Shape, follow, readings, segments
+from tests.unit.derive.leak.stretches import BASE, HOUR, RATE, Course, Shape, follow, readings, segments
 from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
 
 QUIET = 3 * HOUR
+DAY = 24 * HOUR
 
 
 def on_a_device(shape: Shape, hours: float, room_bytes: float) -> Iterator[Observation]:
@@ -72,3 +74,20 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     at = told(lambda seconds: segments(seconds * rate)).first(Verdict.LEAKING)
     assert at is not None
     assert at > 9
+
+
+def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is_small() -> None:
+    """Host memory grows by pages: after a day a logarithm adds less within half a minute than a segment has."""
+
+    def finished(seconds: float) -> float:
+        return 2 * RATE * (seconds - 0.9 * sin(2 * pi * seconds / DAY) * DAY / (2 * pi))
+
+    def by_folds(seconds: float) -> float:
+        return 100 * MIB * log(1 + finished(seconds) / 1000)
+
+    def seen(shape: Shape) -> Iterator[Observation]:
+        for each in on_a_device(shape, 72.0, 120_000 * MIB):
+            yield replace(each, finished_total=float(int(finished(each.seconds))))
+
+    assert follow(seen(by_folds)).worst < Verdict.LEAKING
+    assert follow(seen(lambda seconds: by_folds(seconds) + 1500 * finished(seconds))).worst is Verdict.LEAKING
