@@ -56,7 +56,7 @@ def foreign(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
     return None
 
 
-FORMAT: Final = 9
+FORMAT: Final = 10
 """To be raised when the fields of a state, or what they mean, change."""
 
 LOAD_GAP_SECONDS: Final = 60.0

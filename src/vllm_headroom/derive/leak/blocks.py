@@ -8,7 +8,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, PARTS, RISE_BYTES, THRESHOLDS, chance, weigh
-from vllm_headroom.derive.leak.facts import MIB, Block, Level, Point, Track, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Block, Level, Peaks, Point, Track, Verdict
 from vllm_headroom.derive.leak.shape import CLIP
 
 HISTORY_STEP: Final = 1.08
@@ -18,6 +18,10 @@ FEW_RISES: Final = 3
 LEAP: Final = 2.0
 """Load that is so many times as high as ever before makes demands of its own. Level load exceeds its first minutes by a
 half at times."""
+
+ALIKE_LOAD, APART = 0.85, 1.01
+"""What came at less than this share of the most load is no precedent for what comes now; and how far from each other
+the peaks are that are remembered, but for the newest."""
 
 GIVEN_BACK_BYTES: Final = 8 * MIB
 GIVEN_BACK_SECONDS: Final = 3 * 3600.0
@@ -40,18 +44,27 @@ def lowered(level: Level, drop: float) -> Level:
     )
 
 
+def peaked(peaks: Peaks, running: float | None, now: float) -> Peaks:
+    """Return the peaks of load with one more reading of it."""
+    if not running or (peaks and running <= peaks[-1][1]):
+        return peaks
+    apart = peaks[:-1] if len(peaks) > 1 and running < APART * peaks[-2][1] else peaks
+    return (*(peak for peak in apart if peak[1] >= ALIKE_LOAD * running), (now, running))
+
+
 def founded(track: Track, block: Block) -> Track:
     """Return the track with the block that work is counted from: the first one, or a later one in which load doubled.
 
     Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew. Under an
     alarm only its end counts.
     """
-    alike = track.most_load <= LEAP * track.first_load or track.projected is Verdict.LEAKING
+    most = track.peaks[-1][1] if track.peaks else 0.0
+    alike = most <= LEAP * track.first_load or track.projected is Verdict.LEAKING
     if track.first is not None and alike:
         return track
     first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
     begun_bytes = block.floor_bytes if track.first is None else track.begun_bytes
-    return replace(track, first=first, first_load=track.most_load, begun_bytes=begun_bytes)
+    return replace(track, first=first, first_load=most, begun_bytes=begun_bytes)
 
 
 def close(track: Track, block: Block) -> Track | None:
@@ -108,7 +121,14 @@ def _tells(track: Track, reference_bytes: float, block: Block, point: Point) -> 
 
 
 def _chance(track: Track, block: Block) -> float:
+    """Return the chance that a healthy engine's floor rises with a block.
+
+    Where load was higher than ever in the block before, that explains one: what rises in a block shows in the next
+    one's floor.
+    """
     assert track.first is not None  # noqa: S101 - it is set before the first block is weighed
+    if any(2 * block.seconds - track.seconds <= peak <= block.seconds for peak, _ in track.peaks):
+        return 1.0
     seconds, requests = track.first.seconds - BLOCK_SECONDS, track.first.requests
     opened = (max(0.0, block.seconds - seconds), max(0.0, block.requests - requests))
     return chance(opened, (track.seconds - seconds, track.work.requests - requests))

@@ -10,6 +10,9 @@ from vllm_headroom.model import Gpu
 
 MIB = 2**20
 
+Peaks = tuple[tuple[float, float], ...]
+"""(seconds, requests) whenever more ran at once than ever before."""
+
 
 class Verdict(IntEnum):
     """How sure the detector is of a leak."""
@@ -158,9 +161,10 @@ class Track(Struct, frozen=True, kw_only=True):
     `doubted_clock` one far from it that is not believed yet. `anchor_*` is where this stretch of comparable
     readings began, `begun_bytes` what was held in its first block. `history` holds (requests, busy seconds, grown
     bytes) at 8 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their
-    clipped sum. `first` is the block that work is counted from: the first one, or the last in which `most_load`,
-    the most requests that ever ran at once, came to twice the `first_load` of the one before. `most_bytes` is what
-    the engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds`
+    clipped sum. `first` is the block that work is counted from: the first one, or the last in which the most
+    requests that ever ran at once came to twice the `first_load` of the one before. `peaks` are those of load,
+    the newest last, from 0.85 of that on. `most_bytes` is what the
+    engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds`
     when an alarm was last sure with little time left.
     """
 
@@ -173,7 +177,7 @@ class Track(Struct, frozen=True, kw_only=True):
     begun_bytes: float = 0.0
     first: Point | None = None
     first_load: float = 0.0
-    most_load: float = 0.0
+    peaks: Peaks = ()
     busy_seconds: float = 0.0
     top_bytes: float = 0.0
     most_bytes: float = 0.0

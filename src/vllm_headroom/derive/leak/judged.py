@@ -104,7 +104,13 @@ def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth 
     unknown = track.projected is Verdict.LEAKING and track.estimate is None and bool(level.points)
     if track.first is None or not (unknown or _just_ended(track, level)):
         return track.projected, None
-    life = Life(first=track.first, room_bytes=room_bytes, before=track.projected, flushed_seconds=_flushed(track))
+    life = Life(
+        first=track.first,
+        room_bytes=room_bytes,
+        before=track.projected,
+        flushed_seconds=_flushed(track),
+        alike_seconds=track.peaks[0][0] if track.peaks else 0.0,
+    )
     return project(level.points, track.steps, life)
 
 

@@ -50,7 +50,7 @@ def anchored(track: Track) -> Track:
         clock=track.clock,
         seconds=track.seconds,
         work=track.work,
-        most_load=track.most_load,
+        peaks=track.peaks,
         asleep=track.asleep,
         neighbours=track.neighbours,
         anchor_seconds=track.seconds,

@@ -57,13 +57,14 @@ class Life(Struct, frozen=True, kw_only=True):
     """What the window is held against: the block that work is counted from, the room that is left.
 
     `before` is what was said last, `flushed_seconds` when the allocator gave back its cache for want of room: what grew
-    within the cache until then was not seen.
+    within the cache until then was not seen. Before `alike_seconds` load was lower.
     """
 
     first: Point
     room_bytes: float | None
     before: Verdict
     flushed_seconds: float = 0.0
+    alike_seconds: float = 0.0
 
 
 class Window(Struct, frozen=True, kw_only=True):
@@ -107,12 +108,13 @@ def _windows(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -
 
     One is enough when the cache has been given back: what was lost before was taken from it, and no step was seen.
     """
+    since = life.first.seconds if life.before is Verdict.LEAKING else max(life.first.seconds, life.alike_seconds)
     first, least = life.first, 1.0 if life.flushed_seconds > points[0].seconds else LEAST_STEPS
     highest = tuple(accumulate((point.floor_bytes for point in points), max))
     total = squares = largest = slow = 0.0
     for begin in range(len(points) - 2, 0, -1):
         opened, rise = points[begin - 1], floors[begin + 1] - floors[begin]
-        if opened.seconds <= first.seconds:
+        if opened.seconds <= since:
             return
         if rise <= 0:
             continue

@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, founded, lowered
+from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, founded, lowered, peaked
 from vllm_headroom.derive.leak.evidence import BLOCK_SECONDS, USELESS_CHANCE, chance
 from vllm_headroom.derive.leak.facts import MIB, Block, Flush, Observation, Point, Run, Track, Verdict
 from vllm_headroom.derive.leak.fast import LASTS_SECONDS, fast, followed
@@ -55,7 +55,7 @@ def observe(track: Track, seen: Observation) -> Track:
         doubted_clock=None,
         seconds=now,
         work=worked(work, seen, elapsed, now),
-        most_load=max(track.most_load, seen.running or 0.0),
+        peaks=peaked(track.peaks, seen.running, now),
         asleep=seen.awake is False,
     )
     if seen.held_bytes is None:

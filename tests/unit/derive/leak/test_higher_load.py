@@ -1,6 +1,9 @@
-"""Load at twice its height makes demands of its own: what a few large steps foretell is counted from there."""
+"""Load that is higher than ever before makes demands of its own: what grows with it is no leak."""
 
 from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Course, Shape, changed, follow, leak, readings
 from vllm_headroom.derive.leak.facts import MIB, Verdict
@@ -43,3 +46,29 @@ def test_just_after_load_doubled_growth_proves_as_little_as_after_a_start() -> N
     assert level is not None
     assert doubled is not None
     assert 1 / 60 < doubled - level < 0.2
+
+
+def climbing(seconds: float) -> float:
+    """Return requests that run at once: 90 until the second hour, then 90 more within eight."""
+    return 90.0 + int(90 * min(1.0, max(0.0, seconds / HOUR - 2) / 8))
+
+
+def each_of(requests: int, size: int) -> Shape:
+    """Return steps of a size, one for so many requests that run at once more than at first."""
+    return lambda seconds: size * ((climbing(seconds) - 90) // requests)
+
+
+@pytest.mark.parametrize(("requests", "size"), [(3, 120 * MIB), (1, 20 * MIB)], ids=["large steps", "small ones"])
+def test_what_grows_with_each_new_peak_of_load_is_no_alarm_and_at_a_level_load_it_is_one(
+    requests: int, size: int
+) -> None:
+    seen = tuple(readings(each_of(requests, size), 10.0))
+
+    assert follow(replace(each, running=90.0) for each in seen).worst is Verdict.LEAKING
+    assert follow(replace(each, running=climbing(each.seconds)) for each in seen).worst < Verdict.LEAKING
+
+
+def test_a_leak_beneath_load_that_climbs_is_an_alarm_once_load_is_level() -> None:
+    seen = (replace(each, running=climbing(each.seconds)) for each in readings(leak, 12.0))
+
+    assert follow(seen).worst is Verdict.LEAKING
