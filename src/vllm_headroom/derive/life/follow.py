@@ -53,7 +53,7 @@ its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 _REASONS: Final = tuple(ExitReason)
 
 LEFT_SECONDS: Final = 30.0
-"""How long what an engine leaves is given to end by itself: a worker took up to 9 s after a kill of its core (vLLM 0.32)."""
+"""How long what an engine leaves is given to end by itself: a worker took up to 9 s after its core (vLLM 0.32)."""
 
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
