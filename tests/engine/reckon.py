@@ -1,11 +1,12 @@
 """Print what vLLM itself reckons that sequences take; run by the Python that vLLM is installed in.
 
-Standard input is a list of cases: layers of each kind, sizes, tokens; the output is the bytes of each.
+Standard input is a list of cases: a model's shape, the size of a block, tokens; the output is the bytes of each.
 """
 
 import json
 import sys
 from types import SimpleNamespace as Settings
+from typing import Any
 
 import torch
 from vllm.v1.core import kv_cache_utils
@@ -19,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
-def settings(case: dict[str, int]) -> Settings:
+def settings(case: dict[str, Any]) -> Settings:
     """Return as much of vLLM's configuration as its reckoning looks at."""
     return Settings(
         model_config=Settings(max_model_len=case["tokens"]),
@@ -39,26 +40,31 @@ def settings(case: dict[str, int]) -> Settings:
     )
 
 
-def specs(case: dict[str, int]) -> dict[str, KVCacheSpec]:
+def specs(case: dict[str, Any]) -> dict[str, KVCacheSpec]:
     """Return what vLLM's layers would say that they keep."""
-    block, heads, dtype = case["block_tokens"], max(1, case["kv_heads"] // case["ranks"]), torch.bfloat16
-    plain = {"block_size": block, "num_kv_heads": heads, "head_size": case["head_size"], "dtype": dtype}
-    full = FullAttentionSpec(**plain)
-    if case["latent_width"]:
-        full = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=case["latent_width"], dtype=dtype)
-    layers: list[KVCacheSpec] = [full] * case["full_layers"]
-    if case["windowed_layers"]:
-        layers += [SlidingWindowSpec(**plain, sliding_window=case["window_tokens"])] * case["windowed_layers"]
-    if case["stateful_layers"]:
-        state = ((case["state_bytes"] // case["ranks"] // 2,),)
+    shape, block, dtype = case["shape"], case["block_tokens"], torch.bfloat16
+
+    def plain(heads: dict[str, int]) -> dict[str, Any]:
+        sizes = {"head_size": heads["key_size"], "head_size_v": heads["value_size"]}
+        return {"block_size": block, "num_kv_heads": max(1, heads["count"] // case["ranks"]), "dtype": dtype, **sizes}
+
+    full = FullAttentionSpec(**plain(shape["heads"]))
+    if shape["latent_width"]:
+        full = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=shape["latent_width"], dtype=dtype)
+    layers: list[KVCacheSpec] = [full] * shape["full_layers"]
+    if shape["windowed_layers"]:
+        windowed = plain(shape["windowed_heads"] or shape["heads"])
+        layers += [SlidingWindowSpec(**windowed, sliding_window=shape["window_tokens"])] * shape["windowed_layers"]
+    if shape["stateful_layers"]:
+        state = ((shape["state_bytes"] // case["ranks"] // 2,),)
         padded = full.page_size_bytes
-        kept = {"page_size_padded": padded, "num_prefill_checkpoint_blocks": case["state_checkpoints"]}
+        kept = {"page_size_padded": padded, "num_prefill_checkpoint_blocks": shape["state_checkpoints"]}
         mamba = MambaSpec(block, shapes=state, dtypes=(dtype,), mamba_cache_mode="align", **kept)
-        layers += [mamba] * case["stateful_layers"]
+        layers += [mamba] * shape["stateful_layers"]
     return {f"layer.{number}": spec for number, spec in enumerate(layers)}
 
 
-def needed_bytes(case: dict[str, int]) -> int:
+def needed_bytes(case: dict[str, Any]) -> int:
     """Return vLLM's own figure for one sequence on one GPU."""
     told = settings(case)
     groups = kv_cache_utils.get_kv_cache_groups(told, specs(case))

@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from tests.engine.serving import FOLDER, HERE
 from tests.unit.sizing import encoders
@@ -20,10 +21,6 @@ IN_FLIGHT_TOKENS = 16_384
 LENGTHS = (1, 100, 4_096, 32_768, 131_072)
 CONFIGURATIONS = sorted((*FOLDER_OF_CONFIGURATIONS.glob("*.json"), *CHECKED.glob("*.json")))
 TRUTH = json.loads((CHECKED.parent / "truth.json").read_text(encoding="utf-8"))
-KEPT = (
-    *("full_layers", "windowed_layers", "window_tokens", "stateful_layers", "state_bytes", "state_checkpoints"),
-    *("kv_heads", "head_size", "latent_width"),
-)
 
 
 def test_every_sequence_takes_what_vllm_reckons() -> None:
@@ -36,9 +33,8 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
             )
             assert layout is not None
             for tokens in LENGTHS:
-                sizes = {field: getattr(shape, field) for field in KEPT}
                 asked = {"ranks": ranks, "tokens": tokens, "in_flight_tokens": IN_FLIGHT_TOKENS}
-                cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, **sizes})
+                cases.append({"name": name, "block_tokens": layout.block_tokens, **asked, "shape": to_builtins(shape)})
                 planned.append(layout.blocks(tokens) * layout.block_bytes)
 
     found = reckoned("reckon.py", cases)

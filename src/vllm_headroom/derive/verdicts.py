@@ -124,7 +124,8 @@ def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     if state is EngineState.DOWN and snapshot.life is not None and not any(count for _, count in snapshot.life.exits):
         level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
-        text, cause = LAST_SEEN.get(state, text), f"; {snapshot.engines.message}"
+        level, text = (Level.UNKNOWN, LAST_SEEN[state]) if state in LAST_SEEN else (level, text)
+        cause = f"; {snapshot.engines.message}"
     else:
         cause = _load(values) if state is EngineState.SERVING else ""
     yield Verdict(subject="engine", level=level, sentence=_ended(f"The engine {text}{cause}"), alert=alert)

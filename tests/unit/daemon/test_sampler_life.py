@@ -13,26 +13,30 @@ from tests.samples import engine, gpu, page, snapshot, values
 from tests.unit.daemon.test_sampler import MEMORY, Processes, Said, parsed, ticked
 from tests.unit.derive.life.watch import REFUSED, WHOLE
 from vllm_headroom import catalog
-from vllm_headroom.clock import SystemClock
+from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import Sources
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive import derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.verdicts import verdicts
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
-from vllm_headroom.vocabulary import Attribution, LeakState, Reason, Source
+from vllm_headroom.vocabulary import Attribution, LeakState
 
 ONE_GPU = GpuReadings(driver_version="580.00", devices=(GpuReading(index=0, uuid="GPU-0", name="H100", memory=MEMORY),))
 
 
-def sampler(said: Said, *, parse: Callable[[str], EnginePage | Failure] = parsed) -> Sampler:
+def sampler(
+    said: Said,
+    *,
+    parse: Callable[[str], EnginePage | Failure] = parsed,
+    clock: Clock = SystemClock(),  # noqa: B008
+) -> Sampler:
     return Sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
         selection=Selection(),
         derivations=derivations(),
-        clock=SystemClock(),
+        clock=clock,
         gpu_timeout_seconds=2.0,
     )
 
@@ -75,25 +79,6 @@ def test_every_change_of_state_is_told_once() -> None:
         ("engine is down", "warning"),
     ]
     assert [line["reason"] for line in lines if line["event"] == "a life of the engine ended"] == ["gone"]
-
-
-def test_what_an_engine_left_behind_is_told_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
-    failed = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="no NVML")
-    said = Said(processes=readings(), gpus=failed)
-    subject = sampler(said)
-    with capture_logs() as lines:
-        for left in (frozenset[int](), frozenset({10}), frozenset({10}), frozenset[int]()):
-            said.processes = readings(engine=() if left else WHOLE, orphans=left)
-            ticked(subject)
-            assert subject.snapshot is not None
-            sentences = [each.sentence for each in verdicts(subject.snapshot, subject.values)]
-            assert (LEFT_BEHIND in sentences) is bool(left)
-
-    told = [line["problem"] for line in lines if line["event"] == "an engine that has ended left processes behind"]
-    assert told == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]
-
-
-LEFT_BEHIND = "Pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10."
 
 
 def leak(state: LeakState, *labels: str) -> Values:

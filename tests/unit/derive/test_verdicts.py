@@ -222,7 +222,8 @@ def test_without_a_page_it_is_said_what_the_engine_was(doing: EngineState, says:
     """Its state stays what it was for a minute, in which nobody knows that it still serves."""
     at = replace(seen(doing), engines=failure(Source.ENGINE))
 
-    assert of("engine", at=at).sentence == f"The engine {says}; it failed."
+    said = of("engine", at=at)
+    assert (said.level, said.sentence) == (Level.UNKNOWN, f"The engine {says}; it failed.")
 
 
 def test_a_life_that_nobody_follows_is_not_known() -> None:

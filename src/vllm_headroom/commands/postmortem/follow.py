@@ -34,7 +34,8 @@ STEP_SECONDS: Final = 5.0
 
 SAME_SECONDS: Final = 0.5
 LOADED: Final = 0.5
-"""What holds more than this share of its most when it is first seen has been loaded before."""
+YOUNG_SECONDS: Final = 15.0
+"""What holds more than this share of its most when it is first seen, older than that, has been loaded before."""
 
 
 class Follower:
@@ -63,8 +64,9 @@ class Follower:
         before = self.watch.lives
         snapshot = self.watch.step(self._steady(snapshot))
         what, reason = self._event(snapshot)
-        orphans, self._orphans = self._orphans, _orphans(snapshot)
-        leaves = what is What.ENDED and self._orphans > orphans
+        leaves = what is What.ENDED and _orphans(snapshot) > self._orphans
+        if snapshot.page is not None or self._began is None:  # its server may go a look later than its core
+            self._orphans = _orphans(snapshot)
         self._broken = self._broken or leaves or _goes_to_pieces(before.present, snapshot)
         if what is not None:
             self.facts = self._facts(snapshot, what, reason)
@@ -100,6 +102,7 @@ class Follower:
         """Begin anew with another life."""
         self._began: float | None = None
         self._born: float | None = None
+        self._is_young = False
         self._seen = self._paged_at = 0.0
         self._shut_since: float | None = None
         self._served = self._answered = False
@@ -112,12 +115,14 @@ class Follower:
 
     def _add(self, snapshot: Snapshot) -> None:
         now, life = snapshot.monotonic_seconds, snapshot.life
+        born = None if life is None else life.began_seconds
         if self._began is None:
             self._began = self._paged_at = now
+            self._is_young = born is not None and snapshot.time_seconds - born < YOUNG_SECONDS
         if snapshot.page is not None:
             self._paged_at = now
         self._shut_since = (self._shut_since or now) if _is_shut(self.watch.lives.present, snapshot) else None
-        self._seen, self._born = now, None if life is None else life.began_seconds
+        self._seen, self._born = now, born
         self._answered = snapshot.page is not None
         if engines := named(snapshot.page):
             self._page(engines, now)
@@ -155,7 +160,7 @@ class Follower:
             began_seconds=self._born,
             seen_seconds=0.0 if self._began is None else now - self._began,
             unseen_seconds=None if self._began is None or what is not What.ENDED else now - self._seen,
-            served=self._served or (not self._paged and loaded),
+            served=self._served or (loaded and not self._paged and not self._is_young),
             hung_seconds=(age or now - self._paged_at) if stalled and not self._broken else None,
             shut_seconds=None if self._shut_since is None else now - self._shut_since,
             answered=answered,

@@ -52,6 +52,9 @@ its own after 300 s (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)."""
 
 _REASONS: Final = tuple(ExitReason)
 
+LEFT_SECONDS: Final = 30.0
+"""How long what an engine leaves is given to end by itself: a worker took up to 9 s after its core (vLLM 0.32)."""
+
 SILENT_SECONDS: Final = 20.0
 """How long nothing may move while the probe in the core has fallen silent too: a process that hangs writes nothing."""
 
@@ -61,7 +64,7 @@ class LifeState(Struct, frozen=True, kw_only=True):
 
     `silent_seconds` is when the page was first asked for in vain since it last answered, None while it answers: a look
     that was not taken is no silence. `served_bytes` is the most that the engine held of each GPU, by UUID, while it
-    served, since it began or last woke.
+    served, since it began or last woke. `left` is since when each pid has been left behind.
     """
 
     lives: Lives = field(default_factory=Lives)
@@ -71,6 +74,7 @@ class LifeState(Struct, frozen=True, kw_only=True):
     computing: Computing | None = None
     state: EngineState = EngineState.UNKNOWN
     served_bytes: dict[str, int] = field(default_factory=dict)
+    left: dict[int, float] = field(default_factory=dict)
 
 
 def forgotten(state: LifeState) -> LifeState:
@@ -81,6 +85,7 @@ def forgotten(state: LifeState) -> LifeState:
 def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
     """Return the state after one more snapshot, and the snapshot with what is known of the engine's life.
 
+    Of what it left behind, what goes by itself within seconds is taken out: nobody need end that.
     Which state follows from what the page and the processes show is in the table of DESIGN.md, 38.
 
     A server that computes and gives no page is starved of CPU, finishes its last requests behind a closed port, or
@@ -97,8 +102,10 @@ def lived(state: LifeState, snapshot: Snapshot) -> tuple[LifeState, Snapshot]:
         before = {} if asleep else served
         most = {uuid: max(n_bytes, before.get(uuid, 0)) for uuid, n_bytes in seen.held.items()}
         served = remembered(before | most, most)
-    state = replace(looked, state=doing, served_bytes=served)
-    return state, replace(snapshot, life=_life(state, seen, age, now, ended))
+    left = {pid: state.left.get(pid, now) for pid in snapshot.left_behind}
+    state = replace(looked, state=doing, served_bytes=served, left=left)
+    stays = frozenset(pid for pid, since in left.items() if now - since >= LEFT_SECONDS)
+    return state, replace(snapshot, life=_life(state, seen, age, now, ended), left_behind=stays)
 
 
 def _looked(state: LifeState, lives: Lives, seen: Signs, now: float) -> LifeState:

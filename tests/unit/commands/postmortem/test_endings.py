@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.commands.postmortem import scenes
+from tests.unit.commands.postmortem.scenes import GIB
 from tests.unit.commands.postmortem.test_postmortem import Run, run, write
+from vllm_headroom.commands.postmortem.finding import EndCause
 
 __all__ = ["run"]
 
@@ -36,3 +38,35 @@ def test_a_server_that_leaves_a_core_behind_was_not_merely_idle(
     _, out, _ = run(write(tmp_path, scene))
 
     assert said in out.splitlines()[0]
+
+
+def test_a_server_that_ends_a_look_after_its_core_was_not_merely_idle(run: Run, tmp_path: Path) -> None:
+    scene = scenes.scene(scenes.idle, 1)
+    assert scene.header is not None
+    for sample in scene.samples:
+        if sample["t"] > scene.header["t"] - 6:
+            sample["engines"] = None
+            sample["gpus"][0]["leftovers"] = [{"fate": "orphaned", "used": 5}]
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert "A crash" in out.splitlines()[0]
+    assert "a process that it cannot serve without went before the others" in out
+
+
+@pytest.mark.parametrize(("age", "said"), [(2.0, "A start that failed with GPU memory at ease"), (4000.0, "A crash")])
+def test_what_was_seen_from_its_birth_and_never_answered_had_not_served(
+    run: Run, tmp_path: Path, age: float, said: str
+) -> None:
+    scene = scenes.Scene(cause=EndCause.CRASH)
+    gpu = {"gpu": 0, "uuid": "GPU-a", "total": 80 * GIB, "used": 2 * GIB, "reserved": 0, "engine": 2 * GIB, "other": 0}
+    server = {"role": "api_server", "rss": GIB, "started_at": scenes.BEGAN - age}
+    for turn in range(6):
+        alive = [server] if turn < 4 else []
+        scene.samples.append({"t": scenes.BEGAN + 5 * turn, "gpus": [gpu], "engines": None, "processes": alive})
+    scene.header = {"t": scenes.BEGAN + 20, "what": "ended", "reason": "gone"}
+
+    _, out, _ = run(write(tmp_path, scene))
+
+    assert said in out.splitlines()[0]
+    assert ("its page had not answered yet" in out) == (age == 2.0)

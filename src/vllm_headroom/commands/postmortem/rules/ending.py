@@ -124,5 +124,5 @@ def _crashed(facts: Circumstances) -> Iterator[str]:
 def ran(facts: Circumstances) -> str:
     """Return what the engine did when its page was last seen."""
     if facts.running is None:
-        return "what it did then is not known"
+        return "what it did then is not known" if facts.served else "its page had not answered yet"
     return f"{facts.running:.0f} requests ran when its page was last seen" if facts.running else "no request ran"

@@ -1,0 +1,53 @@
+"""What an engine left behind is told where it stays, and not of what ends by itself within seconds."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from structlog.testing import capture_logs
+
+from tests.unit.daemon.test_sampler import Said, ticked
+from tests.unit.daemon.test_sampler_life import readings, sampler
+from tests.unit.derive.life.watch import WHOLE
+from vllm_headroom.clock import SystemClock
+from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
+
+LEFT_BEHIND: Final = "Pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10."
+
+
+class Later(SystemClock):
+    """Runs so many seconds ahead."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.ahead
+
+
+def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where_no_gpu_can_be_read() -> None:
+    failed = Failure(source=Source.NVML, reason=Reason.LIBRARY_MISSING, message="no NVML")
+    said, clock = Said(processes=readings(), gpus=failed), Later()
+    subject = sampler(said, clock=clock)
+    none, one = frozenset[int](), frozenset({10})
+    with capture_logs() as lines:
+        for ahead, left in (
+            (0, none),
+            (0, one),
+            (20, one),
+            (25, none),
+            (40, one),
+            (60, one),
+            (70, one),
+            (75, one),
+            (80, none),
+        ):
+            clock.ahead, said.processes = ahead, readings(engine=() if left else WHOLE, orphans=left)
+            ticked(subject)
+            assert subject.snapshot is not None
+            sentences = [each.sentence for each in verdicts(subject.snapshot, subject.values)]
+            assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
+
+    told = [line["problem"] for line in lines if line["event"] == "an engine that has ended left processes behind"]
+    assert told == ["pid 10 is left behind by an engine that has ended: end it with kill 10, or kill -9 10"]
