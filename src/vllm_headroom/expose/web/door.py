@@ -85,6 +85,8 @@ class Door:
                 found = await self._worker.call(lambda: _again(self._file, self._lock), FILE_SECONDS)
             except TimeoutError:
                 self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
+            except OSError as error:
+                self._report(error.strerror or str(error))
             except WebConfigError as error:
                 self._report("; ".join(error.lines))
             else:
