@@ -135,7 +135,7 @@ class Sampler:
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
             host=host,
-            unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
+            unanswered_since_seconds=None if self._canary is None else self._canary.unanswered_since(),
             neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
             ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
             left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,

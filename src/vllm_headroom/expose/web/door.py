@@ -133,9 +133,8 @@ def _context(tls: Tls) -> ssl.SSLContext:
     context.minimum_version, context.maximum_version = tls.min_version, tls.max_version
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(
-            _lasting(tls.cert_file), _lasting(tls.key_file), password=""
-        )  # else OpenSSL asks the terminal
+        # without a password OpenSSL would ask the terminal
+        context.load_cert_chain(_lasting(tls.cert_file), _lasting(tls.key_file), password="")
     except OSError as error:
         problem = f"tls_server_config.cert_file, key_file: no pair that can be used ({error.strerror or error})"
         raise WebConfigError([problem]) from None
