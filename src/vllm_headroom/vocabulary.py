@@ -71,6 +71,7 @@ REASONS: Final[dict[Source, tuple[Reason, ...]]] = {
         Reason.TIMEOUT,
         Reason.UNKNOWN,
         Reason.DRIVER_ERROR,
+        Reason.UNAVAILABLE,
     ),
     Source.PROCESS: (Reason.UNAVAILABLE, Reason.TIMEOUT),
     Source.PROBE: (

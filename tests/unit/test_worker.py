@@ -165,3 +165,16 @@ def test_the_process_ends_while_a_call_hangs() -> None:
     )
 
     assert process.stdout == "timed out\n"
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_of_that_call_and_tried_again_at_the_next(
+    worker: Worker[object],
+) -> None:
+    before = threading.stack_size(2**47)  # more than there are addresses: the kernel refuses it
+    try:
+        with pytest.raises(OSError, match="no thread can be started"):
+            asyncio.run(worker.call(lambda: None, DEADLINE_SECONDS))
+    finally:
+        threading.stack_size(before)
+
+    assert asyncio.run(worker.call(lambda: "made", DEADLINE_SECONDS)) == "made"

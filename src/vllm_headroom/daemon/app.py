@@ -100,7 +100,7 @@ async def _run(
     interval, clock, fast = settings.sample_interval_seconds, parts.clock, settings.gpu_sample_interval_seconds
     folder, trace, lock = settings.state_dir, settings.trace_file, Lock()
     keeper = None if folder is None else Keeper(folder=folder, clock=clock, version=version(), lock=lock)
-    canary = canary_of(parts, settings.canary_interval_seconds)
+    canary = canary_of(parts, settings)
     heartbeat = Heartbeat(interval, clock, asyncio.get_running_loop().time)
     empty = View(
         version=version(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.canary import Canary
@@ -17,6 +17,9 @@ from vllm_headroom.derive.gates.rules import Rules
 from vllm_headroom.model import Snapshot
 from vllm_headroom.parse.page import parse_engines
 from vllm_headroom.sizing.footprint import token_bytes
+
+LONGEST_TICK_SECONDS: Final = 30.0
+"""Between two ticks, whatever hangs meanwhile: each source has seconds. Beyond it the daemon was stopped or starved."""
 
 Recall = Callable[[Snapshot], Awaitable[Mapping[str, Any]]]
 """Returns states that an earlier process kept, by derivation."""
@@ -52,8 +55,9 @@ def _gate_rules(settings: PlainSettings) -> Rules:
     )
 
 
-def canary_of(parts: Parts, interval_seconds: float | None) -> Canary | None:
+def canary_of(parts: Parts, settings: PlainSettings) -> Canary | None:
     """Return what asks an idle engine for a token; None where it is not wanted, or nobody can be asked."""
-    if parts.asked is None or interval_seconds is None:
+    if parts.asked is None or settings.canary_interval_seconds is None:
         return None
-    return Canary(parts.asked.ask, interval_seconds, parts.clock)
+    most = max(LONGEST_TICK_SECONDS, 3 * settings.sample_interval_seconds)
+    return Canary(parts.asked.ask, settings.canary_interval_seconds, parts.clock, most_pause_seconds=most)

@@ -27,11 +27,21 @@ SAID: Final = {
 class Canary:
     """Asks one request at a time, on a task of its own, and only while the engine is awake and has nothing to do.
 
-    `since_seconds` is since when, on the monotonic clock, it has not been answered; None while it is.
+    `since_seconds` is since when, on the monotonic clock, it has not been answered; None while it is. With more than
+    `most_pause_seconds` between two ticks the daemon itself stood still, and could have taken no answer.
     """
 
-    def __init__(self, ask: Callable[[str], Awaitable[bool | None]], interval_seconds: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        ask: Callable[[str], Awaitable[bool | None]],
+        interval_seconds: float,
+        clock: Clock,
+        *,
+        most_pause_seconds: float,
+    ) -> None:
         self.since_seconds: float | None = None
+        self._most_pause_seconds = most_pause_seconds
+        self._ticked_seconds = clock.monotonic()
         self._ask = ask
         self._interval_seconds = interval_seconds
         self._clock = clock
@@ -44,6 +54,14 @@ class Canary:
             seconds = min(RETRY_SECONDS, self._interval_seconds) if doubted else self._interval_seconds
             await self._clock.sleep_until(self._clock.monotonic() + seconds)
             await self.turn(snapshot())
+
+    def unanswered_since(self) -> float | None:
+        """Return, once a tick, since when nothing has been answered; not for as long as the daemon stood still."""
+        before, self._ticked_seconds = self._ticked_seconds, self._clock.monotonic()
+        pause = self._ticked_seconds - before
+        if self.since_seconds is not None and pause > self._most_pause_seconds:
+            self.since_seconds = min(self.since_seconds + pause, self._ticked_seconds)
+        return self.since_seconds
 
     async def turn(self, snapshot: Snapshot | None) -> None:
         """Ask once, unless the engine of this snapshot is not known to be idle."""

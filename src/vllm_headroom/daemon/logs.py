@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import textwrap
@@ -15,6 +16,7 @@ from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from vllm_headroom.vocabulary import CONTROLS
+from vllm_headroom.worker import started
 
 OURS: Final = "vllm_headroom"
 FIRST: Final = ("ts", "level", "event")
@@ -46,7 +48,7 @@ class Background(logging.Handler):
         super().__init__()
         self._waiting: Queue[logging.LogRecord] = Queue(MOST_WAITING)
         self._dropped = 0
-        threading.Thread(target=self._run, name="log", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line, or count it as dropped."""
@@ -54,6 +56,8 @@ class Background(logging.Handler):
             self._waiting.put_nowait(record)
         except Full:
             self._dropped += 1
+        with contextlib.suppress(OSError):  # no thread can be started: the lines wait until one can
+            self._thread = self._thread or started(self._run, "log")
 
     def flush(self) -> None:
         """Wait until all lines are written, but not for long."""

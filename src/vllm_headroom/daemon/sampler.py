@@ -33,6 +33,7 @@ from vllm_headroom.model import (
     Snapshot,
     Values,
 )
+from vllm_headroom.scrape.shortage import unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -47,7 +48,6 @@ class Sampler:
     """Owns the state of every derivation and what is published; `published` is None before the first tick ended.
 
     `values` are the answers of the last tick's derivations.
-
     `recall` is asked with every snapshot for states of an earlier process, by derivation, that replace those here.
     `host_limit_bytes` is what the operator says that the engine's container may take of the host's memory.
     `judge` returns the question that is asked last, of the values of all others.
@@ -112,12 +112,11 @@ class Sampler:
         self.published = Published(samples=samples, monotonic_seconds=snapshot.monotonic_seconds)
 
     async def _snapshot(self) -> Snapshot:
-        timeout = self._gpu_timeout_seconds
         async with asyncio.TaskGroup() as group:
             engine = group.create_task(self._engine())
-            gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(timeout)))
+            gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds)))
             process = group.create_task(self._processes(engine))
-            inside = group.create_task(self._inside(timeout))
+            inside = group.create_task(self._inside())
         page, engine_time = engine.result()
         readings, gpu_time = gpu.result()
         processes, process_time = process.result()
@@ -136,7 +135,7 @@ class Sampler:
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
             host=host,
-            unanswered_since_seconds=None if self._canary is None else self._canary.since_seconds,
+            unanswered_since_seconds=None if self._canary is None else self._canary.unanswered_since(),
             neighbours=frozenset() if isinstance(processes, Failure) else processes.neighbours,
             ambiguous=0 if isinstance(processes, Failure) else processes.ambiguous_roots,
             left_behind=frozenset() if isinstance(processes, Failure) else processes.left_behind,
@@ -151,12 +150,10 @@ class Sampler:
         page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
         return await self._timed(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
 
-    async def _inside(
-        self, timeout_seconds: float
-    ) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
+    async def _inside(self) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
         if self._sources.probe is None:
             return None, ()
-        files, time = await self._timed(Source.PROBE, self._sources.probe.read(timeout_seconds))
+        files, time = await self._timed(Source.PROBE, self._sources.probe.read(self._gpu_timeout_seconds))
         return files, (time,)
 
     async def _timed(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
@@ -173,6 +170,8 @@ class Sampler:
         except TimeoutError:
             message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
             return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
+        except OSError as error:
+            return unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
 
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)

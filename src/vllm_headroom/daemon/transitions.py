@@ -143,11 +143,11 @@ class Transitions:
             log.warning("engine's inputs missing", problem=nothing_found(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        uuids = ",".join(gpu.reading.uuid for gpu in gpus if gpu.left_out)
+        uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.left_out))
         if self._is_new("left out", uuids) and uuids:
             log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
-        if not self._is_new("owners", owners):
+        if not self._is_new("owners", frozenset(owners)):  # after a loss NVML may count anew, in another order
             return
         for uuid, attribution in owners:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from vllm_headroom.expose.drawing import Curve
 from vllm_headroom.model import Gpu, Snapshot, Verdict
-from vllm_headroom.vocabulary import Level
+from vllm_headroom.vocabulary import EngineState, Level
 
 STEP_SECONDS: Final = 60
 POINTS: Final = 1440
@@ -141,7 +141,10 @@ class History:
         return times, values[first:]
 
     def _note(self, snapshot: Snapshot, verdicts: Iterable[Verdict]) -> None:
-        """Note the verdicts that are new; the figures in them change always."""
+        """Note the verdicts that are new; the figures in them change always.
+
+        What an alert says of memory before a sleep is no news after it, in which nothing is judged.
+        """
         state = None if snapshot.life is None else snapshot.life.state
         said = {
             (each.subject, each.level, each.alert or (state if each.subject == "engine" else None)): each
@@ -151,4 +154,6 @@ class History:
             new = [each for what, each in said.items() if what not in self._said]
             events = [Event(seconds=snapshot.time_seconds, level=each.level, text=each.sentence) for each in new]
             self.events = (*self.events, *events)[-MOST_EVENTS:]
-        self._said = frozenset(said)
+        asleep = state is EngineState.ASLEEP
+        slept_on = {each for each in self._said or () if asleep and each[0] != "engine" and each[2] is not None}
+        self._said = frozenset(slept_on | said.keys())

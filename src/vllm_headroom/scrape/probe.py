@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.model import Failure, ProbedProcess
+from vllm_headroom.scrape.shortage import unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -113,8 +114,8 @@ class Probe:
             message = f"{self._folder} cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
             return _failed(Reason.NO_PERMISSION, message)
         except OSError as error:
-            message = f"{self._folder} cannot be read ({error.strerror or error}): mount the folder HEADROOM_PROBE_DIR"
-            return _failed(Reason.UNAVAILABLE, message)
+            trouble, advice = f"{self._folder} cannot be read", "mount the folder HEADROOM_PROBE_DIR"
+            return unavailable(Source.PROBE, trouble, error, advice)
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
         if self._boot_id is None:

@@ -5,5 +5,18 @@ from __future__ import annotations
 import errno
 from typing import Final
 
-SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-"""No descriptor, port or memory is left on this side: it says nothing of who would have answered."""
+from vllm_headroom.model import Failure
+from vllm_headroom.vocabulary import Reason, Source
+
+SHORTAGES: Final = frozenset(
+    {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+)
+"""No thread, descriptor, port or memory is left on this side: it says nothing of who would have answered."""
+
+
+def unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
+    """Return the failure of a source that could not be asked; `advice` is for what is no shortage."""
+    if error.errno in SHORTAGES:
+        advice = "raise that limit of the sidecar, or find what uses it up on its machine"
+    message = f"{trouble} ({error.strerror or error}): {advice}"
+    return Failure(source=source, reason=Reason.UNAVAILABLE, message=message)

@@ -16,6 +16,7 @@ from vllm_headroom.sizing.matrices import LENGTHS
 from vllm_headroom.sizing.parameters import layer_parameters, mlp
 from vllm_headroom.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
 from vllm_headroom.sizing.shape import ModelShape
+from vllm_headroom.text_file import file_bytes
 
 TEXT_PARTS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where a multimodal model keeps its language model; `thinker_config` nests once more."""
@@ -122,6 +123,9 @@ LARGEST_BYTES: Final = 2**24
 
 
 INDEX: Final = "model.safetensors.index.json"
+LARGEST_INDEX_BYTES: Final = 2**27
+"""A line of 100 bytes per weight: 10 MB for 384 experts in each of 60 layers."""
+
 MOST_BYTES: Final = 2**53
 
 
@@ -132,8 +136,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     """
     try:
         file = path / NAME if path.is_dir() else path
-        with file.open("rb") as stream:
-            text = stream.read(LARGEST_BYTES).decode("utf-8-sig")
+        text = file_bytes(file, LARGEST_BYTES).decode("utf-8-sig")
     except OSError as error:
         what = f"its {NAME}" if path.is_dir() else "it"
         return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
@@ -149,7 +152,7 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
 def _read(file: Path) -> Config:
     """Return what a file beside the configuration says; nothing where there is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(file_bytes(file, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -69,7 +69,10 @@ def turned(canary: Canary, *snapshots: Snapshot | None) -> None:
 def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bool | None) -> None:  # noqa: FBT001
     asked = Engine([True])
 
-    turned(Canary(asked.ask, INTERVAL_SECONDS, Clock()), seen(replace(RESTING, awake=awake), state=state))
+    turned(
+        Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15),
+        seen(replace(RESTING, awake=awake), state=state),
+    )
 
     assert asked.models == ["m"]
 
@@ -93,7 +96,7 @@ def test_an_engine_that_is_awake_and_idle_is_asked(state: EngineState, awake: bo
 )
 def test_any_other_is_not_and_owes_nothing(other: Snapshot | None) -> None:
     asked = Engine([False])
-    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock())
+    canary = Canary(asked.ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15)
     turned(canary, seen())
     assert canary.since_seconds == 1000.0
 
@@ -110,7 +113,7 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
         async def ask(_: str) -> bool | None:
             return await answer
 
-        canary = Canary(ask, INTERVAL_SECONDS, Clock())
+        canary = Canary(ask, INTERVAL_SECONDS, Clock(), most_pause_seconds=15)
         turn = asyncio.create_task(canary.turn(seen()))
         await asyncio.sleep(0)
         pending = canary.since_seconds
@@ -123,7 +126,7 @@ def test_a_request_is_owed_an_answer_from_when_it_is_asked() -> None:
 
 def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time() -> None:
     clock, asked = Clock(waits=5), Engine([True, False, False, True, None])
-    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock), list[float | None]()
+    canary, owed = Canary(asked.ask, INTERVAL_SECONDS, clock, most_pause_seconds=15), list[float | None]()
 
     def newest() -> Snapshot:
         owed.append(canary.since_seconds)
@@ -139,3 +142,16 @@ def test_what_is_not_answered_is_asked_again_soon_and_owed_since_the_first_time(
         "canary is answered",
         "canary cannot be asked",
     ]
+
+
+def test_while_the_daemon_stood_still_nobody_owed_it_an_answer() -> None:
+    clock, asked = Clock(), Engine([False])
+    canary = Canary(asked.ask, INTERVAL_SECONDS, clock, most_pause_seconds=15)
+    turned(canary, seen())
+    clock.now += 5
+    assert canary.unanswered_since() == 1000.0
+
+    clock.now += 300  # stopped, and told to go on
+    assert canary.unanswered_since() == 1300.0
+    clock.now += 5
+    assert canary.unanswered_since() == 1300.0

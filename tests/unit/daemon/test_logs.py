@@ -98,3 +98,16 @@ def test_a_librarys_traceback_is_treated_alike() -> None:
     assert first.endswith('level=error event="Task failed"')
     assert block[-1] == "  ZeroDivisionError: division by zero"
     assert json.loads(as_json)["exception"].endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_line_said_while_no_thread_can_be_started_is_written_with_the_next_one() -> None:
+    lines = logged(
+        "import threading\n"
+        "before = threading.stack_size(2**47)\n"  # more than there are addresses: the kernel refuses a thread
+        "log.info('first')\n"
+        "threading.stack_size(before)\n"
+        "log.info('second')\n"
+        "logging.getLogger().handlers[0]._waiting.join()"
+    )
+
+    assert [line.rpartition("=")[2] for line in lines] == ["first", "second"]

@@ -9,13 +9,15 @@ from msgspec.structs import replace
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
 from vllm_headroom.expose.history import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
-from vllm_headroom.model import Snapshot, Verdict
-from vllm_headroom.vocabulary import Level, Source
+from vllm_headroom.model import Life, Snapshot, Verdict
+from vllm_headroom.vocabulary import EngineState, Level, Source
 
 DAY: Final = POINTS * STEP_SECONDS
 BEGIN: Final = 1_760_000_040.0
 GOOD: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0 shows no leak.")
 BAD: Final = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", alert="HeadroomGpuMemoryLeak")
+
+DOZING: Final = Verdict(subject="GPU 0", level=Level.GOOD, sentence="GPU 0: the engine sleeps.")
 
 
 def at(seconds: float, *, used: int = 900, peak: int | None = None) -> Snapshot:
@@ -117,6 +119,22 @@ def test_a_changed_verdict_is_an_event_and_a_changed_figure_is_not() -> None:
         made.step(at(seconds), (verdict,), None)
 
     assert [(event.seconds, event.text) for event in made.events] == [(BEGIN + 10, "GPU 0 leaks.")]
+
+
+def test_a_leak_is_one_event_however_often_its_engine_sleeps() -> None:
+    made = History()
+    for seconds, verdict, state in (
+        (0, GOOD, EngineState.SERVING),
+        (5, BAD, EngineState.SERVING),
+        (10, DOZING, EngineState.ASLEEP),
+        (15, DOZING, EngineState.ASLEEP),
+        (20, BAD, EngineState.SERVING),
+        (25, GOOD, EngineState.SERVING),
+        (30, BAD, EngineState.SERVING),
+    ):
+        made.step(replace(at(seconds), life=Life(state=state)), (verdict,), None)
+
+    assert [event.seconds - BEGIN for event in made.events if event.text == BAD.sentence] == [5, 30]
 
 
 def test_events_are_bounded() -> None:

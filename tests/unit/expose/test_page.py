@@ -143,13 +143,13 @@ def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
         assert f"1 MIG-{part} H100 MIG 3g.40gb, the engine" in shown
 
 
-def test_names_from_outside_cannot_write_html() -> None:
-    silent = replace(snapshot(engines=page(engine(model_name="<script>"))), time_seconds=NOW)
+def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
+    silent = replace(snapshot(engines=page(engine(model_name="<script>\u202e"))), time_seconds=NOW)
 
-    shown = landing_page(view([Sample(catalog.ENGINE_INFO, ("<script>", "0", "vllm"), 1.0)], at=silent))
+    shown = landing_page(view([Sample(catalog.ENGINE_INFO, ("<script>\u202e", "0", "vllm"), 1.0)], at=silent))
 
-    assert "<script>" not in shown
-    assert "&lt;script&gt; / 0" in shown
+    assert not any(each in shown for each in ("<script>", "\u202e"))
+    assert r"&lt;script&gt;\x202e / 0" in shown
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:

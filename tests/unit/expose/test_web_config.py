@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_headroom.expose.web.config import CLIENT_AUTH, HEADERS, WebConfig, read_web_config
-from vllm_headroom.expose.web.document import MOST_CHARACTERS, WebConfigError
+from vllm_headroom.expose.web.document import MOST_BYTES, WebConfigError
 
 HASH = "$2y$10$QOauhQNbBCuQDKes6eFzPeMqBSjb7Mr5DUmpZ/VcEd00UAV/LDeSi"
 
@@ -57,7 +57,7 @@ def test_users_are_no_part_of_what_is_shown(file: Path) -> None:
         ("- a", "the file: not a mapping"),
         ("{", "it is not YAML"),
         ("[" * 5000, "it is not YAML"),
-        ("#" * (MOST_CHARACTERS + 1), "it cannot be read (File too large)"),
+        ("#" * (MOST_BYTES + 1), "it cannot be read (File too large)"),
         ("a: 2026-99-99", "it is not YAML"),
         (f"basic_auth_users: {{alice: {HASH}}}\nbasic_auth_users: {{}}", "basic_auth_users: given twice"),
         ("http_server_config: {headers: {X-Frame-Options: a, X-Frame-Options: b}}", "X-Frame-Options: given twice"),

@@ -86,7 +86,7 @@ async def _locked(failure: Failure, host: str, port: int, web_config: Path | Non
         return _untold(f"port {port} asks for a user and a password")
     try:
         shown = await Worker[bytes | None]("tls").call(lambda: _certificate(host, port), 2 * ANSWER_SECONDS)
-    except TimeoutError:
+    except OSError:  # TimeoutError is one
         return None
     if shown is None:
         return None

@@ -34,7 +34,11 @@ def run(read: Callable[[], NoReturn]) -> NoReturn:
     """
     with unhindered():
         import vllm_headroom.daemon.parts  # noqa: F401, PLC0415 - before the child, which needs most of it as well
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError as error:
+        os.write(STDERR, f"vllm-headroom run: no process can read the settings ({error.strerror})\n".encode())
+        os._exit(KILLED)
     if child == 0:
         os.close(RECEIVING)
         read()

@@ -8,6 +8,8 @@ from os import strerror
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vllm_headroom.text_file import file_bytes
+
 if TYPE_CHECKING:
     import yaml
 
@@ -20,17 +22,16 @@ class WebConfigError(Exception):
         super().__init__("\n".join(lines))
 
 
-MOST_CHARACTERS: Final = 2**20
+MOST_BYTES: Final = 2**20
 """A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
 
 
 def yaml_text(path: Path) -> str:
     """Return what a file that people write holds; raises OSError, also for one that no person has written."""
-    with path.open(encoding="utf-8") as stream:
-        text = stream.read(MOST_CHARACTERS + 1)
-    if len(text) > MOST_CHARACTERS:
+    held = file_bytes(path, MOST_BYTES + 1)
+    if len(held) > MOST_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
-    return text
+    return held.decode()
 
 
 def read_document(path: Path) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from errno import ESPIPE
 from pathlib import Path
 from typing import Final
 
@@ -85,6 +86,8 @@ class Door:
                 found = await self._worker.call(lambda: _again(self._file, self._lock), FILE_SECONDS)
             except TimeoutError:
                 self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
+            except OSError as error:
+                self._report(error.strerror or str(error))
             except WebConfigError as error:
                 self._report("; ".join(error.lines))
             else:
@@ -130,15 +133,23 @@ def _context(tls: Tls) -> ssl.SSLContext:
     context.minimum_version, context.maximum_version = tls.min_version, tls.max_version
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(tls.cert_file, tls.key_file, password="")  # else OpenSSL asks the terminal
+        # without a password OpenSSL would ask the terminal
+        context.load_cert_chain(_lasting(tls.cert_file), _lasting(tls.key_file), password="")
     except OSError as error:
         problem = f"tls_server_config.cert_file, key_file: no pair that can be used ({error.strerror or error})"
         raise WebConfigError([problem]) from None
     context.verify_mode = tls.client_auth
     if tls.client_ca_file is not None:
         try:
-            context.load_verify_locations(tls.client_ca_file)
+            context.load_verify_locations(_lasting(tls.client_ca_file))
         except OSError as error:
             problem = f"tls_server_config.client_ca_file: it cannot be used ({error.strerror or error})"
             raise WebConfigError([problem]) from None
     return context
+
+
+def _lasting(file: Path) -> Path:
+    """Return the file; raises OSError for a pipe, which OpenSSL would wait for."""
+    if file.is_fifo():
+        raise OSError(ESPIPE, "a pipe cannot be read again")
+    return file

@@ -40,7 +40,7 @@ class Users:
             return True
         try:
             is_right = await self._worker.call(lambda: _is_right(password, wanted or _NOBODY), CHECK_SECONDS)
-        except TimeoutError:
+        except OSError:  # TimeoutError is one; or no thread can be started
             return False
         if is_right and wanted:
             if len(self._right) >= _MOST_KEPT:

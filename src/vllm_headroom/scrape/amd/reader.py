@@ -81,10 +81,10 @@ class Amd:
         self._look_again_at = self._monotonic() + LOOK_AGAIN_SECONDS
         try:
             found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
-        except TimeoutError:
-            silent = failure(Reason.TIMEOUT)
+        except OSError as error:
+            why = failure(Reason.TIMEOUT) if isinstance(error, TimeoutError) else failure_of(error)
             found = tuple(
-                each for index, card in enumerate(self._cards.values()) for each in self._failed(card, index, silent)
+                each for index, card in enumerate(self._cards.values()) for each in self._failed(card, index, why)
             )
         self._transitions.report(found)
         return found
@@ -93,7 +93,7 @@ class Amd:
         """Return the memory in use by UUID of every card that is not cut, and keep it for its peak."""
         used: dict[str, int] = {}
         if self._cards:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):  # TimeoutError is one
                 used = await self._worker.call(self._sample, timeout_seconds)
         return used
 

@@ -12,7 +12,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.shortage import SHORTAGES
+from vllm_headroom.scrape.shortage import SHORTAGES, unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 _LOCATION_CHARACTERS: Final = 200
@@ -90,8 +90,7 @@ def _no_connection(error: Exception, url: str) -> Failure:
                 advice = "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http"
                 return failure(Reason.TLS, f"TLS with {url} failed ({cause}): {advice}")
             case OSError(errno=int(number)) if number in SHORTAGES:
-                advice = "raise that limit of the sidecar, or find what uses it up on its machine"
-                return failure(Reason.UNAVAILABLE, f"{url} cannot be asked ({os.strerror(number)}): {advice}")
+                return unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
             case OSError(errno=int(number)):
                 return _unreachable(url, os.strerror(number))
     return _unreachable(url, type(error).__name__)

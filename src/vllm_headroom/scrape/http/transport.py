@@ -11,10 +11,12 @@ import select
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
 import h11
 import httpx
+
+from vllm_headroom.worker import Worker
 
 KEEP_ALIVE_SECONDS: Final = 4.0
 """vLLM's uvicorn closes a connection that idles 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE); a request sent then is lost."""
@@ -170,5 +172,9 @@ async def _addresses(host: bytes, port: int) -> list[str]:
     try:
         return [str(ipaddress.ip_address(name))]
     except ValueError:  # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        worker = Worker[list[Any]]("resolver")  # uvloop's own threads end the process when they cannot be started
+        try:
+            found = await worker.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        finally:
+            worker.stop()
     return [str(address[0]) for *_, address in found]

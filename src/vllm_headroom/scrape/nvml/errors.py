@@ -7,6 +7,7 @@ from typing import Final
 import pynvml
 
 from vllm_headroom.model import Failure
+from vllm_headroom.scrape.shortage import SHORTAGES, unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 DRIVER_WIDE: Final = frozenset(
@@ -114,7 +115,9 @@ def device_failure_of(code: int) -> Failure:
 
 
 def unexpected(error: Exception) -> Failure:
-    """Return the failure for an error that neither NVML nor this daemon knows."""
+    """Return the failure for an error that is not NVML's: this side is short of something, or nobody knows it."""
+    if isinstance(error, OSError) and error.errno in SHORTAGES:
+        return unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
     return _failure(Reason.DRIVER_ERROR, message, None)
 

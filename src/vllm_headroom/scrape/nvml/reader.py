@@ -108,7 +108,7 @@ class Nvml:
     async def close(self) -> None:
         """Shut NVML down if it answers quickly; leave it as it is otherwise."""
         if not self._lane.stuck:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(OSError):  # TimeoutError is one
                 await self._lane.call("shutdown", self._session.close, SHUTDOWN_SECONDS)
         self._lane.stop()
 

@@ -19,6 +19,7 @@ from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
 from vllm_headroom.scrape.proc.servers import served_port
+from vllm_headroom.scrape.shortage import unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
 
@@ -78,14 +79,12 @@ class Processes:
         try:
             return await self._worker.call(lambda: self._read(page), timeout_seconds)
         except TimeoutError:
-            message = (
-                f"{self._proc} did not answer within {timeout_seconds:g} s: "
-                "look for processes in state D, which a hung driver holds"
-            )
+            late = f"{self._proc} did not answer within {timeout_seconds:g} s"
+            message = f"{late}: look for processes in state D, which a hung driver holds"
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
-            message = f"{self._proc} cannot be read ({error.strerror or error}): mount it, readable for this user"
-            return Failure(source=Source.PROCESS, reason=Reason.UNAVAILABLE, message=message)
+            advice = "mount it, readable for this user"
+            return unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
         pids, asked = proc_files.pids(self._proc), self._asking(page)

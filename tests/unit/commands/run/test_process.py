@@ -28,6 +28,7 @@ def reading(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         ) as process,
         file.open("w"),
     ):  # opened once the child reads it
+        os.kill(children(process)[0], signal.SIGSTOP)  # else it gives up at some time
         yield process
 
 

@@ -1,0 +1,36 @@
+"""What a file that people write holds, whatever is in its place."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import time
+from pathlib import Path
+from typing import Final
+
+WAIT_SECONDS: Final = 5.0
+"""For who writes into a pipe, as a shell's `<(command)` is one; where nobody does, opening it would last for ever."""
+
+
+def file_bytes(path: Path, most_bytes: int) -> bytes:
+    """Return what the file holds, cut to so many bytes; raises OSError, also where a pipe gives nothing in time."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        return b"".join(_parts(descriptor, most_bytes))
+    finally:
+        os.close(descriptor)
+
+
+def _parts(descriptor: int, left_bytes: int) -> list[bytes]:
+    ends, waiting, parts = time.monotonic() + WAIT_SECONDS, select.poll(), []
+    waiting.register(descriptor, select.POLLIN)
+    while left_bytes > 0:
+        if not waiting.poll(max(0.0, 1000 * (ends - time.monotonic()))):
+            raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {WAIT_SECONDS:g} s")
+        part = os.read(descriptor, min(left_bytes, 2**20))
+        if not part:
+            break
+        parts.append(part)
+        left_bytes -= len(part)
+    return parts
