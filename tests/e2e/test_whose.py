@@ -14,7 +14,7 @@ from tests.e2e.life import Start, becomes, last_look, settings, state
 from tests.fakes.engine_server import EngineServer, Hangup, page
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.process import NO_TLS, Daemon, Page, daemon
-from vllm_headroom.scrape.proc.namespaces import sees_host_pids
+from vllm_headroom.scrape.proc.files import sees_host_pids
 
 REASONS = ("replaced", "gone", "out_of_memory", "oom_killed")
 ELSEWHERE = ("unshare", "--user", "--map-root-user", "--net")

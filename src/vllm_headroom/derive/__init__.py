@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from vllm_headroom.derive.admission import Batches, admission
 from vllm_headroom.derive.derivation import Derivation, stateless
@@ -17,6 +17,9 @@ from vllm_headroom.derive.leak.leak import LeakMemory, leaks
 from vllm_headroom.derive.per_request import per_request
 from vllm_headroom.derive.prefix_cache import PrefixCacheState, prefix_cache
 from vllm_headroom.derive.readings import life, readings
+
+LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=leaks)
+"""The leak detector, which is also fed a recorded past."""
 
 
 def derivations(
@@ -43,7 +46,7 @@ def derivations(
         Derivation(name="admission", initial=Batches(), step=admission),
         Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
         stateless("host_memory", host_memory),
-        Derivation(name="leak", initial=LeakMemory(), step=leaks),
+        LEAK,
         Derivation(
             name="baseline",
             initial=Baselines(),

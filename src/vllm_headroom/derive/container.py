@@ -7,6 +7,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from vllm_headroom.derive.page_facts import together
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
@@ -103,12 +104,11 @@ def _memory(
 
 def _own_bytes(engine: tuple[EngineProcess, ...], reading: HostReading) -> HostMemory | None:
     """Return the memory that is the processes' own, files that they map left out, and their shared memory once."""
-    own = [process.anonymous_bytes for process in engine]
-    known = [n_bytes for n_bytes in own if n_bytes is not None]
-    if not own or len(known) < len(own):
+    own_bytes = together(process.anonymous_bytes for process in engine)
+    if own_bytes is None:
         return None
     shared_bytes = 0 if reading.shm is None else reading.shm.used_bytes
-    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=sum(known) + shared_bytes)
+    return HostMemory(basis=HostBasis.PROCESSES, used_bytes=int(own_bytes) + shared_bytes)
 
 
 def _counted(state: ContainerState, cgroup: Cgroup | None, reading: HostReading, memory: HostMemory) -> ContainerState:

@@ -6,8 +6,8 @@ from math import isfinite
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive import derivations
-from vllm_headroom.derive.derivation import Derivation, answer
+from vllm_headroom.derive import LEAK
+from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.facts import Estimate
 from vllm_headroom.derive.leak.inside import sharpened
 from vllm_headroom.derive.leak.leak import LeakMemory
@@ -38,8 +38,7 @@ class Watch:
         self.samples = 0
         self._first_seconds = 0.0
         self._last_seconds = 0.0
-        self._detector: Derivation[LeakMemory] = next(each for each in derivations() if each.name == "leak")
-        self._memory = self._detector.initial
+        self._memory = LEAK.initial
         self._life = LifeState()
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
@@ -96,7 +95,7 @@ class Watch:
         for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
         before = self._memory
-        self._memory, samples = answer(self._detector, before, snapshot)
+        self._memory, samples = answer(LEAK, before, snapshot)
         for course in (*self._gpus.values(), *self._host.values()):
             course.state = LeakState.UNKNOWN
         sleep = self._memory.sleep

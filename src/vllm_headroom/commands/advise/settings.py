@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.model import EnginePage
+from vllm_headroom.model import EnginePage, EngineReading
 
 Version = tuple[int, int, int]
 
@@ -50,22 +51,15 @@ Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which 
 (vllm-project/vllm#55834).
 """
 
-COUNTS_PREFIXES: Final[Version] = (0, 7, 3)
-SIZES_CACHE_IN_BYTES: Final[Version] = (0, 10, 2)
-TELLS_SLEEP: Final[Version] = (0, 11, 1)
-"""What is on a page tells at least how new its vLLM is: prefix cache counters, the label kv_cache_memory_bytes and
-engine_sleep_state are in no older one.
-"""
-
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
 """Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
 
-SHOWN_BY: Final = {
-    "prefix_cache_queries": COUNTS_PREFIXES,
-    "kv_cache_memory_bytes": SIZES_CACHE_IN_BYTES,
-    "sleep_state": TELLS_SLEEP,
+SHOWN_BY: Final[dict[str, Version]] = {
+    "prefix_queries_total": (0, 7, 3),
+    "kv_cache_memory_bytes": (0, 10, 2),
+    "awake": (0, 11, 1),
 }
-"""The first version that offers an input."""
+"""What an engine says tells at least how new its vLLM is: no older one has these fields of EngineReading."""
 
 _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.ASCII | re.DOTALL)
 _EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
@@ -124,18 +118,21 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
         return self.at_least if self.version is None else self.version
 
 
+def shown_by(engines: Iterable[EngineReading]) -> Version:
+    """Return the version that engines have at least, by what they say at all."""
+    said = (SHOWN_BY[field] for each in engines for field in SHOWN_BY if getattr(each, field) is not None)
+    return max(said, default=OLDEST)
+
+
 def with_page(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Return the settings with what the engine's page says of them; what is known already is believed."""
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
     size = sizes.pop() if len(sizes) == 1 else None
-    utilization = settings.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None)
-    if size is None:
-        return replace(settings, gpu_memory_utilization=utilization)
     return replace(
         settings,
-        gpu_memory_utilization=utilization,
-        at_least=max(settings.at_least, SIZES_CACHE_IN_BYTES),
-        sizes_cache_in_bytes=True,
+        gpu_memory_utilization=settings.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
+        at_least=max(settings.at_least, shown_by(page.engines)),
+        sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes or size,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from msgspec import Struct
 
@@ -52,22 +52,31 @@ Example:
 Judge = Callable[[Record, Record | None, float], Iterator[Judgement]]
 """Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
 
-JUDGES: Final[dict[str, tuple[str, Judge]]] = {
-    "max_restarts": (RESTARTS, restarts),
-    "max_leak_per_thousand_requests": (LEAK, gpu_leaks),
-    "max_host_leak_per_thousand_requests": (HOST_LEAK, host_leaks),
-    "max_discrepancy": (DISCREPANCY, discrepancies),
-    "max_bytes_per_request": (COST, costs),
-    "max_preemptions_per_thousand_requests": (PREEMPTIONS, preemptions),
-    "max_growth_over_baseline": (GROWTH, growths),
+SIZE: Final = size("1MiB")
+NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
+SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
+JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
+    "max_leak_per_thousand_requests": (LEAK, gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
+    "max_host_leak_per_thousand_requests": (HOST_LEAK, host_leaks, "SIZE", SIZE, "host memory, in the same way"),
+    "max_discrepancy": (
+        DISCREPANCY,
+        discrepancies,
+        "SHARE",
+        SHARE,
+        "GPU memory held beyond what the engine was told to use",
+    ),
+    "max_bytes_per_request": (COST, costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
+    "max_preemptions_per_thousand_requests": (PREEMPTIONS, preemptions, "N", NUMBER, "as vLLM counts them"),
+    "max_growth_over_baseline": (GROWTH, growths, "SHARE", SHARE, SAME_LOAD),
+    "max_restarts": (RESTARTS, restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
 }
-"""Who judges the limit that an option sets, in the order in which they are told."""
+"""The limit that an option sets: its name, who judges it, and what is said of the option."""
 
 
 def judge(limits: Mapping[str, float], record: Record, before: Record | None) -> Iterator[Judgement]:
     """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
     for option, most in limits.items():
-        name, judged = JUDGES[option]
+        name, judged, *_ = JUDGES[option]
         why = f"the trace has no {'process' if name == HOST_LEAK else 'GPU'} of the engine's"
         nothing = Judgement(limit=name, verdict=Conclusion.CANNOT_TELL, unit=Unit.BYTES, why=why)
         yield from tuple(judged(record, before, most)) or (nothing,)
@@ -76,7 +85,6 @@ def judge(limits: Mapping[str, float], record: Record, before: Record | None) ->
 NO_LIMIT: Final = "needs a limit, such as --max-leak-per-thousand-requests 1MiB"
 NO_BASELINE: Final = "--max-growth-over-baseline needs a --baseline"
 TWICE_STDIN: Final = "--trace and --baseline cannot both be standard input"
-SIZE: Final = size("1MiB")
 ONE_OUTPUT: Final = "--json and --format cannot both be given"
 ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
 
@@ -101,25 +109,14 @@ def options(parser: Parser) -> None:
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
     traces.add_argument("--baseline", metavar="FILE", type=TRACE, help="an older version's, under the same load")
-    _add_limits(parser)
+    limits = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
+    for name, (_, _, word, kind, text) in JUDGES.items():
+        limits(f"--{name.replace('_', '-')}", metavar=word, type=kind, help=text)
     _add_report(parser)
     output = parser.add_argument_group("output").add_argument
     output("--junit", metavar="FILE", type=FILE, help="write JUnit XML, which GitLab and Jenkins show")
     formats = choice(("text", "github"))
     output("--format", metavar="NAME", type=formats, help="text, or github with annotations for a workflow's run")
-
-
-def _add_limits(parser: Parser) -> None:
-    add = parser.add_argument_group("limits, on each GPU, process or engine; at least one").add_argument
-    add("--max-leak-per-thousand-requests", metavar="SIZE", type=SIZE, help="GPU memory, by the leak detector")
-    add("--max-host-leak-per-thousand-requests", metavar="SIZE", type=SIZE, help="host memory, in the same way")
-    add("--max-discrepancy", metavar="SHARE", type=SHARE, help="GPU memory held beyond what the engine was told to use")
-    add("--max-bytes-per-request", metavar="SIZE", type=SIZE, help="GPU memory over running requests, at full load")
-    count = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
-    add("--max-preemptions-per-thousand-requests", metavar="N", type=count, help="as vLLM counts them")
-    growth = "GPU and host memory at the same load; the KV cache may be as much smaller"
-    add("--max-growth-over-baseline", metavar="SHARE", type=SHARE, help=growth)
-    add("--max-restarts", metavar="N", type=whole(0), help="of the engine during the trace; 0 if not given")
 
 
 def _add_report(parser: Parser) -> None:

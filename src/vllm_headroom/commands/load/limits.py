@@ -7,8 +7,8 @@ import resource
 from pathlib import Path
 from typing import Final
 
+from vllm_headroom.scrape.proc.files import own_pid
 from vllm_headroom.scrape.proc.host import reading_of
-from vllm_headroom.scrape.proc.namespaces import own_pid
 
 OWN_DESCRIPTORS: Final = 64
 """For what is opened besides streams: the sampler's files, /proc, the trace."""

@@ -12,7 +12,7 @@ from vllm_headroom.daemon.life import every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.sources import closed
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import LEAK, derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Failure
 from vllm_headroom.parse.page import parse_engines
@@ -63,7 +63,7 @@ class Sampling:
             sources=parts,
             parse=parse_engines,
             selection=selection,
-            derivations=tuple(each for each in derivations() if each.name != "leak"),  # `watch` has the detector
+            derivations=tuple(each for each in derivations() if each is not LEAK),  # `watch` has the detector
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )

@@ -15,9 +15,8 @@ from vllm_headroom.derive.leftovers import WHO, leftovers
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.parts import GpuFaults
-from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.files import entry, own_pid
 from vllm_headroom.scrape.proc.host import reading_of, shm_of
-from vllm_headroom.scrape.proc.namespaces import own_pid
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
@@ -117,8 +116,8 @@ async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
     """Return what each process calls itself; none where a process stuck in the driver does not let its name be read."""
 
     def read() -> dict[int, str]:
-        found = ((pid, proc_files.entry(proc, pid)) for pid in pids)
-        return {pid: process_name(entry.command) for pid, entry in found if entry is not None}
+        found = ((pid, entry(proc, pid)) for pid in pids)
+        return {pid: process_name(each.command) for pid, each in found if each is not None}
 
     worker = Worker[dict[int, str]]("names")
     try:

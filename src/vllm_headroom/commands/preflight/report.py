@@ -83,18 +83,17 @@ def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[
 
 def held_by(gpu: GpuReport) -> str:
     """Return who has the memory of a GPU, as the end of a sentence; nothing where that is not known."""
-    told = [
-        f"{'an unknown share' if holder.used_bytes is None else gib(holder.used_bytes)} by {called(holder)}"
-        for holder in gpu.holders or ()
-    ]
-    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
-        told.append(f"{gib(gpu.unlisted_bytes)} by no process listed here")
+    told = [f"{held or 'an unknown share'} by {who}" for held, who in shares(gpu)]
     return f"; held: {', '.join(told)}" if told else ""
 
 
-def called(holder: Holder) -> str:
-    """Return how a process is called."""
-    return f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
+def shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
+    """Yield how much of a GPU is held, nothing where that is not known, and by whom."""
+    for holder in gpu.holders or ():
+        who = f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
+        yield "" if holder.used_bytes is None else gib(holder.used_bytes), who
+    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
+        yield gib(gpu.unlisted_bytes), "no process listed here"
 
 
 def gpu_report(device: GpuReading, conditions: Conditions, ask: Ask) -> GpuReport:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from vllm_headroom.commands.conclusion import Conclusion
 from vllm_headroom.commands.preflight.finding import Finding
-from vllm_headroom.commands.preflight.report import WORTH_A_WORD_BYTES, Clearance, GpuReport, called
+from vllm_headroom.commands.preflight.report import Clearance, GpuReport, shares
 from vllm_headroom.model import Failure
 from vllm_headroom.units import gib
 
@@ -40,11 +40,7 @@ def _gpu(gpu: GpuReport) -> Iterator[str]:
         return
     free, usable = gib(memory.free_bytes), gib(memory.usable_bytes)
     yield f"{name}: {free} free of {usable}, vLLM asks for {gib(gpu.asked_bytes)}"
-    for holder in gpu.holders or ():
-        held = "?" if holder.used_bytes is None else gib(holder.used_bytes)
-        yield f"  {held:>10}  {called(holder)}"
-    if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
-        yield f"  {gib(gpu.unlisted_bytes):>10}  no process listed here"
+    yield from (f"  {held or '?':>10}  {who}" for held, who in shares(gpu))
 
 
 def _finding(finding: Finding) -> str:

@@ -12,7 +12,7 @@ from vllm_headroom.commands.preflight.budget import Ask, asked_bytes
 from vllm_headroom.commands.preflight.finding import Finding, Kind
 from vllm_headroom.commands.preflight.look import Conditions
 from vllm_headroom.commands.preflight.report import Clearance, GpuReport, gpu_report, held_by
-from vllm_headroom.derive.page_facts import awake
+from vllm_headroom.derive.page_facts import awake, together
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.units import gib
 
@@ -66,12 +66,11 @@ def _told(page: EnginePage | Failure, ask: Ask) -> Ask | None:
 
 def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
     memory, index = gpu.reading.memory, gpu.reading.index
-    held = [each.used_bytes for each in gpu.holders or () if each.pid in engine_pids]
-    known = [n_bytes for n_bytes in held if n_bytes is not None]
-    if memory is None or len(known) < len(held):
+    held = together(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
+    if memory is None or held is None:
         return replace(_unknown("what the engine holds of it cannot be told from here", SEE_IT), gpu=index)
-    to_wake = max(0, asked_bytes(told, memory) - sum(known))
-    text = f"the engine sleeps and holds {gib(sum(known))}; to wake takes about {gib(to_wake)}, and"
+    to_wake = max(0, asked_bytes(told, memory) - held)
+    text = f"the engine sleeps and holds {gib(held)}; to wake takes about {gib(to_wake)}, and"
     if to_wake <= memory.free_bytes:
         return replace(_remark(f"{text} {gib(memory.free_bytes)} are free"), gpu=index)
     text = f"{text} only {gib(memory.free_bytes)} are free: {gib(to_wake - memory.free_bytes)} are missing"

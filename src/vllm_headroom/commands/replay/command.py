@@ -10,6 +10,7 @@ from typing import Final
 from vllm_headroom.commands.cli import Command, save
 from vllm_headroom.commands.progress import reading
 from vllm_headroom.commands.replay.picture import charts, picture
+from vllm_headroom.commands.replay.prometheus.text import MATCHER, STEP, TIME
 from vllm_headroom.commands.replay.report import document, verdict
 from vllm_headroom.config.kinds import FILE, TRACE, url
 from vllm_headroom.config.options import BadOptions, Parser
@@ -48,12 +49,13 @@ def options(parser: Parser) -> None:
     parser.add_argument("--svg", metavar="FILE", type=FILE, help="draw memory and load into a file")
     add = parser.add_argument_group("history", HISTORY).add_argument
     add("--from-prometheus", metavar="URL", type=url("http://prometheus:9090"), help="Prometheus")
-    add("--start", metavar="TIME", help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
-    add("--end", metavar="TIME", default="now", help="the same, or now, which is the default")
-    add("--step", metavar="TIME", default="15s", help="between samples: 15s, or the scrape interval where it is longer")
+    add("--start", metavar="TIME", type=TIME, help="2026-01-31T08:00:00Z, seconds since the epoch, or -24h")
+    add("--end", metavar="TIME", type=TIME, default="now", help="the same, or now, which is the default")
+    step = "between samples: 15s, or the scrape interval where it is longer"
+    add("--step", metavar="TIME", type=STEP, default="15s", help=step)
     for option, whose in (("--match", "all"), ("--match-gpu", "the GPUs'"), ("--match-engine", "the engine's")):
         text = f"choose among {whose} series; may be given again"
-        add(option, metavar='LABEL="VALUE"', default=[], help=text)
+        add(option, metavar='LABEL="VALUE"', type=MATCHER, default=[], help=text)
     add("--bearer-token-file", metavar="FILE", type=FILE, help="a token for Prometheus")
     add("--ca-file", metavar="FILE", type=FILE, help="the authority behind its certificate, PEM")
 

@@ -12,7 +12,7 @@ from typing import Final
 from vllm_headroom.model import GpuProcess
 from vllm_headroom.scrape.amd.cards import DRIVER, Card, Node
 from vllm_headroom.scrape.amd.files import names, number, text
-from vllm_headroom.scrape.proc.namespaces import sees_host_pids
+from vllm_headroom.scrape.proc.files import sees_host_pids
 
 KFD: Final = "class/kfd/kfd/proc"
 DEVICES: Final = "/dev/dri/"

@@ -23,6 +23,9 @@ _MAY_BE_VLLM: Final = ("python", "pypy", "vllm", "VLLM::", "ray::")
 KERNEL_THREADS: Final = 2
 """Their parent: they have no command line. Any other process without one may be in exec, which sets the name first."""
 
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"
+"""The machine's first PID namespace has a fixed inode (Linux include/linux/proc_ns.h: PROC_PID_INIT_INO)."""
+
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
@@ -138,14 +141,6 @@ def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
 
 
-def boot_time_seconds(proc: Path) -> float:
-    """Return when the machine started, in seconds since the epoch; raise OSError where /proc/stat does not say."""
-    seconds = number(content(proc / "stat"), b"btime ")
-    if seconds is None:
-        raise OSError(f"{proc / 'stat'} has no line btime")
-    return float(seconds)
-
-
 def _heed(error: Exception) -> None:
     """Raise the error if it is no answer to what was asked of a process."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
@@ -178,3 +173,27 @@ def _arguments(arguments: bytes) -> tuple[str, ...]:
 
 def _started(fields: list[str]) -> float:
     return int(fields[19]) / _TICKS_PER_SECOND
+
+
+def sees_host_pids(proc: Path) -> bool:
+    """Tell whether this process is known to be in the machine's first PID namespace."""
+    try:
+        return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def shares_network(proc: Path, pid: int) -> bool:
+    """Tell whether a process is not known to be in another network namespace than this one.
+
+    Each namespace has a tree of its own below /proc/PID/net, whose inode shows to everybody; ns/net does not.
+    """
+    try:
+        return (proc / str(pid) / "net" / "stat").samefile(proc / "self" / "net" / "stat")
+    except OSError:
+        return True
+
+
+def own_pid(proc: Path) -> int:
+    """Return the pid under which `proc` shows this process; raise OSError where it does not."""
+    return int((proc / "self").readlink().name)

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
-from vllm_headroom.scrape.proc import namespaces
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import host_of, resident_parts
+from vllm_headroom.scrape.proc.host import boot_time_seconds, host_of, resident_parts
 from vllm_headroom.scrape.proc.orphans import Orphans
 from vllm_headroom.scrape.proc.roles import engine_roles
 from vllm_headroom.scrape.proc.roots import Asked, Choice, Told, engine_roots, sees_others
@@ -155,7 +154,7 @@ class Processes:
         return changed
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
-        own_pid = namespaces.own_pid(self._proc)
+        own_pid = proc_files.own_pid(self._proc)
         self._strays = self._orphans.strays(entries)
         self._orphaned = self._orphans.among(entries, answers=self._asked.answers)
         left = self._orphaned | self._strays
@@ -168,7 +167,7 @@ class Processes:
 
     def _told(self, pid: int) -> Told:
         """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
-        may_listen = not self._engine_is_here or namespaces.shares_network(self._proc, pid)
+        may_listen = not self._engine_is_here or proc_files.shares_network(self._proc, pid)
         command, above = (proc_files.command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
         return served_port(command, self._asked.port, above), may_listen
 
@@ -191,9 +190,9 @@ class Processes:
     @cached_property
     def _sees_host_pids(self) -> bool:
         """Read once: no process ever changes its own namespace of pids."""
-        return namespaces.sees_host_pids(self._proc)
+        return proc_files.sees_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
         """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
-        return proc_files.boot_time_seconds(self._proc)
+        return boot_time_seconds(self._proc)

@@ -13,6 +13,7 @@ from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
 from vllm_headroom.commands.doctor.fixes import Check, Status
 from vllm_headroom.commands.doctor.probe import FROM_PROBE, NO_GPU, OFF
 from vllm_headroom.scrape.proc import files as proc_files
+from vllm_headroom.scrape.proc.host import boot_time_seconds
 
 NOW = time.time()
 
@@ -103,7 +104,7 @@ def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm:
     tree = proc(tmp_path, vllm)
     entry = proc_files.entry(tree, 4426)
     assert entry is not None
-    began = proc_files.boot_time_seconds(tree) + entry.started_seconds
+    began = boot_time_seconds(tree) + entry.started_seconds
     write(tmp_path / "files", 7, "engine_core", t=NOW - 3600, started_at=began)
 
     finding = found(tmp_path / "files", tree, ENGINE_URL=vllm.url)

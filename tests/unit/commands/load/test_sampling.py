@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from vllm_headroom.commands.load.run import Run, Stage, streams_at_most
 from vllm_headroom.commands.load.sampling import ELSEWHERE, Elsewhere, Sampling, new_trace
 from vllm_headroom.daemon.parts import Parts
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.model import EnginePage
+from vllm_headroom.model import EnginePage, Sample
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.probe import Probe
@@ -81,6 +82,27 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
     assert second.engine(catalog.ENGINE_RUNNING) is not None
     assert list(made.whole.failures) == [Source.PROCESS]
     assert made.watch.course("GPU-a").state is not LeakState.UNKNOWN
+
+
+@pytest.mark.usefixtures("nvml")
+def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
+    told: list[Sample] = []
+    step, trace = Mock(take=lambda _, samples: told.extend(samples)), tmp_path / "trace"
+    new_trace(trace)
+
+    async def steps(server: StreamingServer) -> Sampling:
+        made = sampling(server, trace, here=True)
+        await made.look(step)
+        await made.close()
+        return made
+
+    with StreamingServer() as server:
+        made = run(lambda: steps(server))
+
+    metrics = {sample.metric for sample in told}
+    assert made.watch.course("GPU-a").state is not LeakState.UNKNOWN
+    assert catalog.GPU_MEMORY_USED in metrics
+    assert catalog.LEAK_STATE not in metrics
 
 
 def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from vllm_headroom.commands.advise.facts import Facts, HostFacts, Leak, Origin
 from vllm_headroom.commands.advise.history.engine_history import EngineHistory
 from vllm_headroom.commands.advise.history.gpu_history import GpuHistory
 from vllm_headroom.commands.advise.history.lives import Ends
-from vllm_headroom.commands.advise.settings import COUNTS_PREFIXES, OLDEST, TELLS_SLEEP, EngineArgs, Version, with_page
+from vllm_headroom.commands.advise.settings import OLDEST, EngineArgs, Version, shown_by, with_page
 from vllm_headroom.derive.page_facts import awake, named, running_requests
 from vllm_headroom.derive.readings import engine_labels
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Snapshot
+from vllm_headroom.model import EnginePage, Failure, Snapshot
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.replay import LONGEST_STEP_SECONDS, Watch
 
@@ -50,7 +50,7 @@ class Past:
         for engine in engines:
             key = engine_labels(engine)
             self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
-            self._at_least = max(self._at_least, _shown_by(engine))
+        self._at_least = max(self._at_least, shown_by(engines))
         self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
@@ -95,13 +95,6 @@ class Past:
         self._host_bytes = {}
         for process in snapshot.processes:
             self._host_bytes[process.role] = self._host_bytes.get(process.role, 0.0) + process.rss_bytes
-
-
-def _shown_by(engine: EngineReading) -> Version:
-    """Return the version that an engine has at least, by what it says at all."""
-    if engine.awake is not None:
-        return TELLS_SLEEP
-    return OLDEST if engine.prefix_queries_total is None else COUNTS_PREFIXES
 
 
 def _leak(course: Course) -> Leak:

@@ -14,11 +14,11 @@ from vllm_headroom import catalog
 from vllm_headroom.commands.advise.engine_facts import EngineFacts, FullFacts, PrefixFacts, StrandedFacts
 from vllm_headroom.commands.advise.facts import Extent, Facts, GpuFacts, HostFacts, Leak, Origin, Shortage, Spell
 from vllm_headroom.commands.advise.limits import FULL_RATIO, PEAK_BYTES, SOMEBODY_BYTES
-from vllm_headroom.commands.advise.settings import OLDEST, SHOWN_BY, EngineArgs
+from vllm_headroom.commands.advise.settings import SHOWN_BY, EngineArgs
 from vllm_headroom.derive.host_memory import FACTS
 from vllm_headroom.derive.page_facts import together
 from vllm_headroom.derive.verdicts import LOW_BYTES
-from vllm_headroom.model import HostMemory, Metric, Sample, Values
+from vllm_headroom.model import INPUTS, HostMemory, Metric, Sample, Values
 from vllm_headroom.trace.course import Moment
 from vllm_headroom.vocabulary import LeakLocation, LeakState
 
@@ -74,13 +74,11 @@ def _samples(text: str) -> Iterator[Sample]:
 
 def _settings(page: Values, told: EngineArgs) -> EngineArgs:
     """Return the settings with what the page shows; what the operator told is believed."""
-    shown = OLDEST
-    for name, version in SHOWN_BY.items():
-        shown = max(shown, version) if page.value(catalog.INPUT_AVAILABLE, name) else shown
+    offered = (field for field in SHOWN_BY if page.value(catalog.INPUT_AVAILABLE, INPUTS[field].name))
     sized = bool(page.value(catalog.INPUT_AVAILABLE, "kv_cache_memory_bytes"))
     return replace(
         told,
-        at_least=max(shown, told.at_least),
+        at_least=max((told.at_least, *(SHOWN_BY[field] for field in offered))),
         sizes_cache_in_bytes=told.sizes_cache_in_bytes or sized,
         gpu_memory_utilization=told.gpu_memory_utilization or _utilization(page),
     )

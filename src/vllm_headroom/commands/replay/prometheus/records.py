@@ -22,7 +22,7 @@ from vllm_headroom.commands.replay.prometheus.kinds import (
     OWN_PROCESSES,
     SMI_GPUS,
 )
-from vllm_headroom.commands.replay.prometheus.text import Span, matcher, span_between
+from vllm_headroom.commands.replay.prometheus.text import Span, span_between
 from vllm_headroom.trace.errors import BadInput
 
 MOST_STEPS: Final = 10_000
@@ -105,14 +105,7 @@ def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises BadInput, on the first record at the earliest.
     """
     span = span_between(args.start, args.end, args.step, time.time())
-    both, gpu, engine = (
-        tuple(matcher(option, text) for text in texts)
-        for option, texts in (
-            ("--match", args.match),
-            ("--match-gpu", args.match_gpu),
-            ("--match-engine", args.match_engine),
-        )
-    )
+    both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))
     with closing(Api(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)) as api:
         sources = find_sources(api, span, both + gpu, both + engine)
         if sources[0].interval_ms > span.step_ms * _NEARLY:

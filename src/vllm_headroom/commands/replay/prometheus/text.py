@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
+from math import inf
 from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.config.kinds import Value, bounded
 from vllm_headroom.trace.errors import BadInput
 from vllm_headroom.units import NUMBER, duration_seconds
 
@@ -42,53 +44,46 @@ class Span(Struct, frozen=True, kw_only=True):
         ]
 
 
-def span_between(start: str | None, end: str, step: str, now_seconds: float) -> Span:
-    """Return the span that --start, --end and --step say, or raise BadInput."""
-    if start is None:
-        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
-    step_ms = round(_seconds("--step", step) * _MS)
-    start_ms, end_ms = (
-        round(_time(option, text, now_seconds) * _MS) for option, text in (("--start", start), ("--end", end))
-    )
-    if step_ms < _MS:
-        raise BadInput(f"--step {step}: history is read at steps of at least 1s")
-    if not 0 <= start_ms < end_ms:
-        raise BadInput(f"--start {start} is not a time before --end {end}")
-    return Span(start_ms=start_ms, end_ms=end_ms, step_ms=step_ms)
+Time = tuple[bool, float]
+"""Whether it is told from now, and the seconds from then or from the epoch."""
 
 
-def matcher(option: str, text: str) -> str:
-    """Return the label matcher as PromQL has it, with the quotes that a shell takes away, or raise BadInput."""
+def _time(text: str) -> Time:
+    if text == "now":
+        return True, 0.0
+    if text.startswith("-"):
+        return True, -duration_seconds(text[1:])
+    if re.fullmatch(NUMBER, text):
+        return False, float(text)
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        raise ValueError
+    return False, moment.timestamp()
+
+
+def _matcher(text: str) -> str:
+    """Return the label matcher as PromQL has it, with the quotes that a shell takes away."""
     found = _MATCHER.fullmatch(text)
     if found is None:
-        raise BadInput(f'{option} {text}: write it as label="value", with =, !=, =~ or !~')
+        raise ValueError
     label, operator, value = found.groups()
     if not _QUOTED.fullmatch(value):
         value = '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
     return f"{label}{operator}{value}"
 
 
-def _time(option: str, text: str, now_seconds: float) -> float:
-    if text == "now":
-        return now_seconds
-    if text.startswith("-"):
-        return now_seconds - _seconds(option, text, sign="-")
-    try:
-        return float(text) if re.fullmatch(NUMBER, text) else _moment(text)
-    except ValueError:
-        advice = "write 2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
-        raise BadInput(f"{option} {text}: not a time, {advice}") from None
+TIME: Final = Value(
+    read=_time, accepts="2026-01-31T08:00:00Z, seconds since the epoch, now, or a time ago such as -24h"
+)
+STEP: Final = Value(read=bounded(duration_seconds, 1, inf), accepts="a duration from 1s on such as 15s, 1m or 1h")
+MATCHER: Final = Value(read=_matcher, accepts='label="value", with =, !=, =~ or !~')
 
 
-def _moment(text: str) -> float:
-    moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        raise ValueError(text)
-    return moment.timestamp()
-
-
-def _seconds(option: str, text: str, *, sign: str = "") -> float:
-    try:
-        return duration_seconds(text.removeprefix(sign))
-    except ValueError:
-        raise BadInput(f"{option} {text}: not a duration, write {sign}15s, {sign}1m, {sign}24h or {sign}7d") from None
+def span_between(start: Time | None, end: Time, step_seconds: float, now_seconds: float) -> Span:
+    """Return the span that --start, --end and --step say, or raise BadInput."""
+    if start is None:
+        raise BadInput("--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h")
+    start_ms, end_ms = (round((seconds + now_seconds * from_now) * _MS) for from_now, seconds in (start, end))
+    if not 0 <= start_ms < end_ms:
+        raise BadInput("--start is not a time before --end")
+    return Span(start_ms=start_ms, end_ms=end_ms, step_ms=round(step_seconds * _MS))

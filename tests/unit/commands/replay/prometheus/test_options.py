@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_headroom.commands.cli import parser_of
 from vllm_headroom.commands.replay.command import COMMAND
-from vllm_headroom.commands.replay.prometheus.text import Span, matcher, span_between
+from vllm_headroom.commands.replay.prometheus.text import MATCHER, STEP, TIME, Span, span_between
+from vllm_headroom.config.kinds import Value, shown
+from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.errors import BadInput
 
 NOW = 1_760_000_000.25
@@ -25,35 +29,61 @@ NOW = 1_760_000_000.25
     ],
 )
 def test_a_time_is_a_date_or_epoch_seconds_or_a_while_ago(text: str, seconds: float) -> None:
-    assert span_between(text, str(NOW + 1), "15s", NOW).start_ms == round(seconds * 1000)
+    assert span_between(TIME(text), TIME(str(NOW + 1)), 15.0, NOW).start_ms == round(seconds * 1000)
 
 
 def test_the_end_may_be_now() -> None:
-    assert span_between("-1h", "now", "1m", NOW) == Span(
+    assert span_between(TIME("-1h"), TIME("now"), STEP("1m"), NOW) == Span(
         start_ms=1_759_996_400_250, end_ms=1_760_000_000_250, step_ms=60_000
     )
 
 
+@pytest.mark.parametrize(("start", "end"), [("-1h", "-2h"), ("-1w9999999w", "now")])
+def test_a_span_that_ends_before_it_begins_is_refused(start: str, end: str) -> None:
+    with pytest.raises(BadInput, match=r"^--start is not a time before --end$"):
+        span_between(TIME(start), TIME(end), 15.0, NOW)
+
+
+def test_a_history_needs_a_start() -> None:
+    with pytest.raises(
+        BadInput, match=r"^--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h$"
+    ):
+        span_between(None, TIME("now"), 15.0, NOW)
+
+
 @pytest.mark.parametrize(
-    ("start", "end", "step", "message"),
+    ("option", "text"),
     [
-        (None, "now", "15s", "--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h"),
-        ("2025-10-09T08:53:20", "now", "15s", "--start 2025-10-09T08:53:20: not a time, write 2026-01-31T08:00:00Z,"),
-        ("yesterday", "now", "15s", "--start yesterday: not a time, "),
-        ("-24", "-1y", "15s", "--end -1y: not a duration, write -15s, -1m, -24h or -7d"),
-        ("-1h", "now", "500ms", "--step 500ms: history is read at steps of at least 1s"),
-        ("-1h", "now", "soon", "--step soon: not a duration"),
-        ("-1h", "-2h", "15s", "--start -1h is not a time before --end -2h"),
-        ("-1w9999999w", "now", "15s", "is not a time before"),
-        ("9" * 400, "now", "15s", "not a time"),
-        ("-" + "9" * 400 + "d", "now", "15s", "not a duration"),
+        ("--start", "2025-10-09T08:53:20"),
+        ("--start", "yesterday"),
+        ("--end", "-1y"),
+        ("--start", "9" * 400),
+        ("--start", "-" + "9" * 400 + "d"),
+        ("--step", "500ms"),
+        ("--step", "soon"),
+        ("--match", "vllm-0"),
+        ("--match-gpu", '="a"'),
+        ("--match-engine", "vllm:x=1"),
+        ("--match", ""),
     ],
 )
-def test_a_span_that_cannot_be_is_refused(start: str | None, end: str, step: str, message: str) -> None:
-    with pytest.raises(BadInput) as caught:
-        span_between(start, end, step, NOW)
+def test_what_cannot_be_understood_is_refused_with_what_is_accepted(option: str, text: str) -> None:
+    kinds: dict[str, Value[Any]] = {"--start": TIME, "--end": TIME, "--step": STEP}
 
-    assert message in str(caught.value)
+    with pytest.raises(BadOptions) as caught:
+        parser_of(COMMAND, "replay").read([f"{option}={text}"], {})
+
+    (line,) = caught.value.lines
+    assert line == f"{option}: got {shown(text)}, accepts {kinds.get(option, MATCHER).accepts}"
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    words = ["--from-prometheus", "http://p:9090", "--start", "yesterday", "--step", "soon", "--match", "vllm-0"]
+
+    with pytest.raises(BadOptions) as caught:
+        parser_of(COMMAND, "replay").read(words, {})
+
+    assert [line.partition(":")[0] for line in caught.value.lines] == ["--start", "--step", "--match"]
 
 
 @given(length=st.integers(0, 500), step=st.integers(1, 50), most=st.integers(1, 60))
@@ -78,13 +108,7 @@ def test_pages_are_the_span_in_parts(length: int, step: int, most: int) -> None:
     ],
 )
 def test_a_matcher_gets_back_the_quotes_a_shell_took(text: str, promql: str) -> None:
-    assert matcher("--match", text) == promql
-
-
-@pytest.mark.parametrize("text", ["vllm-0", '="a"', "vllm:x=1", ""])
-def test_what_is_no_matcher_is_refused(text: str) -> None:
-    with pytest.raises(BadInput, match='write it as label="value", with =, !=, =~ or !~'):
-        matcher("--match", text)
+    assert MATCHER(text) == promql
 
 
 def test_the_command_takes_a_time_ago_as_a_value() -> None:
@@ -92,4 +116,4 @@ def test_the_command_takes_a_time_ago_as_a_value() -> None:
 
     args = parser_of(COMMAND, "replay").read(words, {})
 
-    assert (args.start, args.end, args.step, args.match) == ("-24h", "now", "15s", ["a=b", "c=d"])
+    assert (args.start, args.end, args.step, args.match) == ((True, -86400.0), (True, 0.0), 15.0, ['a="b"', 'c="d"'])
