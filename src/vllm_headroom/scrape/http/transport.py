@@ -35,6 +35,7 @@ class OneConnection(httpx.AsyncBaseTransport):
 
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
+        self._resolver = Worker[list[Any]]("resolver")  # uvloop's own threads end the process when one cannot start
         self._connection: _Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -43,7 +44,7 @@ class OneConnection(httpx.AsyncBaseTransport):
         try:
             head = await connection.ask(request)
         except BaseException:
-            await self.aclose()
+            self._drop()
             raise
         return httpx.Response(
             status_code=head.status_code,
@@ -53,19 +54,49 @@ class OneConnection(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """Drop the connection."""
+        """Drop the connection; ask nothing after it."""
+        self._drop()
+        self._resolver.stop()
+
+    def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.drop()
 
     async def _ready(self, url: httpx.URL) -> _Connection:
         if self._connection is None or not self._connection.is_fresh():
-            await self.aclose()
+            self._drop()
             try:
-                self._connection = _Connection(*await _opened(url, self._tls))
+                self._connection = _Connection(*await self._opened(url))
             except OSError as error:  # SSLError and gaierror are among them
                 raise httpx.ConnectError(str(error)) from error
         return self._connection
+
+    async def _opened(self, url: httpx.URL) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to the first address of the host that answers; raise the last one's OSError."""
+        tls, port = self._tls, url.port or (443 if self._tls else 80)
+        problem = OSError("the host has no address")
+        for address in await self._addresses(url.raw_host, port):
+            try:
+                return await asyncio.open_connection(address, port, ssl=tls, server_hostname=url.host if tls else None)
+            except ssl.SSLError:
+                raise
+            except OSError as error:
+                problem = error
+        raise problem
+
+    async def _addresses(self, host: bytes, port: int) -> list[str]:
+        name = host.decode("ascii")
+        try:
+            return [str(ipaddress.ip_address(name))]
+        except ValueError:
+            pass
+        # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
+        try:
+            found = await self._resolver.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except TimeoutError as error:  # it has not come back from a question that was given up
+            raise httpx.ConnectTimeout("the resolver hangs") from error
+        return [str(address[0]) for *_, address in found]
 
 
 class _Connection:
@@ -151,30 +182,3 @@ class _Body(httpx.AsyncByteStream):
         """Keep the connection only if the body was read to its end."""
         if not self._connection.is_idle:
             self._connection.drop()
-
-
-async def _opened(url: httpx.URL, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first address of the host that answers; raise the last one's OSError."""
-    port = url.port or (443 if tls else 80)
-    problem = OSError("the host has no address")
-    for address in await _addresses(url.raw_host, port):
-        try:
-            return await asyncio.open_connection(address, port, ssl=tls, server_hostname=url.host if tls else None)
-        except ssl.SSLError:
-            raise
-        except OSError as error:
-            problem = error
-    raise problem
-
-
-async def _addresses(host: bytes, port: int) -> list[str]:
-    name = host.decode("ascii")
-    try:
-        return [str(ipaddress.ip_address(name))]
-    except ValueError:  # bytes: a str would be encoded by a codec that refuses names the resolver has to refuse
-        worker = Worker[list[Any]]("resolver")  # uvloop's own threads end the process when they cannot be started
-        try:
-            found = await worker.begin(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-        finally:
-            worker.stop()
-    return [str(address[0]) for *_, address in found]

@@ -107,6 +107,28 @@ def test_a_server_too_busy_to_accept_is_a_timeout(fail: Fail) -> None:
     assert problem.reason is Reason.TIMEOUT
 
 
+def test_a_resolver_that_hangs_is_a_timeout_and_keeps_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = threading.Event(), []
+
+    def hang(*_: object, **__: object) -> list[object]:
+        asked.append(threading.current_thread())
+        answers.wait()
+        return []
+
+    async def run() -> tuple[str | Failure, ...]:
+        reader = PageReader(url="http://vllm:8000/metrics", timeout_seconds=0.2)
+        return await reader.fetch(), await reader.fetch()
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        told = asyncio.run(run())
+    finally:
+        answers.set()
+
+    assert [isinstance(each, Failure) and each.reason for each in told] == [Reason.TIMEOUT, Reason.TIMEOUT]
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize(
     "answer",
     [
