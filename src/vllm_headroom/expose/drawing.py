@@ -11,6 +11,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from vllm_headroom.vocabulary import CONTROLS
+
 Point = tuple[float, float | None]
 """Seconds and a value; None where it could not be read."""
 
@@ -32,6 +34,11 @@ STYLE: Final = (
     "svg path,svg line{vector-effect:non-scaling-stroke}svg text{fill:var(--dim);font:13px system-ui,sans-serif}"
 )
 """Colours by what is drawn, in the light and in the dark; each text on its ground has a contrast of 4.5 and more."""
+
+
+def escaped(text: str) -> str:
+    """Return text as HTML and SVG take it; what turns a line about, or what no SVG may hold, shows as its code."""
+    return escape(text.translate(CONTROLS))
 
 
 MARGIN: Final = 1.15
@@ -161,5 +168,5 @@ def picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = 
     shape = ' preserveAspectRatio="none"' if stretch else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"{shape} role="img"'
-        f' aria-label="{escape(title)}">{"".join(shapes)}</svg>'
+        f' aria-label="{escaped(title)}">{"".join(shapes)}</svg>'
     )

@@ -86,3 +86,9 @@ def test_a_picture_is_xml_and_says_what_it_shows() -> None:
 
     assert root.get("role") == "img"
     assert root.get("aria-label") == "<free> & full"
+
+
+def test_a_title_from_outside_breaks_no_file() -> None:
+    drawn = picture(FRAME, (), title='GPU "0" <\x00\u202e>')
+
+    assert ET.fromstring(drawn).get("aria-label") == r'GPU "0" <\x00\x202e>'  # noqa: S314 - it is our own

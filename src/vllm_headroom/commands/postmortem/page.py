@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from html import escape
 from typing import Final
 
 from vllm_headroom.commands.postmortem.finding import TODO, Sureness
 from vllm_headroom.commands.postmortem.known import MOST_SHOWN, header_used
 from vllm_headroom.commands.postmortem.report import Postmortem, sections
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import Frame, Point
+from vllm_headroom.expose.drawing import Frame, Point, escaped
 from vllm_headroom.expose.page.style import PAGE_STYLE
 from vllm_headroom.units import instant, size
-from vllm_headroom.vocabulary import CONTROLS, Level
+from vllm_headroom.vocabulary import Level
 
 COLUMNS: Final = 480
 _LINK: Final = re.compile("|".join({re.escape(link) for steps in TODO.values() for _, link in steps if link}))
@@ -31,8 +30,8 @@ def page(report: Postmortem) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{_safe(title)}</title><style>{PAGE_STYLE}</style></head><body>"
-        f"<header><h1>Post-mortem</h1><p class=dim>{when} {_safe(report.file)}</p></header><main>"
+        f"<title>{escaped(title)}</title><style>{PAGE_STYLE}</style></head><body>"
+        f"<header><h1>Post-mortem</h1><p class=dim>{when} {escaped(report.file)}</p></header><main>"
         f"{''.join(_body(report))}</main></body></html>\n"
     )
 
@@ -41,13 +40,13 @@ def _body(report: Postmortem) -> Iterator[str]:
     yield "<ul class=verdicts>"
     for finding in report.findings:
         yield (
-            f"<li class={LEVELS[finding.sureness]}><b>{finding.sureness.upper()}</b> {_safe(finding.sentence)}"
-            f"<ul>{''.join(f'<li>{_safe(each)}</li>' for each in finding.evidence)}</ul></li>"
+            f"<li class={LEVELS[finding.sureness]}><b>{finding.sureness.upper()}</b> {escaped(finding.sentence)}"
+            f"<ul>{''.join(f'<li>{escaped(each)}</li>' for each in finding.evidence)}</ul></li>"
         )
     yield "</ul>"
     yield from _figures(report)
     for title, lines in sections(report, MOST_SHOWN):
-        items = (f"<b>{_safe(head)}</b> {_safe(body)}" for head, body in lines)
+        items = (f"<b>{escaped(head)}</b> {escaped(body)}" for head, body in lines)
         yield _list(title, [_LINK.sub(r'<a href="\g<0>">\g<0></a>', item) for item in items])
 
 
@@ -79,7 +78,7 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
     )
     top = size(frame.top) if sized else f"{frame.top:.0f}"
     return (
-        f"<figure><figcaption>{_safe(title)}; the upright line is the end</figcaption><i>{top}</i>"
+        f"<figure><figcaption>{escaped(title)}; the upright line is the end</figcaption><i>{top}</i>"
         f"{drawing.picture(frame, shapes, title=title)}"
         f"<div class=axis><span>{instant(frame.begin)}</span><span>{instant(frame.end)}</span></div></figure>"
     )
@@ -87,8 +86,4 @@ def _figure(title: str, points: list[Point], at: float | None, *, sized: bool) -
 
 def _list(title: str, items: list[str]) -> str:
     lines = "".join(f"<li>{each}</li>" for each in items)
-    return f"<h2>{escape(title)}</h2><ul>{lines}</ul>" if items else ""
-
-
-def _safe(text: str) -> str:
-    return escape(text.translate(CONTROLS))
+    return f"<h2>{escaped(title)}</h2><ul>{lines}</ul>" if items else ""

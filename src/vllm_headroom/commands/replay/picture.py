@@ -9,7 +9,7 @@ from typing import Final
 
 from vllm_headroom.commands.bars import Pick, bars
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point, scale
+from vllm_headroom.expose.drawing import MARGIN, STYLE, Forecast, Frame, Point, escaped, scale
 from vllm_headroom.model import called
 from vllm_headroom.trace.course import Course
 from vllm_headroom.trace.curves import Curves
@@ -89,7 +89,7 @@ def _box(
     ]
     return "".join(
         (
-            f'<text x="4" y="-8">{escape(title)}</text>',
+            f'<text x="4" y="-8">{escaped(title)}</text>',
             f'<text x="{WIDTH - 4:.0f}" y="-8" text-anchor="end">{size(top) if sized else f"{top:.0f}"}</text>',
             *shapes,
             f'<text x="4" y="{HEIGHT + 18:.0f}">{instant(begin)}</text>',

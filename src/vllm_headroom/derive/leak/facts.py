@@ -162,10 +162,9 @@ class Track(Struct, frozen=True, kw_only=True):
     readings began, `begun_bytes` what was held in its first block. `history` holds (requests, busy seconds, grown
     bytes) at 8 % steps since the anchor, `rises` the newest rises of the shortest level, `grown_bytes` their
     clipped sum. `first` is the block that work is counted from: the first one, or the last in which the most
-    requests that ever ran at once came to twice the `first_load` of the one before. `peaks` are those of load,
-    the newest last, from 0.85 of that on. `most_bytes` is what the
-    engine could hold at most, had others stood still. `crowded_since` is when a neighbour came, `sure_seconds`
-    when an alarm was last sure with little time left.
+    requests that ever ran at once came to twice the `first_load` of the one before. `peaks` are those of load, the
+    newest last, as far back as load was alike. `most_bytes` is what the engine could hold at most, had others stood
+    still. `crowded_since` is when a neighbour came, `sure_seconds` when an alarm was last sure with little time left.
     """
 
     clock: float

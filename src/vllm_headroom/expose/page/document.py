@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
+from vllm_headroom.expose.drawing import escaped
 from vllm_headroom.expose.page.figures import figures
 from vllm_headroom.expose.page.style import PAGE_STYLE, POLICY, icon
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Metric, Snapshot, Values, Verdict, part_of, worst
 from vllm_headroom.units import duration, gib, instant
-from vllm_headroom.vocabulary import CONTROLS, WORDS
+from vllm_headroom.vocabulary import WORDS
 
 _HEADERS: Final[tuple[Header, ...]] = (
     NO_SNIFF,
@@ -39,17 +39,17 @@ def html(page: str) -> Response:
 
 def landing_page(view: View) -> str:
     """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
-    notice = f'<p class="notice">{_shown(view.notice)}</p>' if view.notice else ""
+    notice = f'<p class="notice">{escaped(view.notice)}</p>' if view.notice else ""
     level = worst(view.said)
     first = next(each for each in view.said if each.level == level)
     names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
-    models = f": {_shown(', '.join(names))}" if names else ""
+    models = f": {escaped(', '.join(names))}" if names else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
-        f"<title>{WORDS[level]}: {_shown(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
+        f"<title>{WORDS[level]}: {escaped(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
         f'<link rel="icon" href="{icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
         f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
         f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in view.said)}</ul>"
@@ -67,29 +67,29 @@ def _rest(view: View) -> Iterator[str]:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-10:]):
             word = f"<b class={event.level}>{WORDS[event.level]}</b>"
-            yield f"<li>{word} {instant(event.seconds)} {_shown(event.text)}</li>"
+            yield f"<li>{word} {instant(event.seconds)} {escaped(event.text)}</li>"
         yield "</ul>"
 
 
 def _incident(last: Incident) -> str:
-    why = "" if last.reason is None else f" ({_shown(last.reason)})"
+    why = "" if last.reason is None else f" ({escaped(last.reason)})"
     return (
-        f"<h2>Last incident</h2><p>{instant(last.seconds)}: the engine {_shown(last.what)}{why}."
-        f" <code>{_shown(last.command)}</code>, run in the sidecar's container, says why.</p>"
+        f"<h2>Last incident</h2><p>{instant(last.seconds)}: the engine {escaped(last.what)}{why}."
+        f" <code>{escaped(last.command)}</code>, run in the sidecar's container, says why.</p>"
     )
 
 
 def _sentence(view: View, verdict: Verdict) -> str:
     where = view.runbook(verdict.alert)
-    link = "" if where is None else f' <a href="{_shown(where)}">What&nbsp;to&nbsp;do</a>'
-    return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {_shown(verdict.sentence)}{link}</li>"
+    link = "" if where is None else f' <a href="{escaped(where)}">What&nbsp;to&nbsp;do</a>'
+    return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {escaped(verdict.sentence)}{link}</li>"
 
 
 def _when(view: View) -> str:
     if view.snapshot is None:
-        return f"version {_shown(view.version)}"
+        return f"version {escaped(view.version)}"
     age = duration(view.age_seconds)
-    return f"seen {instant(view.snapshot.time_seconds)}, {age} ago; version {_shown(view.version)}"
+    return f"seen {instant(view.snapshot.time_seconds)}, {age} ago; version {escaped(view.version)}"
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")
@@ -151,21 +151,17 @@ def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
 def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
     """Return a table of this class with a heading, nothing without rows."""
     lines = "".join(
-        f"<tr><th scope=row>{_shown(first)}</th>{''.join(f'<td>{_shown(cell)}</td>' for cell in rest)}</tr>"
+        f"<tr><th scope=row>{escaped(first)}</th>{''.join(f'<td>{escaped(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows
     ).replace("<td>failed</td>", "<td><b class=alarm>failed</b></td>")
-    titles = "".join(f"<th scope=col>{_shown(each)}</th>" for each in head)
+    titles = "".join(f"<th scope=col>{escaped(each)}</th>" for each in head)
     if not lines:
         return ""
     return (
-        f'<h2>{_shown(title)}</h2><div class=wide role=region tabindex=0 aria-label="{_shown(title)}">'
+        f'<h2>{escaped(title)}</h2><div class=wide role=region tabindex=0 aria-label="{escaped(title)}">'
         f"<table class={kind}><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 
 
 def _gib(n_bytes: float | None) -> str:
     return NOT_KNOWN if n_bytes is None else gib(n_bytes)
-
-
-def _shown(text: str) -> str:
-    return escape(text.translate(CONTROLS))

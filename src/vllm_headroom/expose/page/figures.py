@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from html import escape
 from typing import Final
 
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
-from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame
+from vllm_headroom.expose.drawing import MARGIN, Curve, Forecast, Frame, escaped
 from vllm_headroom.expose.history import Event
 from vllm_headroom.expose.view import View
 from vllm_headroom.model import Gpu, Snapshot, part_of
@@ -66,7 +65,7 @@ def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> tuple[
     if memory is not None:
         room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
     return (begin, end), (
-        f"<figure><figcaption><b>{escape(reading.called)}</b> {escape(name)}: {room}</figcaption>"
+        f"<figure><figcaption><b>{escaped(reading.called)}</b> {escaped(name)}: {room}</figcaption>"
         f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
         f"{_axis(begin, now, end, forecast)}</figure>"
     )
@@ -102,7 +101,7 @@ def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> st
     elif end > now:
         words.append("")
     kind = '"axis ahead"' if end > now else "axis"
-    return f"<div class={kind}>{''.join(f'<span>{escape(word)}</span>' for word in words)}</div>"
+    return f"<div class={kind}>{''.join(f'<span>{escaped(word)}</span>' for word in words)}</div>"
 
 
 def _load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
