@@ -79,6 +79,7 @@ def test_an_api_server_that_outlives_the_process_that_began_it_is_the_engine(
         assert down.has("gpu_memory_left_behind_bytes")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("keeps", [False, True], ids=["without-a-state", "with-a-state"])
 def test_the_core_that_a_server_left_is_no_engine_for_a_daemon_that_starts_later(
     start: Start, nvml: FakeNvml, port: int, tmp_path: Path, *, keeps: bool

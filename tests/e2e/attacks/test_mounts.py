@@ -57,7 +57,7 @@ def test_a_volume_that_became_read_only_costs_what_is_kept_there_alone(tmp_path:
         with mounted(mount, engine, **files) as running:
             running.sees(answers, "the engine answers")
             for what in ("trace not written", "flight record not written", "state is not kept"):
-                eventually(partial(is_told, running, what), what)
+                eventually(partial(is_told, running, what), what, deadline_seconds=180)  # state is kept once a minute
             asked = len(engine.requests)
             eventually(lambda: len(engine.requests) >= asked + 2, "samples go on")
 
