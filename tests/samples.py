@@ -10,13 +10,13 @@ from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
     EngineReading,
+    EngineStatus,
     Failure,
     Gpu,
     GpuMemory,
     GpuReading,
     HostMemory,
     Inside,
-    Life,
     Metric,
     ProbedProcess,
     ProbeReadings,
@@ -97,7 +97,7 @@ def snapshot(
     reading_times: tuple[ReadingTime, ...] = (),
     host: HostMemory | None = None,
     probe: ProbeReadings | Failure | None = None,
-    life: Life | None = None,
+    life: EngineStatus | None = None,
 ) -> Snapshot:
     return Snapshot(
         time_seconds=1_760_000_000.0 + at,

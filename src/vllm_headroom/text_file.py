@@ -13,16 +13,16 @@ WAIT_SECONDS: Final = 5.0
 """For who writes into a pipe, as a shell's `<(command)` is one; where nobody does, opening it would last for ever."""
 
 
-def file_bytes(path: Path, most_bytes: int) -> bytes:
+def read_file(path: Path, most_bytes: int) -> bytes:
     """Return what the file holds, cut to so many bytes; raises OSError, also where a pipe gives nothing in time."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
-        return b"".join(_parts(descriptor, most_bytes))
+        return b"".join(_read_parts(descriptor, most_bytes))
     finally:
         os.close(descriptor)
 
 
-def _parts(descriptor: int, left_bytes: int) -> list[bytes]:
+def _read_parts(descriptor: int, left_bytes: int) -> list[bytes]:
     ends, waiting, parts = time.monotonic() + WAIT_SECONDS, select.poll(), []
     waiting.register(descriptor, select.POLLIN)
     while left_bytes > 0:

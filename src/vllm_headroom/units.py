@@ -37,7 +37,7 @@ class RefusedError(ValueError):
     """A value that is refused for a reason that the operator can do something about."""
 
 
-def size_bytes(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes of a size such as `8MiB`, or of a number of bytes that can be meant."""
     size = SIZE.fullmatch(text)
     if size is None or size[2].lower() not in UNITS_BYTES:
@@ -50,7 +50,7 @@ def size_bytes(text: str) -> int:
     return n_bytes
 
 
-def vllm_number(text: str) -> int:
+def parse_vllm_number(text: str) -> int:
     """Return a whole number as vLLM writes it: 32k is 32,000 and 32K is 32,768 (human_readable_int of its options)."""
     number = VLLM_NUMBER.fullmatch(text)
     if number is None:
@@ -61,7 +61,7 @@ def vllm_number(text: str) -> int:
     return int(Decimal(number[1]) * 1000**power)
 
 
-def duration_seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Return the seconds of a duration such as `90`, `120s`, `15m`, `1.5h` or `1h30m`."""
     text = text.strip()
     if not DURATION.fullmatch(text):
@@ -69,7 +69,7 @@ def duration_seconds(text: str) -> float:
     return sum(float(number) * UNITS_SECONDS[unit] for number, unit in PARTS.findall(text) or [(text, "s")])
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Return the ratio that a share such as `5%` or `0.05` is."""
     found = SHARE.fullmatch(text.strip())
     if found is None:
@@ -77,7 +77,7 @@ def share(text: str) -> float:
     return float(found[1]) / (100 if found[2] else 1)
 
 
-def size(n_bytes: float) -> str:
+def format_size(n_bytes: float) -> str:
     """Return bytes with a binary prefix and three digits."""
     value, power = abs(n_bytes), 0
     while value >= 999.5 and power < len(PREFIXES) - 1:  # noqa: PLR2004 - what three digits round to a thousand
@@ -86,12 +86,12 @@ def size(n_bytes: float) -> str:
     return f"{sign}{value:.3g} {PREFIXES[power]}B"
 
 
-def gib(n_bytes: float) -> str:
+def format_gib(n_bytes: float) -> str:
     """Return bytes in GiB, in which vLLM logs them."""
     return f"{n_bytes / GIB:,.2f} GiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration in its two largest units."""
     whole = round(abs(seconds))
     days, rest = divmod(whole, 86400)
@@ -103,6 +103,6 @@ def duration(seconds: float) -> str:
     return sign + " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
 
 
-def instant(seconds: float) -> str:
+def format_instant(seconds: float) -> str:
     """Return a time of the trace as a date in UTC."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -192,6 +192,6 @@ class MetricType(StrEnum):
     COUNTER = "counter"
 
 
-_OF_DIRECTION: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
-CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_OF_DIRECTION)}
+_DIRECTION_CODES: Final = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *_DIRECTION_CODES)}
 """What an engine's text could do to a terminal, to the next line, or to the order in which a line is read."""

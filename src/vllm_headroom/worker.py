@@ -36,7 +36,7 @@ class Worker(Generic[T]):
         """
         if (begun := self._begun) is not None and begun.done():
             raise TimeoutError
-        self._thread = self._thread or started(self._run, self._name)
+        self._thread = self._thread or start_thread(self._run, self._name)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._jobs.put((function, loop, future))
@@ -67,13 +67,13 @@ class Worker(Generic[T]):
             if future.cancelled():
                 continue
             self._begun = future
-            made = outcome(function)
+            made = capture_outcome(function)
             self._begun = None  # before the loop marks it done: done while begun is given up
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits for the answer
                 loop.call_soon_threadsafe(_settle, future, made)
 
 
-def started(run: Callable[[], None], name: str) -> threading.Thread:
+def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     """Return a daemon thread that runs; raises OSError where a limit on threads or memory forbids it."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
@@ -83,7 +83,7 @@ def started(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-def outcome(call: Callable[[], T]) -> T | Exception:
+def capture_outcome(call: Callable[[], T]) -> T | Exception:
     """Return what a call returns or raises."""
     try:
         return call()

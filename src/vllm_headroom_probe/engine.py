@@ -21,20 +21,20 @@ FULL = "FullAttentionSpec"
 """Of these layers every token keeps its place in the cache; a window gives it back."""
 
 
-def own(thing: object, path: str) -> Any:  # noqa: ANN401 - whatever vLLM keeps there
+def read_own(thing: object, path: str) -> Any:  # noqa: ANN401 - whatever vLLM keeps there
     """Return an object's own attribute, or that of one below it; None where there is none."""
     for name in path.split("."):
         thing = getattr(thing, "__dict__", {}).get(name)
     return thing
 
 
-def whole(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
+def to_whole(value: Any) -> int | None:  # noqa: ANN401 - vLLM's or torch's
     """Return a number as a whole one; None for what is no amount."""
     is_amount = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1 << 63
     return int(value) if is_amount else None
 
 
-class Engine:
+class EngineObjects:
     """The worker and the core of this process, which are vLLM's: nothing is held that it lets go."""
 
     def __init__(self) -> None:
@@ -71,8 +71,8 @@ class Engine:
     @property
     def worker(self) -> Any:  # noqa: ANN401 - vLLM's
         """The worker itself, inside what vLLM wraps it in; with one GPU it lives in the core's process."""
-        thing = self._worker() or own(self.core, "model_executor.driver_worker")
-        while (inner := own(thing, "worker")) is not None:
+        thing = self._worker() or read_own(self.core, "model_executor.driver_worker")
+        while (inner := read_own(thing, "worker")) is not None:
             thing = inner
         return thing
 
@@ -82,7 +82,7 @@ class Engine:
         return self.core is not None or self._worker() is not None
 
 
-def role(engine: Engine, process_name: str) -> str:
+def find_role(engine: EngineObjects, process_name: str) -> str:
     """Return what this process is to vLLM."""
     if engine.core is not None or process_name.startswith("EngineCore"):
         return "engine_core"
@@ -91,49 +91,51 @@ def role(engine: Engine, process_name: str) -> str:
     return "api_server" if process_name.startswith(("MainProcess", "ApiServer")) else "other"
 
 
-def ranks(engine: Engine) -> dict[str, int | None]:
+def read_ranks(engine: EngineObjects) -> dict[str, int | None]:
     """Return the worker's ranks; of a model without experts every data-parallel engine takes itself for rank 0."""
-    parallel = own(engine.worker or engine.core, "vllm_config.parallel_config")
-    index = own(parallel, "data_parallel_index")
+    parallel = read_own(engine.worker or engine.core, "vllm_config.parallel_config")
+    index = read_own(parallel, "data_parallel_index")
     return {
-        "rank": whole(own(engine.worker, "rank")),
-        "local_rank": whole(own(engine.worker, "local_rank")),
-        "data_parallel_rank": whole(own(parallel, "data_parallel_rank") if index is None else index),
+        "rank": to_whole(read_own(engine.worker, "rank")),
+        "local_rank": to_whole(read_own(engine.worker, "local_rank")),
+        "data_parallel_rank": to_whole(read_own(parallel, "data_parallel_rank") if index is None else index),
     }
 
 
-def scheduler(core: object) -> dict[str, int | None] | None:
+def read_scheduler(core: object) -> dict[str, int | None] | None:
     """Return the state of the scheduler and the limits it was given; None where there is none yet."""
-    scheduler = own(core, "scheduler")
+    scheduler = read_own(core, "scheduler")
     if scheduler is None:
         return None
-    pool = own(scheduler, "kv_cache_manager.block_pool")
-    config = own(core, "vllm_config")
-    running = own(scheduler, "running")
-    queues = [own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")]
+    pool = read_own(scheduler, "kv_cache_manager.block_pool")
+    config = read_own(core, "vllm_config")
+    running = read_own(scheduler, "running")
+    queues = [read_own(scheduler, name) for name in ("waiting", "kv_holding_waiting", "skipped_waiting")]
     return {
-        "kv_blocks_total": whole(own(pool, "num_gpu_blocks")),
-        "kv_blocks_free": whole(own(pool, "free_block_queue.num_free_blocks")),
-        "block_size": whole(own(scheduler, "block_size")),
+        "kv_blocks_total": to_whole(read_own(pool, "num_gpu_blocks")),
+        "kv_blocks_free": to_whole(read_own(pool, "free_block_queue.num_free_blocks")),
+        "block_size": to_whole(read_own(scheduler, "block_size")),
         "running": None if running is None else len(running),
         "waiting": None if queues[0] is None else sum(len(queue) for queue in queues if queue is not None),
-        "steps_total": whole(own(scheduler, "current_step")),
-        "max_num_seqs": whole(own(config, "scheduler_config.max_num_seqs")),
-        "max_model_len": whole(own(config, "model_config.max_model_len")),
-        "bytes_per_kv_token": _bytes_per_kv_token(own(scheduler, "kv_cache_config"), own(config, "parallel_config")),
+        "steps_total": to_whole(read_own(scheduler, "current_step")),
+        "max_num_seqs": to_whole(read_own(config, "scheduler_config.max_num_seqs")),
+        "max_model_len": to_whole(read_own(config, "model_config.max_model_len")),
+        "bytes_per_kv_token": _compute_bytes_per_kv_token(
+            read_own(scheduler, "kv_cache_config"), read_own(config, "parallel_config")
+        ),
     }
 
 
-def _bytes_per_kv_token(kv: object, parallel: object) -> int | None:
+def _compute_bytes_per_kv_token(kv: object, parallel: object) -> int | None:
     """Return what a token takes on all ranks; None where it depends on the layer, the token's place or the rank."""
-    groups: list[Any] = own(kv, "kv_cache_groups") or []
+    groups: list[Any] = read_own(kv, "kv_cache_groups") or []
     others = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    if len(groups) != 1 or any((own(parallel, name) or 1) != 1 for name in others):
+    if len(groups) != 1 or any((read_own(parallel, name) or 1) != 1 for name in others):
         return None
     spec = groups[0].kv_cache_spec
-    each = own(spec, "kv_cache_specs")  # of layers that differ, all in one group
+    each = read_own(spec, "kv_cache_specs")  # of layers that differ, all in one group
     specs = list(each.values()) if each else [spec] * len(groups[0].layer_names)
     if any(FULL not in (kind.__name__ for kind in type(one).__mro__) for one in specs):
         return None
     size, rest = divmod(sum(one.page_size_bytes for one in specs), spec.block_size)
-    return None if rest else whole(size * (own(parallel, "tensor_parallel_size") or 1))
+    return None if rest else to_whole(size * (read_own(parallel, "tensor_parallel_size") or 1))

@@ -20,7 +20,7 @@ MOST_ENTRIES = 4096
 """A look at a folder that somebody has filled must end; hundreds of lives are not as many."""
 
 
-def started() -> tuple[float, float]:
+def read_start() -> tuple[float, float]:
     """Return when this process began, to a hundredth, as others read it in /proc too: since the boot and the epoch.
 
     The second moves when the clock is set, and is by the clock of now.

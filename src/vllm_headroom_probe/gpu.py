@@ -9,31 +9,31 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_headroom_probe.engine import own, whole
+from vllm_headroom_probe.engine import read_own, to_whole
 
 CALLBACKS = ("enable_sleep_mode", "enable_cumem_allocator")
 """With these vLLM's allocator calls Python while torch's is locked: whoever holds the GIL and waits for that lock, as
 reading torch's figures from another thread does, would stop the engine for good (vllm/csrc/cumem_allocator.cpp)."""
 
 
-def pool() -> Any:  # noqa: ANN401 - vLLM's
+def find_pool() -> Any:  # noqa: ANN401 - vLLM's
     """Return vLLM's allocator for sleep mode, None where it was never made."""
-    return own(own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance")
+    return read_own(read_own(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator"), "instance")
 
 
-def may_ask_torch(worker: object) -> bool:
+def can_ask_torch(worker: object) -> bool:
     """Tell whether torch's allocator may be asked: only where it is certain that it never waits for Python."""
-    model = own(worker, "vllm_config.model_config")
-    return model is not None and not any(own(model, name) for name in CALLBACKS) and pool() is None
+    model = read_own(worker, "vllm_config.model_config")
+    return model is not None and not any(read_own(model, name) for name in CALLBACKS) and find_pool() is None
 
 
-def cuda() -> Any:  # noqa: ANN401 - torch's
+def find_cuda() -> Any:  # noqa: ANN401 - torch's
     """Return torch.cuda where vLLM has initialised it in this process, else None."""
-    module = own(sys.modules.get("torch"), "cuda")
+    module = read_own(sys.modules.get("torch"), "cuda")
     return module if module is not None and module.is_initialized() else None
 
 
-class Gpu:
+class WorkerGpu:
     """The one device of this process's worker; `call_seconds` is how long its allocator was last waited for."""
 
     def __init__(self) -> None:
@@ -44,58 +44,58 @@ class Gpu:
 
     def device(self, worker: object) -> dict[str, Any] | None:
         """Return what torch knows of the device; None where there is no GPU, or nobody knows whose it is yet."""
-        index = whole(getattr(own(worker, "device"), "index", None))
-        torch_cuda = cuda()
+        index = to_whole(getattr(read_own(worker, "device"), "index", None))
+        torch_cuda = find_cuda()
         if torch_cuda is None or index is None:
             return None
         if not self._fixed:
             properties = torch_cuda.get_device_properties(index)
-            self._fixed = {"uuid": _uuid(properties), "total": whole(properties.total_memory)}
+            self._fixed = {"uuid": _format_uuid(properties), "total": to_whole(properties.total_memory)}
         if self._fixed["uuid"] is None:  # nobody could tell whose the figures are
             return None
-        return self._fixed | (self._allocator(torch_cuda, index, worker) if may_ask_torch(worker) else {})
+        return self._fixed | (self._allocator(torch_cuda, index, worker) if can_ask_torch(worker) else {})
 
     def _allocator(self, torch_cuda: Any, index: int, worker: object) -> dict[str, int | None]:  # noqa: ANN401
         """Return torch's figures; with the index, since the current device of this thread would be another."""
         began = time.perf_counter()
         stats = torch_cuda.memory_stats_as_nested_dict(index)
         self.call_seconds = time.perf_counter() - began
-        self._graphs = _graphs(stats, worker)
+        self._graphs = _read_graphs(stats, worker)
         return {
-            "allocated": _current(stats, "allocated_bytes"),
-            "reserved": _current(stats, "reserved_bytes"),
-            "inactive_split": _current(stats, "inactive_split_bytes"),
-            "retries": whole(stats.get("num_alloc_retries")),
-            "ooms": whole(stats.get("num_ooms")),
+            "allocated": _read_current(stats, "allocated_bytes"),
+            "reserved": _read_current(stats, "reserved_bytes"),
+            "inactive_split": _read_current(stats, "inactive_split_bytes"),
+            "retries": to_whole(stats.get("num_alloc_retries")),
+            "ooms": to_whole(stats.get("num_ooms")),
         }
 
     def parts(self, worker: object) -> dict[str, Any] | None:
         """Return the parts of the worker's memory; None where there is no worker yet."""
         if worker is None:
             return None
-        in_pool = _by_tag() if pool() is not None else {}
+        in_pool = _sum_by_tag() if find_pool() is not None else {}
         return {
             "weights": self._weights(worker),
-            "kv_cache": _kv_cache(worker),
+            "kv_cache": _sum_kv_cache(worker),
             "cuda_graphs": self._graphs,
-            "cuda_graphs_estimate": whole(own(worker, "cudagraph_memory_estimate")),
-            "activation_peak": whole(own(worker, "peak_activation_memory")),
-            "requested": whole(own(worker, "requested_memory")),
+            "cuda_graphs_estimate": to_whole(read_own(worker, "cudagraph_memory_estimate")),
+            "activation_peak": to_whole(read_own(worker, "peak_activation_memory")),
+            "requested": to_whole(read_own(worker, "requested_memory")),
             **in_pool,
         }
 
     def _weights(self, worker: object) -> int | None:
         """Return the model's memory as vLLM measured it; where it does not, as on a CPU, its parameters and buffers."""
-        measured = whole(own(worker, "model_runner.model_memory_usage"))
-        model = own(worker, "model_runner.model")
-        if measured or model is None or not may_ask_torch(worker):
+        measured = to_whole(read_own(worker, "model_runner.model_memory_usage"))
+        model = read_own(worker, "model_runner.model")
+        if measured or model is None or not can_ask_torch(worker):
             return measured or None
         if self._model is None or self._model[0] != id(model):
-            self._model = id(model), _bytes_of([*model.parameters(), *model.buffers()])
+            self._model = id(model), _sum_bytes([*model.parameters(), *model.buffers()])
         return self._model[1]
 
 
-def _uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
+def _format_uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     """Return the UUID as the driver's tools write it; torch leaves out what kind of device it is of.
 
     HIP fills its bytes with the sixteen digits of an AMD card's id (hip_device.cpp).
@@ -108,22 +108,22 @@ def _uuid(properties: Any) -> str | None:  # noqa: ANN401 - torch's
     return None if uuid is None else f"{'MIG' if visible.startswith('MIG-') else 'GPU'}-{uuid}"
 
 
-def _current(stats: dict[str, Any], name: str) -> int | None:
-    return whole(stats.get(name, {}).get("all", {}).get("current"))
+def _read_current(stats: dict[str, Any], name: str) -> int | None:
+    return to_whole(stats.get(name, {}).get("all", {}).get("current"))
 
 
-def _graphs(stats: dict[str, Any], worker: object) -> int | None:
+def _read_graphs(stats: dict[str, Any], worker: object) -> int | None:
     """Return what the pool of vLLM's CUDA graphs has reserved; torch says so since 2.13."""
-    handle = getattr(type(own(worker, "current_platform")), "_global_graph_pool", None)
+    handle = getattr(type(read_own(worker, "current_platform")), "_global_graph_pool", None)
     found = stats.get("reserved_bytes_by_private_pools", {}).get(handle)
-    return None if found is None else whole(found["all"]["current"])
+    return None if found is None else to_whole(found["all"]["current"])
 
 
-def _by_tag() -> dict[str, Any]:
+def _sum_by_tag() -> dict[str, Any]:
     """Return what the sleep pool holds by tag, and whether any of it sleeps; nothing where vLLM does not mark that."""
     held: dict[str, int] = {}
     asleep = False
-    for allocation in list(own(pool(), "pointer_to_data").values()):
+    for allocation in list(read_own(find_pool(), "pointer_to_data").values()):
         if "is_asleep" not in vars(allocation):
             return {}
         asleep = asleep or bool(allocation.is_asleep)
@@ -132,21 +132,21 @@ def _by_tag() -> dict[str, Any]:
     return {"asleep": asleep, "pool": held}
 
 
-def _kv_cache(worker: object) -> int | None:
+def _sum_kv_cache(worker: object) -> int | None:
     """Return the bytes of the KV cache's tensors; no tensor of the sleep pool is touched."""
-    caches = own(worker, "model_runner.kv_caches")
-    return _bytes_of(list(_tensors(caches))) if caches and may_ask_torch(worker) else None
+    caches = read_own(worker, "model_runner.kv_caches")
+    return _sum_bytes(list(_walk_tensors(caches))) if caches and can_ask_torch(worker) else None
 
 
-def _tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested as each kind of layer wants it
+def _walk_tensors(caches: Any) -> Iterator[Any]:  # noqa: ANN401 - vLLM's, nested as each kind of layer wants it
     for cache in caches:
         if isinstance(cache, (list, tuple)):
-            yield from _tensors(cache)
+            yield from _walk_tensors(cache)
         else:
             yield cache
 
 
-def _bytes_of(tensors: list[Any]) -> int:
+def _sum_bytes(tensors: list[Any]) -> int:
     """Return the bytes behind tensors, of which several may share some."""
     storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storages.values())

@@ -11,12 +11,12 @@ NO_LIMIT = 1 << 60
 """What cgroup v1 shows without a limit is a page less than 2^63."""
 
 
-def host(root: str = "/") -> dict[str, Any]:
+def read_host(root: str = "/") -> dict[str, Any]:
     """Return the memory of this process's cgroup and of /dev/shm; what cannot be read is None."""
-    return {"cgroup": _cgroup(root), "shm": _shm(os.path.join(root, "dev/shm"))}  # noqa: PTH118
+    return {"cgroup": _read_cgroup(root), "shm": _read_shm(os.path.join(root, "dev/shm"))}  # noqa: PTH118
 
 
-def _shm(path: str) -> dict[str, int] | None:
+def _read_shm(path: str) -> dict[str, int] | None:
     try:
         found = os.statvfs(path)
     except OSError:
@@ -25,38 +25,38 @@ def _shm(path: str) -> dict[str, int] | None:
     return {"used": used, "limit": found.f_blocks * found.f_frsize}
 
 
-def _cgroup(root: str) -> dict[str, int | None] | None:
+def _read_cgroup(root: str) -> dict[str, int | None] | None:
     """Return what counts against the limit, and `file`: the page cache in it, which the kernel takes back."""
-    place = _place(root)
+    place = _find_cgroup(root)
     if place is None:
         return None
     folder, names = place
-    limit = _number(_text(folder, names["limit"]))
-    stat = _fields(_text(folder, "memory.stat"))
+    limit = _parse_number(_read_text(folder, names["limit"]))
+    stat = _parse_fields(_read_text(folder, "memory.stat"))
     prefix = "" if names is V2 else "total_"
     cache, shared = stat.get("file" if names is V2 else "total_cache"), stat.get(f"{prefix}shmem")
     return {
-        "used": _number(_text(folder, names["used"])),
+        "used": _parse_number(_read_text(folder, names["used"])),
         "limit": None if limit is None or limit >= NO_LIMIT else limit,
         "file": None if cache is None or shared is None else cache - shared,  # shared memory is no cache
-        "oom_kills": _fields(_text(folder, names["events"])).get("oom_kill"),
+        "oom_kills": _parse_fields(_read_text(folder, names["events"])).get("oom_kill"),
     }
 
 
-def _place(root: str) -> tuple[str, dict[str, str]] | None:
+def _find_cgroup(root: str) -> tuple[str, dict[str, str]] | None:
     """Return the folder of this process's memory cgroup; in a container the mount begins at its own."""
-    for line in _text(root, "proc/self/cgroup").splitlines():
+    for line in _read_text(root, "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in {"", "memory"}:
             continue
         names, mount = (V1, "sys/fs/cgroup/memory") if controllers else (V2, "sys/fs/cgroup")
         for folder in (os.path.join(root, mount + path), os.path.join(root, mount)):  # noqa: PTH118
-            if _text(folder, names["used"]):
+            if _read_text(folder, names["used"]):
                 return folder, names
     return None
 
 
-def _text(folder: str, name: str) -> str:
+def _read_text(folder: str, name: str) -> str:
     try:
         with open(os.path.join(folder, name)) as file:  # noqa: PTH118, PTH123
             return file.read()
@@ -64,10 +64,10 @@ def _text(folder: str, name: str) -> str:
         return ""
 
 
-def _number(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     return int(text) if text.strip().isdecimal() else None
 
 
-def _fields(text: str) -> dict[str, int]:
+def _parse_fields(text: str) -> dict[str, int]:
     words = (line.split() for line in text.splitlines())
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}  # noqa: PLR2004

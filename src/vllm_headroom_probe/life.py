@@ -24,7 +24,7 @@ def begin(folder: str, frame: FrameType | None) -> None:
     global _probe  # noqa: PLW0603 - see above
     version = str(vars(sys.modules.get("vllm") or sys).get("__version__", ""))
     if TOO_OLD.match(version):
-        _tell_too_old(version)
+        _warn_too_old(version)
         return
     if _probe is None:
         _probe = Probe(folder)
@@ -35,7 +35,7 @@ def begin(folder: str, frame: FrameType | None) -> None:
 
 
 @cache
-def _tell_too_old(version: str) -> None:
+def _warn_too_old(version: str) -> None:
     logging.getLogger("vllm.headroom_probe").warning("headroom probe: idle, vLLM %s is older than 0.9", version)
 
 
@@ -76,4 +76,4 @@ def _attach() -> None:
 def _on_oom(device: int, asked: int, total: int, free: int) -> None:
     with contextlib.suppress(Exception):
         if _probe is not None:
-            _probe.saw_oom(device, asked, total, free)
+            _probe.note_oom(device, asked, total, free)

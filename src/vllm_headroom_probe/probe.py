@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllm_headroom_probe import engine as vllm
-from vllm_headroom_probe.folder import prune, replace, started
-from vllm_headroom_probe.gpu import Gpu
-from vllm_headroom_probe.host import host
-from vllm_headroom_probe.record import Record
+from vllm_headroom_probe.folder import prune, read_start, replace
+from vllm_headroom_probe.gpu import WorkerGpu
+from vllm_headroom_probe.host import read_host
+from vllm_headroom_probe.record import Recording
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ OOM_SECONDS = 0.05
 """How long a fork, or an OutOfMemoryError on its way up, waits at most for a write to end: one takes 0.1 ms."""
 
 
-def known(look: Callable[[], T | None]) -> T | None:
+def try_look(look: Callable[[], T | None]) -> T | None:
     """Return what a look finds; None where vLLM or torch is not as it was read."""
     try:
         return look()
@@ -43,7 +43,7 @@ class Probe:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.engine, self.gpu, self.record = vllm.Engine(), Gpu(), Record(folder)
+        self.engine, self.gpu, self.record = vllm.EngineObjects(), WorkerGpu(), Recording(folder)
         self._thread: threading.Thread | None = None
         self._wake, self._written = threading.Event(), threading.Event()
         self._rests = False
@@ -70,12 +70,12 @@ class Probe:
         if self._thread is not None:
             self._thread.join(FORK_SECONDS)
 
-    def saw_oom(self, device: int, asked: int, total: int, free: int) -> None:
+    def note_oom(self, device: int, asked: int, total: int, free: int) -> None:
         """Keep what is known while torch is about to raise an OutOfMemoryError, and have it written before."""
         worker = self.engine.worker
-        on_it = getattr(vllm.own(worker, "device"), "index", None) == device
-        gpu = known(lambda: self.gpu.device(worker) if on_it else None) or {}
-        scheduler = known(lambda: vllm.scheduler(self.engine.core)) or {}
+        on_it = getattr(vllm.read_own(worker, "device"), "index", None) == device
+        gpu = try_look(lambda: self.gpu.device(worker) if on_it else None) or {}
+        scheduler = try_look(lambda: vllm.read_scheduler(self.engine.core)) or {}
         self._oom = {
             "t": time.time(),
             "uuid": gpu.get("uuid"),
@@ -125,33 +125,33 @@ class Probe:
         if not self._fixed:
             self._fixed = self._identity()
         if not self.engine.is_known:
-            known(self.engine.search_main)
-        worker, core = known(lambda: self.engine.worker), known(lambda: self.engine.core)
-        device = known(lambda: self.gpu.device(worker))
+            try_look(self.engine.search_main)
+        worker, core = try_look(lambda: self.engine.worker), try_look(lambda: self.engine.core)
+        device = try_look(lambda: self.gpu.device(worker))
         name = multiprocessing.current_process().name
         return {
             **self._fixed,
             "sequence": self._last.get("sequence", 0) + 1,
             "t": time.time(),
-            "role": known(lambda: vllm.role(self.engine, name)) or "other",
+            "role": try_look(lambda: vllm.find_role(self.engine, name)) or "other",
             "process_name": name[:64],
             "stopped": None,
-            **(known(lambda: vllm.ranks(self.engine)) or {}),
+            **(try_look(lambda: vllm.read_ranks(self.engine)) or {}),
             "devices": [] if device is None else [device],
-            "parts": known(lambda: self.gpu.parts(worker)),
-            "scheduler": known(lambda: vllm.scheduler(core)),
-            "host": known(host),
+            "parts": try_look(lambda: self.gpu.parts(worker)),
+            "scheduler": try_look(lambda: vllm.read_scheduler(core)),
+            "host": try_look(read_host),
             "oom": self._oom,
         }
 
     def _identity(self) -> dict[str, Any]:
         """Return what stays; the process's place among the files is made on the way."""
         prune(self.folder)
-        since_boot, began = started()
+        since_boot, began = read_start()
         self._name = f"{os.getpid()}-{int(began)}"
         with open("/proc/sys/kernel/random/boot_id") as file:  # noqa: PTH123 - see folder
             boot_id = file.read().strip()
-        versions = {each: vllm.own(sys.modules.get(each), "__version__") for each in ("vllm", "torch")}
+        versions = {each: vllm.read_own(sys.modules.get(each), "__version__") for each in ("vllm", "torch")}
         return {
             "headroom_probe": 1,
             "interval_seconds": INTERVAL_SECONDS,

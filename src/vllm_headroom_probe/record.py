@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from vllm_headroom_probe.folder import replace
-from vllm_headroom_probe.gpu import cuda, may_ask_torch
+from vllm_headroom_probe.gpu import can_ask_torch, find_cuda
 
 REQUEST = "record.json"
 LONGEST_SECONDS = 3600
@@ -24,7 +24,7 @@ MOST_MEMORY_BYTES = 128 << 20
 """Of tracemalloc's own, for about a million allocations: their copy at the end holds the GIL for about a second."""
 
 
-class Record:
+class Recording:
     """The recording that is running in this process, if one is."""
 
     def __init__(self, folder: str) -> None:
@@ -37,7 +37,7 @@ class Record:
 
     def tick(self, name: str, role: str, worker: object) -> None:
         """Begin, go on with or end what the request in the folder asks for."""
-        asked = _request(self._folder)
+        asked = _read_request(self._folder)
         if self._asked and asked.get("id") != self._asked["id"]:
             self.forget()
         if not self._asked and asked and asked["id"] != self._answered and time.time() < asked["until"]:
@@ -60,7 +60,7 @@ class Record:
         if self._host:
             tracemalloc.stop()
         if self._gpu:
-            cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
+            find_cuda().memory._record_memory_history(None)  # noqa: SLF001 - torch's documented name
         self._host = self._gpu = False
 
     def _begin(self, asked: dict[str, Any], worker: object) -> None:
@@ -70,10 +70,10 @@ class Record:
         elif asked.get("host"):
             tracemalloc.start(FRAMES)
             self._host = True
-        if asked.get("gpu") and cuda() is not None and not may_ask_torch(worker):
+        if asked.get("gpu") and find_cuda() is not None and not can_ask_torch(worker):
             self._notes.append("GPU memory is not recorded where vLLM may sleep: it could stop the engine")
-        elif asked.get("gpu") and cuda() is not None:
-            cuda().memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
+        elif asked.get("gpu") and find_cuda() is not None:
+            find_cuda().memory._record_memory_history("state", context="state", stacks="python")  # noqa: SLF001
             self._gpu = True
 
     def _is_costly(self) -> bool:
@@ -87,10 +87,10 @@ class Record:
         cpu_seconds, began = time.thread_time(), time.perf_counter()
         memory_bytes = tracemalloc.get_tracemalloc_memory() if self._host else 0
         traced = tracemalloc.take_snapshot() if self._host else None
-        blocks = cuda().memory._snapshot() if self._gpu else None  # noqa: SLF001
+        blocks = find_cuda().memory._snapshot() if self._gpu else None  # noqa: SLF001
         pause_seconds = time.perf_counter() - began
         self._off()
-        host, gpu = _host_stacks(traced) if traced else [], _gpu_stacks(blocks) if blocks else []
+        host, gpu = _list_host_stacks(traced) if traced else [], _list_gpu_stacks(blocks) if blocks else []
         return {
             "headroom_record": 1,
             "began": self._began,
@@ -106,7 +106,7 @@ class Record:
         }
 
 
-def _request(folder: str) -> dict[str, Any]:
+def _read_request(folder: str) -> dict[str, Any]:
     """Return the request in the folder, empty where there is none that can be understood."""
     try:
         content, written = _read(os.path.join(folder, REQUEST))  # noqa: PTH118 - see folder
@@ -127,7 +127,7 @@ def _read(path: str) -> tuple[bytes, float]:
         os.close(descriptor)
 
 
-def _host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
+def _list_host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
     found = []
     for statistic in traced.statistics("traceback"):
         stack = [f"{frame.filename}:{frame.lineno}"[-200:] for frame in reversed(statistic.traceback)]
@@ -138,7 +138,7 @@ def _host_stacks(traced: tracemalloc.Snapshot) -> list[dict[str, Any]]:
     return found
 
 
-def _gpu_stacks(blocks: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_gpu_stacks(blocks: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the stacks behind torch's blocks; one from before the recording has none."""
     held: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for segment in blocks["segments"]:

@@ -20,7 +20,7 @@ from vllm_headroom.config.options import BadOptions, Parser, Told
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.early import unhindered
-from vllm_headroom_tools.terminal import shown
+from vllm_headroom_tools.terminal import render_line
 
 Result = TypeVar("Result")
 
@@ -93,7 +93,7 @@ def execute(
         say(json.dumps(command.document(answer), indent=2, allow_nan=False))
     elif command.text is not None:
         for line in command.text(answer):  # one by one: what comes last, as a picture, may take long
-            say(shown(line.translate(CONTROLS), sys.stdout))
+            say(render_line(line.translate(CONTROLS), sys.stdout))
     return command.status(answer)
 
 
@@ -151,5 +151,5 @@ def say(text: str) -> None:
 def tell(line: str) -> None:
     """Write to standard error a line that is no result; where it cannot be written, the exit status says enough."""
     with suppress(OSError):
-        sys.stderr.write(f"{shown(line.translate(CONTROLS), sys.stderr)}\n")
+        sys.stderr.write(f"{render_line(line.translate(CONTROLS), sys.stderr)}\n")
         sys.stderr.flush()

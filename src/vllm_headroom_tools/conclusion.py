@@ -23,7 +23,7 @@ class Conclusion(StrEnum):
 STATUS: Final = {Conclusion.GOOD: 0, Conclusion.NOT_GOOD: 1, Conclusion.CANNOT_TELL: 2}
 
 
-def worst(verdicts: Iterable[Conclusion]) -> Conclusion:
+def find_worst(verdicts: Iterable[Conclusion]) -> Conclusion:
     """Return no if one says no, else that it cannot be told if one cannot, else yes."""
     found = set(verdicts)
     return next((each for each in (Conclusion.NOT_GOOD, Conclusion.CANNOT_TELL) if each in found), Conclusion.GOOD)

@@ -13,12 +13,12 @@ from msgspec import Struct
 
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
-from vllm_headroom.daemon.sampler import closed
+from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.derive.attribution import AttributionState, attribute
 from vllm_headroom.model import EnginePage, Failure, Gpu, GpuReadings, ProcessReadings
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
+from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
 from vllm_headroom.scrape.proc.reader import Processes
 
 PROC: Final = Path("/proc")
@@ -38,21 +38,21 @@ class Machine(Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...]
 
 
-async def fetched(reader: PageReader) -> str | Failure:
+async def fetch_once(reader: PageReader) -> str | Failure:
     """Return the one page that is wanted of this reader, which is closed."""
     try:
         return await reader.fetch()
     finally:
-        await closed(reader)
+        await close_all(reader)
 
 
-async def understood(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
+async def fetch_engines(reader: PageReader, profile: str | None = None) -> EnginePage | Failure:
     """Return what the one page that is wanted of this reader says of the engines behind it."""
-    text = await fetched(reader)
+    text = await fetch_once(reader)
     return text if isinstance(text, Failure) else parse_engines(text, profile)
 
 
-async def machine(
+async def read_machine(
     settings: PlainSettings, page: Awaitable[EnginePage | Failure], proc: Path = PROC, sys: Path = SYS
 ) -> Machine:
     """Read the GPUs and `proc` once and tell whose they are, as the daemon does with these settings.
@@ -61,7 +61,7 @@ async def machine(
     """
     cards = Gpus(monotonic=time.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS, proc=proc, sys=sys)
     url = httpx.URL(settings.engine_url)
-    found = Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
+    found = Processes(engine_port=find_port(url), engine_is_here=is_here(url.host), proc=proc, monotonic=time.monotonic)
 
     async def seen() -> ProcessReadings | Failure:
         return await found.read(PROC_SECONDS, await page)

@@ -15,7 +15,7 @@ class Model(Struct, frozen=True, kw_only=True):
     most_tokens: int | None
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return the object that a text is, an empty one for what is none: JSON knows no NaN, which Python would read."""
     try:
         said = json.decode(text)
@@ -24,9 +24,9 @@ def json_object(text: str | bytes) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def first_model(text: str | bytes) -> Model | None:
+def parse_first_model(text: str | bytes) -> Model | None:
     """Return the first model in the answer to GET /v1/models; None where there is none."""
-    data = json_object(text).get("data")
+    data = parse_object(text).get("data")
     first = data[0] if isinstance(data, list) and data else None
     if not isinstance(first, dict) or not isinstance(first.get("id"), str):
         return None
@@ -34,13 +34,13 @@ def first_model(text: str | bytes) -> Model | None:
     return Model(name=first["id"], most_tokens=most if isinstance(most, int) else None)
 
 
-def server_version(text: str) -> str | None:
+def parse_server_version(text: str) -> str | None:
     """Return the version in the answer to GET /version, {"version": "0.11.2"}; None where it is another one."""
-    version = json_object(text).get("version")
+    version = parse_object(text).get("version")
     return version if isinstance(version, str) else None
 
 
-def error_of(said: Mapping[str, Any]) -> str | None:
+def find_error(said: Mapping[str, Any]) -> str | None:
     """Return the error that an object tells of, whole; None where it tells of none."""
     error = said.get("error")
     if isinstance(error, dict):

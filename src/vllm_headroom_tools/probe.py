@@ -19,14 +19,14 @@ from typing import Any, ClassVar, Final
 from vllm_headroom.config.kinds import DURATION, FILE, Value, bounded, choice
 from vllm_headroom.config.options import BadOptions, Parser
 from vllm_headroom.config.settings import Settings
-from vllm_headroom.derive.inside import told
+from vllm_headroom.derive.inside import classify_probe
 from vllm_headroom.model import Failure, ProbedProcess, ProbeReadings
 from vllm_headroom.parse import fields
-from vllm_headroom.parse.fields import WrongFieldError, each, number, within
+from vllm_headroom.parse.fields import WrongFieldError, read_each, read_number, read_within
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe import Probe, content
+from vllm_headroom.scrape.probe import ProbeReader, read_content
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom.units import duration, size
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom_tools.cli import Command, tell
 
 FORMAT: Final = "headroom_record"
@@ -50,10 +50,10 @@ def parse_answer(content: bytes, request: str) -> Recording | str | None:
         if type(document) is not dict or document.get(FORMAT) != VERSION or document.get("id") != request:
             return None
         return {
-            "note": fields.text(document, "note"),
-            "cost": within(document, "cost", _parse_cost) or _parse_cost({}),
-            "host": list(each(document, "host", _parse_stack) or ())[:MOST_STACKS],
-            "gpu": list(each(document, "gpu", _parse_stack) or ())[:MOST_STACKS],
+            "note": fields.read_text(document, "note"),
+            "cost": read_within(document, "cost", _parse_cost) or _parse_cost({}),
+            "host": list(read_each(document, "host", _parse_stack) or ())[:MOST_STACKS],
+            "gpu": list(read_each(document, "gpu", _parse_stack) or ())[:MOST_STACKS],
         }
     except WrongFieldError as wrong:
         return str(wrong)
@@ -66,17 +66,17 @@ def _parse_stack(entry: dict[str, Any], _place: int) -> dict[str, Any]:
     if type(frames) is not list or not all(type(frame) is str and frame.isprintable() for frame in frames):
         raise WrongFieldError("stack", frames, "a list of files and lines")
     return {
-        "bytes": fields.size(entry, "bytes") or 0,
-        "count": fields.size(entry, "count") or 0,
+        "bytes": fields.read_size(entry, "bytes") or 0,
+        "count": fields.read_size(entry, "count") or 0,
         "stack": frames[:MOST_FRAMES],
     }
 
 
 def _parse_cost(entry: dict[str, Any]) -> dict[str, Any]:
     return {
-        "pause_seconds": number(entry, "pause_seconds"),
-        "cpu_seconds": number(entry, "cpu_seconds"),
-        "memory_bytes": fields.size(entry, "memory_bytes"),
+        "pause_seconds": read_number(entry, "pause_seconds"),
+        "cpu_seconds": read_number(entry, "cpu_seconds"),
+        "memory_bytes": fields.read_size(entry, "memory_bytes"),
     }
 
 
@@ -98,23 +98,23 @@ async def record(folder: Path, seconds: float, say: Callable[[str], None]) -> di
 
     Where this ends early, cancelled or killed, the probes stop recording within a minute.
     """
-    processes = await _present(folder)
+    processes = await _find_present(folder)
     request, until = uuid.uuid4().hex, time.time() + seconds
     try:
-        _ask(folder, request, until)
-        say(f"{len(processes)} processes record for {duration(seconds)}")
+        _write_request(folder, request, until)
+        say(f"{len(processes)} processes record for {format_duration(seconds)}")
         try:
-            answers = await _answers(folder, processes, request, until + ANSWER_SECONDS)
+            answers = await _collect_answers(folder, processes, request, until + ANSWER_SECONDS)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 (folder / REQUEST).unlink()
     except OSError as error:
         raise BadInput(f"{error.filename or folder}: {error.strerror or error}") from error
-    processes_told = [_told(process, answers.get(process)) for process in processes]
+    processes_told = [_describe_process(process, answers.get(process)) for process in processes]
     return {"folder": str(folder), "seconds": seconds, "processes": processes_told}
 
 
-def _told(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
+def _describe_process(process: ProbedProcess, answer: Recording | str | None) -> dict[str, Any]:
     return {
         "pid": process.pid,
         "role": process.role,
@@ -124,17 +124,17 @@ def _told(process: ProbedProcess, answer: Recording | str | None) -> dict[str, A
     }
 
 
-async def _present(folder: Path) -> tuple[ProbedProcess, ...]:
-    files = await Probe(folder, parse=parse_probe).read(READ_SECONDS)
+async def _find_present(folder: Path) -> tuple[ProbedProcess, ...]:
+    files = await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
     if isinstance(files, Failure):
         raise BadInput(files.message)
-    found = told(files, (), time.time())
+    found = classify_probe(files, (), time.time())
     if not isinstance(found, ProbeReadings) or not found.present:
         raise BadInput(f"no process writes into {folder} now: vLLM is down, or its probes have stopped")
     return found.present
 
 
-def _ask(folder: Path, request: str, until: float) -> None:
+def _write_request(folder: Path, request: str, until: float) -> None:
     """Write the request, unless there is one that somebody waits for; raise OSError, and BadInput."""
     path = folder / REQUEST
     with contextlib.suppress(FileNotFoundError):
@@ -147,7 +147,7 @@ def _ask(folder: Path, request: str, until: float) -> None:
     unfinished.replace(path)
 
 
-async def _answers(
+async def _collect_answers(
     folder: Path, processes: Iterable[ProbedProcess], request: str, deadline: float
 ) -> dict[ProbedProcess, Recording | str]:
     """Wait for all answers until the deadline, and keep the request alive meanwhile; a text says what is wrong."""
@@ -159,7 +159,7 @@ async def _answers(
             os.utime(folder / REQUEST, follow_symlinks=False)
             touched = time.time()
         for process, name in waited_for.items():
-            written = None if process in found else content(folder, name, MOST_BYTES)
+            written = None if process in found else read_content(folder, name, MOST_BYTES)
             if written is not None and (answer := parse_answer(written, request)) is not None:
                 found[process] = answer
         await asyncio.sleep(POLL_SECONDS)
@@ -183,7 +183,7 @@ def install(folder: Path) -> tuple[str, ...]:
         for path in made:
             path.mkdir(parents=True)
             path.chmod(0o755)  # vLLM is another user, and the umask may be one's own
-        for file in sorted(_source().glob("*.py")):
+        for file in sorted(_find_source().glob("*.py")):
             shutil.copyfile(file, folder / PACKAGE / file.name)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm-headroom-probe\nVersion: {version}\n")
         (info / "entry_points.txt").write_text(ENTRY_POINTS)
@@ -194,7 +194,7 @@ def install(folder: Path) -> tuple[str, ...]:
     return PACKAGE, info.name
 
 
-def _source() -> Path:
+def _find_source() -> Path:
     """Return where the probe is in this distribution, without importing it."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
@@ -221,52 +221,52 @@ Example:
   kubectl exec POD -c headroom -- vllm-headroom probe record --for 10m
 """
 
-Found = Mapping[str, Any]
+Document = Mapping[str, Any]
 """A part of what --json prints."""
 
-SHOWN: Final = 3
+MOST_SHOWN: Final = 3
 """Stacks of each kind and callers of each, of the many that --json has."""
 
 
-def recorded_text(recorded: Found) -> Iterator[str]:
+def render_recording(recorded: Document) -> Iterator[str]:
     """Yield for each process what it took and kept, by the stacks that took most; the process with most is first."""
-    yield f"In {duration(recorded['seconds'])}, what each process allocated and still holds:"
-    for process in sorted(recorded["processes"], key=_most, reverse=True):
+    yield f"In {format_duration(recorded['seconds'])}, what each process allocated and still holds:"
+    for process in sorted(recorded["processes"], key=_find_most, reverse=True):
         yield ""
-        yield from _process(process)
+        yield from _format_process(process)
 
 
-def _most(process: Found) -> int:
+def _find_most(process: Document) -> int:
     return max((stack["bytes"] for stack in (*(process["host"] or ()), *(process["gpu"] or ()))), default=0)
 
 
-def _process(process: Found) -> Iterator[str]:
+def _format_process(process: Document) -> Iterator[str]:
     name, problem = f"{process['role']} (pid {process['pid']})", process["problem"]
     if problem is not None:
         yield f"{name}: {problem if problem == NO_ANSWER else f'an answer that cannot be used: {problem}'}"
         return
-    yield f"{name}, which cost {_cost(process['cost'])}:"
+    yield f"{name}, which cost {_format_cost(process['cost'])}:"
     if process["note"] is not None:
         yield f"  {process['note']}"
     for kind, stacks in (("host", process["host"]), ("GPU", process["gpu"])):
-        for stack in stacks[:SHOWN]:
-            yield from _stack(kind, stack)
+        for stack in stacks[:MOST_SHOWN]:
+            yield from _format_stack(kind, stack)
     if not process["host"] and not process["gpu"]:
         yield "  nothing"
 
 
-def _stack(kind: str, stack: Found) -> Iterator[str]:
+def _format_stack(kind: str, stack: Document) -> Iterator[str]:
     line, *callers = stack["stack"] or ("nobody knows where",)
-    yield f"  {size(stack['bytes']):>10} {kind} memory, {stack['count']} allocations  {line}"
-    yield from (f"{'':>13}called from {caller}" for caller in callers[:SHOWN])
+    yield f"  {format_size(stack['bytes']):>10} {kind} memory, {stack['count']} allocations  {line}"
+    yield from (f"{'':>13}called from {caller}" for caller in callers[:MOST_SHOWN])
 
 
-def _cost(cost: Found) -> str:
+def _format_cost(cost: Document) -> str:
     pause, cpu, memory = cost["pause_seconds"], cost["cpu_seconds"], cost["memory_bytes"]
     parts = (
         None if pause is None else f"{pause:.3f} s of standing still",
         None if cpu is None else f"{cpu:.3f} s of CPU",
-        None if memory is None else f"{size(memory)} of host memory",
+        None if memory is None else f"{format_size(memory)} of host memory",
     )
     return ", ".join(part for part in parts if part) or "what it does not tell"
 
@@ -288,7 +288,7 @@ TIME: Final = Value(
 )
 
 
-def _options(parser: Parser) -> None:
+def _add_options(parser: Parser) -> None:
     parser.add_argument("action", metavar="ACTION", nargs="?", type=choice([INSTALL, RECORD]), help="install or record")
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=FOLDER, help="where install puts the probe")
     parser.add_argument("--for", metavar="DURATION", dest="seconds", type=TIME, help="how long to record, such as 10m")
@@ -305,9 +305,9 @@ async def _run(given: Namespace) -> dict[str, Any]:
     raise BadOptions("needs one of: install FOLDER, record --for DURATION")
 
 
-def _text(found: dict[str, Any]) -> Iterator[str]:
+def _render_text(found: dict[str, Any]) -> Iterator[str]:
     if "processes" in found:
-        yield from recorded_text(found)
+        yield from render_recording(found)
         return
     yield f"{found['folder']} has {' and '.join(found['installed'])}. vLLM loads the probe with"
     yield f"  PYTHONPATH={Path(found['folder']).absolute()}"
@@ -318,9 +318,9 @@ COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s install [--json] FOLDER\n       %(prog)s record [--json] --for DURATION [OPTION VALUE]...",
     description=DESCRIPTION,
     epilog=EPILOG,
-    options=_options,
+    options=_add_options,
     run=_run,
-    text=_text,
+    text=_render_text,
     document=lambda found: found,
     status=lambda _: 0,
 )

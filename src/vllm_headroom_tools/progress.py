@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from vllm_headroom_tools.terminal import console, draws
+from vllm_headroom_tools.terminal import console, is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -21,7 +21,7 @@ PATIENCE_SECONDS: Final = 2.0
 BETWEEN_SECONDS: Final = 0.2
 
 
-def followed(
+def track(
     items: Iterable[Item],
     what: str,
     whole: float | None,
@@ -31,26 +31,26 @@ def followed(
 ) -> Iterator[Item]:
     """Yield the items, and show on a terminal how much of the `whole` their sizes come to; None is not known."""
     done, due, drawn = 0.0, time.monotonic() + patience_seconds, None
-    can_draw = draws(sys.stderr)
+    can_draw = is_terminal(sys.stderr)
     try:
         for item in items:
             yield item
             done += size(item)
             if can_draw and time.monotonic() >= due:
                 due = time.monotonic() + BETWEEN_SECONDS
-                drawn = drawn or bar(what, whole)
-                move(drawn, done)
+                drawn = drawn or start_bar(what, whole)
+                update_bar(drawn, done)
     finally:
         if drawn is not None:
             drawn.stop()
 
 
-def reading(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
+def track_lines(lines: Iterator[bytes], whole_bytes: int | None) -> Iterator[bytes]:
     """Yield the lines of a trace, and show how much of it was read."""
-    return followed(lines, "Reading the trace", whole_bytes, len)
+    return track(lines, "Reading the trace", whole_bytes, len)
 
 
-def bar(what: str, whole: float | None, *, transient: bool = True) -> Progress:
+def start_bar(what: str, whole: float | None, *, transient: bool = True) -> Progress:
     """Return a bar that has begun; what is written to standard error goes above it until it is stopped."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn  # noqa: PLC0415 - no terminal, no bar
 
@@ -70,6 +70,6 @@ def bar(what: str, whole: float | None, *, transient: bool = True) -> Progress:
     return drawn
 
 
-def move(drawn: Progress, done: float, more: str = "") -> None:
+def update_bar(drawn: Progress, done: float, more: str = "") -> None:
     """Draw a bar as far as it has come."""
     drawn.update(drawn.task_ids[0], completed=done, more=more, refresh=True)

@@ -25,7 +25,7 @@ from tests.unit.commands.replay.prometheus.history import add_dcgm, add_vllm
 from tests.unit.commands.replay.traces import leaking
 from tests.unit.commands.smoke.serving import Vllm as ServingVllm
 from tests.unit.sizing.models import FOLDER as MODELS
-from vllm_headroom.trace.entries import line
+from vllm_headroom.trace.entries import encode_line
 from vllm_headroom.trace.flight import keep, set_aside
 
 ENGINE: Final = "127.0.0.1:8000"
@@ -145,7 +145,7 @@ def incident_recorded(folder: Path) -> Iterator[Scene]:
     incident = scene(leak, 3)
     assert incident.header is not None
     for sample in incident.samples:
-        keep(folder, line(sample))
+        keep(folder, encode_line(sample))
     set_aside(folder, incident.header["t"], incident.header | {"version": "0.1.0"})
     yield Scene(environment={"HEADROOM_STATE_DIR": str(folder)})
 

@@ -51,7 +51,7 @@ class Terminal:
     """Runs commands until they end, or until they serve; those that serve end when `opened` is closed."""
 
     def __init__(self, folder: Path, scene: Scene, opened: ExitStack) -> None:
-        self._folder, self._scene, self._opened = folder, scene, opened
+        self._folder, self._scene, self._connect = folder, scene, opened
         self._real = dict(scene.real)
         self._logs = Path(opened.enter_context(tempfile.TemporaryDirectory()))
 
@@ -83,7 +83,7 @@ class Terminal:
             start_new_session=True,
         )
         os.close(handle)
-        self._opened.callback(_end, process)
+        self._connect.callback(_end, process)
         return process
 
 

@@ -12,9 +12,9 @@ import judge
 import pytest
 import traces
 
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 
 INTERVAL_SECONDS: Final = 15.0
 HOURS: Final = 6.0
@@ -149,9 +149,9 @@ def recorded() -> list[bytes]:
     return [line.encode() for line in generate.lines(trace)]
 
 
-def watched(lines: list[bytes]) -> Watch:
-    watch = Watch()
-    for each in snapshots(lines):
+def watched(lines: list[bytes]) -> LeakReplay:
+    watch = LeakReplay()
+    for each in parse_trace(lines):
         watch.step(each)
     return watch
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from tests.assets.console import ROOT
 from tests.conftest import Golden
-from vllm_headroom.expose.snapshot import MANY, STATE, WHOLE, key, of_list
+from vllm_headroom.expose.snapshot import MANY, STATE, WHOLE, build_key, list_metrics
 from vllm_headroom.model import Metric
 from vllm_headroom.vocabulary import Level
 
@@ -31,7 +31,7 @@ def form(metric: Metric, own: tuple[str, ...]) -> dict[str, Any]:
 
 def facts(metrics: Iterable[Metric], name: str | None, labels: tuple[str, ...]) -> dict[str, Any]:
     return {
-        key(metric, name): {**form(metric, metric.labels[len(labels) :]), "description": metric.help}
+        build_key(metric, name): {**form(metric, metric.labels[len(labels) :]), "description": metric.help}
         for metric in metrics
     }
 
@@ -49,7 +49,7 @@ def schema() -> dict[str, Any]:
     level = {"enum": list(Level)}
     curve = {"type": "array", "description": "pairs of seconds since the epoch and a value, null for a gap"}
     lists = {
-        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(of_list(name), name, labels)}))
+        name: listed(closed({**dict.fromkeys(labels, TEXT), **facts(list_metrics(name), name, labels)}))
         for name, labels in MANY.items()
     }
     verdict = {"subject": TEXT, "level": level, "sentence": TEXT, "alert": MAYBE, "runbook": MAYBE}

@@ -18,7 +18,7 @@ from tests.bench.busy_engine import ONE_ENGINE, pages
 from tests.bench.processes import resident_bytes
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.expose.answers import Request
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
@@ -119,7 +119,7 @@ async def main(ticks: int) -> None:
         sources=Sources(engine=world, gpus=Gpus(world), processes=Processes(world)),
         parse=parse_engines,
         selection=Selection(),
-        derivations=derivations(kv_bytes_per_token=131_072),
+        derivations=build_derivations(kv_bytes_per_token=131_072),
         clock=world,
         gpu_timeout_seconds=1,
     )

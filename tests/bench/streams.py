@@ -15,11 +15,11 @@ import uvloop
 
 from tests.bench.processes import resident_bytes
 from tests.fakes.streaming_server import LOOPBACK, MODEL
-from vllm_headroom_tools.load.clients import AT_ONCE, Asker
+from vllm_headroom_tools.load.clients import AT_ONCE, RequestSender
 from vllm_headroom_tools.load.stream import Tally
-from vllm_headroom_tools.load.target import PATHS, Api, Target, request_body
+from vllm_headroom_tools.load.target import PATHS, CompletionApi, Target, build_request_body
 
-BODY: Final = request_body(Api.COMPLETIONS, MODEL, "word " * 100, 20)
+BODY: Final = build_request_body(CompletionApi.COMPLETIONS, MODEL, "word " * 100, 20)
 HEADERS: Final = {"Content-Type": "application/json"}
 
 
@@ -29,8 +29,10 @@ class Ours:
     def __init__(self, port: int, _streams: int) -> None:
         address = (LOOPBACK, port)
         headers = (("Host", LOOPBACK), *HEADERS.items())
-        target = Target(address=address, host=LOOPBACK, path=PATHS[Api.COMPLETIONS], headers=headers, tls=None)
-        self._asker = Asker(target=target, make_body=lambda: BODY, timeout_seconds=600)
+        target = Target(
+            address=address, host=LOOPBACK, path=PATHS[CompletionApi.COMPLETIONS], headers=headers, tls=None
+        )
+        self._asker = RequestSender(target=target, make_body=lambda: BODY, timeout_seconds=600)
         self._tally = Tally(time.monotonic())
 
     async def ask(self) -> None:
@@ -47,7 +49,7 @@ class Httpx:
     def __init__(self, port: int, streams: int) -> None:
         limits = httpx.Limits(max_connections=streams, max_keepalive_connections=streams)
         self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # noqa: S113 - as ours
-        self._url = f"http://{LOOPBACK}:{port}{PATHS[Api.COMPLETIONS]}"
+        self._url = f"http://{LOOPBACK}:{port}{PATHS[CompletionApi.COMPLETIONS]}"
         self._connecting = asyncio.Semaphore(AT_ONCE)
         self._gaps = 0
 

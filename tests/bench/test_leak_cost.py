@@ -16,12 +16,12 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from tests.bench.results import Results
-from vllm_headroom.daemon.state.file import STATE, Identity, Memory, SavedState, identity
-from vllm_headroom.derive import derivations
+from vllm_headroom.daemon.state.file import STATE, Identity, Memory, SavedState, identify_engine
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.model import Life, Snapshot
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.model import EngineStatus, Snapshot
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import EngineState
 
 pytestmark = pytest.mark.bench
@@ -45,7 +45,7 @@ class Day:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_the_cost_of_a_sample_and_the_size_of_the_state(name: str, results: Results) -> None:
-    day = stepped(list(snapshots(lines(name))))
+    day = stepped(list(parse_trace(lines(name))))
     written = len(STATE.encode(kept(day.memory, day.last))) - len(
         STATE.encode(kept(without_gpus(day.memory), day.last))
     )
@@ -73,8 +73,8 @@ def lines(name: str) -> list[bytes]:
 
 def stepped(past: Sequence[Snapshot]) -> Day:
     """Return the fastest of three passes: what it takes when nothing else runs."""
-    past = [replace(each, life=Life(state=EngineState.SERVING)) for each in past]
-    detector = next(each for each in derivations() if each.name == "leak")
+    past = [replace(each, life=EngineStatus(state=EngineState.SERVING)) for each in past]
+    detector = next(each for each in build_derivations() if each.name == "leak")
     best = float("inf")
     for _ in range(3):
         state, seconds = detector.initial, 0.0
@@ -88,7 +88,7 @@ def stepped(past: Sequence[Snapshot]) -> Day:
 
 
 def kept(memory: LeakMemory, last: Snapshot) -> SavedState:
-    whose = identity(last.engines)
+    whose = identify_engine(last.engines)
     assert isinstance(whose, Identity)
     return SavedState(
         version="0",

@@ -20,7 +20,7 @@ from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon import logs
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.scrape.http.reader import PageReader
@@ -67,7 +67,7 @@ def _sampler(sources: Sources, clock: SystemClock) -> Sampler:
         sources=sources,
         parse=parse_engines,
         selection=Selection(everything=True),
-        derivations=derivations(kv_bytes_per_token=131_072),
+        derivations=build_derivations(kv_bytes_per_token=131_072),
         clock=clock,
         gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
     )

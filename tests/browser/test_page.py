@@ -15,7 +15,7 @@ import pytest
 
 from tests.samples import failure, gpu
 from tests.unit.expose.views import NOW, day, view
-from vllm_headroom.expose.page import landing_page
+from vllm_headroom.expose.page import render_page
 from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
@@ -95,7 +95,7 @@ def judged(page: str, folder: Path, *, width: int, scheme: str) -> dict[str, Any
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scene", SCENES)
 def test_everyone_can_read_it(tmp_path: Path, scene: str, width: int, scheme: str) -> None:
-    found = judged(landing_page(SCENES[scene]()), tmp_path, width=width, scheme=scheme)
+    found = judged(render_page(SCENES[scene]()), tmp_path, width=width, scheme=scheme)
 
     assert found["problems"] == []
     assert found["checked"] > 5
@@ -104,7 +104,7 @@ def test_everyone_can_read_it(tmp_path: Path, scene: str, width: int, scheme: st
 
 
 def test_the_judge_finds_what_is_wrong(tmp_path: Path) -> None:
-    pale = landing_page(day()).replace("--dim:#57606a", "--dim:#cccccc")
+    pale = render_page(day()).replace("--dim:#57606a", "--dim:#cccccc")
 
     found = judged(pale, tmp_path, width=768, scheme="light")
 

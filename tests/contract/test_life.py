@@ -9,7 +9,7 @@ import pytest
 from tests.contract.recorded import CAPTURES
 from tests.unit.derive.life.watch import CORE, REFUSED, SERVER, Watch
 from vllm_headroom.derive.life.lives import STALLED_SECONDS
-from vllm_headroom.derive.readings import running_requests
+from vllm_headroom.derive.readings import count_running
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
@@ -39,9 +39,9 @@ def test_what_is_frozen_in_a_sleeper_is_no_stall_at_its_wake() -> None:
 
     assert state(watch, f"{SLEPT}/asleep-keep") is EngineState.ASLEEP
     assert state(watch, f"{SLEPT}/asleep-keep", after=3600) is EngineState.ASLEEP
-    assert running_requests(CAPTURES[f"{SLEPT}/asleep-keep"].read()) == 0
+    assert count_running(CAPTURES[f"{SLEPT}/asleep-keep"].read()) == 0
     assert state(watch, f"{SLEPT}/woken") is EngineState.SERVING
-    assert running_requests(CAPTURES[f"{SLEPT}/woken"].read()) == 3
+    assert count_running(CAPTURES[f"{SLEPT}/woken"].read()) == 3
 
 
 def test_no_series_tells_a_pause_from_a_hang() -> None:

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tests.conftest import Golden
 from tests.contract.recorded import CAPTURES, FOLDER, HANDMADE, OTHERS
 from tests.samples import gpu
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.lives import LifeState, lived
+from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.expose.metrics import HeadroomCollector
 from vllm_headroom.model import EngineProcess, Gpu, Published, ReadingTime, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
@@ -69,9 +69,9 @@ def seen(text: str) -> Snapshot:
 
 def rendered(snapshot: Snapshot) -> str:
     """Return the page that the daemon would serve half a second after this first snapshot."""
-    _, snapshot = lived(LifeState(), snapshot)
+    _, snapshot = update_run(RunState(), snapshot)
     samples: list[Sample] = []
-    for derivation in derivations(kv_bytes_per_token=512.0):
+    for derivation in build_derivations(kv_bytes_per_token=512.0):
         samples += answer(derivation, derivation.initial, snapshot)[1]
     published = Published(samples=tuple(samples), monotonic_seconds=100.0)
     registry = CollectorRegistry()

@@ -11,10 +11,10 @@ from typing import Any, Final
 import pytest
 
 from vllm_headroom.model import EnginePage, Failure, Snapshot
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import Role
 from vllm_headroom_tools.history.course import COLLECTED, Course, Moment
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 
 FOLDER: Final = Path(__file__).parent / "memory"
 NAMES: Final = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -34,13 +34,13 @@ QUIET: Final = [(name, role) for name in NAMES for role in Role if (name, role) 
 @cache
 def recorded(name: str) -> tuple[Snapshot, ...]:
     with gzip.open(FOLDER / f"{name}.jsonl.gz") as stream:
-        return tuple(snapshots(iter(stream)))
+        return tuple(parse_trace(iter(stream)))
 
 
 @cache
-def watched(name: str) -> Watch:
+def watched(name: str) -> LeakReplay:
     """Return what was said of a whole recording."""
-    watch = Watch()
+    watch = LeakReplay()
     for snapshot in recorded(name):
         watch.step(snapshot)
     return watch

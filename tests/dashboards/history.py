@@ -13,14 +13,14 @@ from typing import Final
 from prometheus_client import Metric
 
 from tests.dashboards.recorded import RecordedEngine
-from vllm_headroom.daemon.app import build
+from vllm_headroom.daemon.app import read_build
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.expose.metrics import HeadroomCollector, registry
+from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom_tools.demo.readers import SimulatedEngine, SimulatedGpus, SimulatedProcesses
-from vllm_headroom_tools.demo.run import present
+from vllm_headroom_tools.demo.run import bind_world
 from vllm_headroom_tools.demo.scenario import TABLE, Scenario
 from vllm_headroom_tools.demo.world import World
 
@@ -84,17 +84,19 @@ def scrapes(
     """Yield each scrape of a daemon that samples `scenario` from its start on."""
     began = ends_seconds - hours * 3600
     clock = SteppedClock(began)
-    now = present(World(scenario, seed), clock)
+    now = bind_world(World(scenario, seed), clock)
     engine = SimulatedEngine(now, began) if page is None else RecordedEngine(page)
     sampler = Sampler(
         sources=Sources(engine=engine, gpus=gpus(now), processes=SimulatedProcesses(now, began)),
         parse=parse_engines,
         selection=Selection(),
-        derivations=derivations(reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None),
+        derivations=build_derivations(
+            reported_bytes=None, kv_bytes_per_token=131_072.0, baseline_bytes_per_request=None
+        ),
         clock=clock,
         gpu_timeout_seconds=2,
     )
-    shown = registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, build()))
+    shown = build_registry(HeadroomCollector(lambda: sampler.published, clock.monotonic, read_build()))
     with asyncio.Runner() as runner:
         for step in range(int(hours * 3600 / SAMPLE_SECONDS)):
             clock.seconds = began + step * SAMPLE_SECONDS

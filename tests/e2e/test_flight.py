@@ -12,12 +12,12 @@ from pathlib import Path
 from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.process import daemon, eventually
-from vllm_headroom.trace.incidents import incidents_in
-from vllm_headroom.trace.parse import recorded
+from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.parse import read_trace
 
 
 def last_recorded(state: Path) -> float:
-    return [each.time_seconds for each in recorded(str(state / "flight.jsonl"))][-1]
+    return [each.time_seconds for each in read_trace(str(state / "flight.jsonl"))][-1]
 
 
 def test_a_killed_core_leaves_an_incident_and_postmortem_says_what_it_was(
@@ -57,11 +57,11 @@ def test_a_daemon_that_is_killed_loses_one_interval_at_most_and_goes_on_in_its_r
         running.stop(signal.SIGKILL)
     assert last_recorded(state) >= seen - 5.0 - 1.0  # an interval, and the time of a look
 
-    before = sum(1 for _ in recorded(str(state / "flight.jsonl")))
+    before = sum(1 for _ in read_trace(str(state / "flight.jsonl")))
     with daemon(**settings(port, nvml, STATE_DIR=str(state))) as running:
         becomes(running, "serving")
-        eventually(lambda: sum(1 for _ in recorded(str(state / "flight.jsonl"))) > before, "the record goes on")
-    assert incidents_in(state / "incidents") == []
+        eventually(lambda: sum(1 for _ in read_trace(str(state / "flight.jsonl"))) > before, "the record goes on")
+    assert list_incidents(state / "incidents") == []
 
 
 def test_a_state_directory_that_vanishes_costs_no_sample(

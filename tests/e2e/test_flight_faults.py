@@ -11,9 +11,9 @@ from tests.e2e.life import Start, becomes, last_look, settings
 from tests.fakes.nvml.library import FakeNvml
 from tests.fakes.preload import preloadable
 from tests.process import daemon, eventually
-from vllm_headroom.trace.incidents import incidents_in
-from vllm_headroom.trace.parse import recorded
-from vllm_headroom_tools.postmortem.command import report_of
+from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.parse import read_trace
+from vllm_headroom_tools.postmortem.command import build_report
 from vllm_headroom_tools.postmortem.rules import EndCause
 
 ENOUGH_BYTES = 16_384
@@ -45,7 +45,7 @@ def test_an_end_while_the_volume_hangs_is_set_aside_when_it_answers(
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
         assert "flight record written again" in running.log()
         assert running.stop()[0] == 0
-    assert len(incidents_in(state / "incidents")) == 1
+    assert len(list_incidents(state / "incidents")) == 1
 
 
 def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
@@ -72,8 +72,8 @@ def test_an_end_while_the_volume_is_full_is_set_aside_when_there_is_room(
         running.sees(lambda _: recorded_seconds(record) > before, "the record goes on")
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
         assert running.stop()[0] == 0
-    (incident,) = incidents_in(state / "incidents")
-    assert [each.time_seconds for each in recorded(str(incident))]
+    (incident,) = list_incidents(state / "incidents")
+    assert [each.time_seconds for each in read_trace(str(incident))]
 
 
 @pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
@@ -89,8 +89,8 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
         running.sees(lambda page: abs(last_look(page) - before - step_seconds) < 1800, "the clock is set")
         vllm.kill(vllm.core)
         running.sees(lambda page: page.has("last_incident_timestamp_seconds"), "it is set aside")
-    (incident,) = incidents_in(state / "incidents")
-    found = report_of(incident)
+    (incident,) = list_incidents(state / "incidents")
+    found = build_report(incident)
 
     assert found.answer.cause is EndCause.CRASH
     assert found.facts is not None
@@ -99,4 +99,4 @@ def test_a_clock_that_is_set_before_the_end_leaves_the_incident_right(
 
 
 def recorded_seconds(record: Path) -> float:
-    return [each.time_seconds for each in recorded(str(record))][-1]
+    return [each.time_seconds for each in read_trace(str(record))][-1]

@@ -15,7 +15,7 @@ from tests.fakes.taker import Taker, taking
 from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReadings
 from vllm_headroom.scrape.proc.reader import Processes
@@ -71,7 +71,7 @@ def sampler(world: World) -> Sampler:
         ),
         parse=world.page,
         selection=Selection(),
-        derivations=derivations(),
+        derivations=build_derivations(),
         clock=world,
         gpu_timeout_seconds=30.0,
     )

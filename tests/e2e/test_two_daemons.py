@@ -12,7 +12,7 @@ import pytest
 from tests.contract.recorded import FOLDER
 from tests.fakes.engine_server import EngineServer, page
 from tests.process import Page, daemon, eventually
-from vllm_headroom.daemon.state.file import STATE, Lock
+from vllm_headroom.daemon.state.file import STATE, FolderLock
 from vllm_headroom.trace.incidents import FLIGHT
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -76,4 +76,4 @@ def test_where_there_are_no_locks_the_folder_is_taken_without(
 
     monkeypatch.setattr(fcntl, "flock", refuses)
 
-    assert [Lock().take(tmp_path), Lock().take(tmp_path)] == [True, True]
+    assert [FolderLock().take(tmp_path), FolderLock().take(tmp_path)] == [True, True]

@@ -14,7 +14,7 @@ from tests.e2e.life import Start, becomes, last_look, settings, state
 from tests.fakes.engine_server import EngineServer, Hangup, page
 from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.process import NO_TLS, Daemon, Page, daemon
-from vllm_headroom.scrape.proc.files import sees_host_pids
+from vllm_headroom.scrape.proc.files import has_host_pids
 
 REASONS = ("replaced", "gone", "out_of_memory", "oom_killed")
 ELSEWHERE = ("unshare", "--user", "--map-root-user", "--net")
@@ -63,7 +63,7 @@ def test_another_engine_is_not_taken_for_one_that_is_not_up_yet(
         serves_its_first_life(running, 20, 30)
 
 
-BEFORE_IT_ANSWERS = "unknown" if sees_host_pids(Path("/proc")) else "starting"
+BEFORE_IT_ANSWERS = "unknown" if has_host_pids(Path("/proc")) else "starting"
 """What one does that may be the engine: on a host there may be others, in a pod it is the one."""
 
 

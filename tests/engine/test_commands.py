@@ -16,7 +16,7 @@ import pytest
 
 from tests.engine.serving import Engine
 from tests.process import daemon
-from vllm_headroom.scrape.proc.files import command, pids
+from vllm_headroom.scrape.proc.files import list_pids, read_command
 
 pytestmark = pytest.mark.engine
 
@@ -41,7 +41,9 @@ def _is_of(engine: Engine, pid: int) -> bool:
 
 def core_of(engine: Engine) -> int:
     """Return the pid of the engine's core, which has a title of its own."""
-    (core,) = (pid for pid in pids(PROC) if "EngineCore" in " ".join(command(PROC, pid)) and _is_of(engine, pid))
+    (core,) = (
+        pid for pid in list_pids(PROC) if "EngineCore" in " ".join(read_command(PROC, pid)) and _is_of(engine, pid)
+    )
     return core
 
 

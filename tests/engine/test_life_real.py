@@ -17,7 +17,7 @@ from tests.engine.serving import Engine, words
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.process import Daemon, Page, daemon
 from vllm_headroom.model import ProcessReadings
-from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.scrape.http.reader import find_port
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.vocabulary import Role
 
@@ -55,7 +55,7 @@ def becomes(running: Daemon, *wanted: str) -> Page:
 
 def core(engine: Engine) -> int:
     """Return the pid of the engine core."""
-    processes = Processes(engine_port=port_of(httpx.URL(engine.url)), monotonic=time.monotonic)
+    processes = Processes(engine_port=find_port(httpx.URL(engine.url)), monotonic=time.monotonic)
     readings = asyncio.run(processes.read(30))
     assert isinstance(readings, ProcessReadings)
     (found,) = (process.pid for process in readings.engine if process.role is Role.ENGINE_CORE)

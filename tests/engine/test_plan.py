@@ -13,7 +13,7 @@ from tests.engine.serving import FOLDER, HERE
 from tests.unit.sizing import encoders
 from tests.unit.sizing.models import CHECKED, NAMES, model
 from tests.unit.sizing.models import FOLDER as FOLDER_OF_CONFIGURATIONS
-from vllm_headroom_tools.sizing.footprint import kv_layout
+from vllm_headroom_tools.sizing.footprint import build_kv_layout
 
 pytestmark = pytest.mark.engine
 
@@ -28,7 +28,7 @@ def test_every_sequence_takes_what_vllm_reckons() -> None:
     for name in NAMES:
         shape = model(name)
         for ranks in (1, 2):
-            layout = kv_layout(
+            layout = build_kv_layout(
                 shape, block_tokens=16, in_flight_tokens=IN_FLIGHT_TOKENS, tensor_parallel=ranks, kv_dtype="bfloat16"
             )
             assert layout is not None

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.trace.entries import HEADER, line
+from vllm_headroom.trace.entries import HEADER, encode_line
 
 ASSETS: Final = Path(__file__).parent.parent / "contract" / "memory"
 EVERY: Final = 3
@@ -51,7 +51,7 @@ def thin(folder: Path, name: str, most_seconds: float) -> None:
     leaks = {role: {"way": way, "kept": kept(folder / f"{role}.jsonl", ends)} for role, way in ways.items()}
     (ASSETS / f"{name}.json").write_text(json.dumps({**plan, "leaks": leaks}, indent=1) + "\n")
     with (ASSETS / f"{name}.jsonl.gz").open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as stream:
-        stream.write(b"".join(line(record) for record in (HEADER, *found)))
+        stream.write(b"".join(encode_line(record) for record in (HEADER, *found)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pynvml
 import pytest
 
-from vllm_headroom_probe.gpu import Gpu
+from vllm_headroom_probe.gpu import WorkerGpu
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def worker() -> Any:
 
 def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
     kept = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda:0")
-    found = Gpu().device(worker)
+    found = WorkerGpu().device(worker)
     pynvml.nvmlInit()
     uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(n)) for n in range(pynvml.nvmlDeviceGetCount())]
 
@@ -52,7 +52,7 @@ def test_the_figures_are_torchs_own_and_the_uuid_is_nvmls(worker: Any) -> None:
 
 
 def test_a_call_under_load_is_short(worker: Any) -> None:
-    gpu, seconds = Gpu(), []
+    gpu, seconds = WorkerGpu(), []
     one = torch.randn(2048, 2048, device="cuda:0")
     for _ in range(CALLS):
         one = (one @ one).tanh()
@@ -70,7 +70,7 @@ def test_a_call_under_load_is_short(worker: Any) -> None:
 def test_a_leak_shows_in_allocated_bytes_long_before_nvml(worker: Any) -> None:
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    gpu = Gpu()
+    gpu = WorkerGpu()
     slack = torch.empty(600 * MIB, dtype=torch.uint8, device="cuda:0")
     del slack  # which the allocator keeps, as a server's does after its first requests
     first, used = gpu.device(worker), pynvml.nvmlDeviceGetMemoryInfo(handle).used
@@ -90,7 +90,7 @@ def test_no_context_is_made_on_another_card(worker: Any) -> None:
     pynvml.nvmlInit()
     other = pynvml.nvmlDeviceGetHandleByIndex(1)
     before = len(pynvml.nvmlDeviceGetComputeRunningProcesses(other))
-    Gpu().device(worker)
+    WorkerGpu().device(worker)
 
     assert len(pynvml.nvmlDeviceGetComputeRunningProcesses(other)) == before
 

@@ -1,6 +1,14 @@
 import pytest
 
-from vllm_headroom.units import RefusedError, duration_seconds, gib, share, size, size_bytes, vllm_number
+from vllm_headroom.units import (
+    RefusedError,
+    format_gib,
+    format_size,
+    parse_duration,
+    parse_share,
+    parse_size,
+    parse_vllm_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,24 +25,24 @@ from vllm_headroom.units import RefusedError, duration_seconds, gib, share, size
     ],
 )
 def test_durations(text: str, seconds: float) -> None:
-    assert duration_seconds(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1s", "1y", "1e3", "nan", "1,5s", "1M", "٣s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
-        duration_seconds(text)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(("text", "ratio"), [("5%", 0.05), ("0.05", 0.05), (" 12.5 % ", 0.125), ("1", 1)])
 def test_shares(text: str, ratio: float) -> None:
-    assert share(text) == pytest.approx(ratio)
+    assert parse_share(text) == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize("text", ["", "%", "-5%", "5 percent", "inf", "1e-2"])
 def test_what_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
-        share(text)
+        parse_share(text)
 
 
 @pytest.mark.parametrize(
@@ -42,19 +50,19 @@ def test_what_is_no_share_is_refused(text: str) -> None:
     [("1048576", 2**20), ("8MiB", 2**23), ("1kB", 1000), ("72 GiB", 72 * 2**30), ("1B", 1), (".5Ki", 512)],
 )
 def test_sizes(text: str, n_bytes: int) -> None:
-    assert size_bytes(text) == n_bytes
+    assert parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "0", "0GiB", "8G", "-1MiB", "1e9", "9" * 20, "nan", "٣GiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^$"):
-        size_bytes(text)
+        parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["1", "80", "1048575", "70.5"])
 def test_so_few_bytes_without_a_unit_are_not_meant(text: str) -> None:
     with pytest.raises(RefusedError, match=f"^without a unit it is bytes: {text}GiB[?]$"):
-        size_bytes(text)
+        parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -69,21 +77,21 @@ def test_so_few_bytes_without_a_unit_are_not_meant(text: str) -> None:
     ],
 )
 def test_sizes_are_shown_in_three_digits_with_a_binary_prefix(n_bytes: float, text: str) -> None:
-    assert size(n_bytes) == text
+    assert format_size(n_bytes) == text
 
 
 def test_gibibytes_are_shown_as_vllm_logs_them() -> None:
-    assert gib(1234.5 * 2**30) == "1,234.50 GiB"
+    assert format_gib(1234.5 * 2**30) == "1,234.50 GiB"
 
 
 @pytest.mark.parametrize(
     ("text", "number"), [("32768", 32768), ("32k", 32000), ("32K", 32768), ("25.6k", 25600), ("2m", 2_000_000)]
 )
 def test_numbers_as_vllm_writes_them(text: str, number: int) -> None:
-    assert vllm_number(text) == number
+    assert parse_vllm_number(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "k", "25.6K", "32kB", "1.5", "many"])
 def test_what_vllm_takes_for_no_number_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the option has the text
-        vllm_number(text)
+        parse_vllm_number(text)

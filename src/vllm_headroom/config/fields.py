@@ -15,7 +15,7 @@ from vllm_headroom.config import kinds
 from vllm_headroom.config.kinds import FILE, Value, bounded, choice, in_any_case, metrics_url, shown_url, whole
 from vllm_headroom.config.plain import AUTO
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.units import RefusedError, size_bytes
+from vllm_headroom.units import RefusedError, parse_size
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.model_config import read_model
 
@@ -101,7 +101,7 @@ def seconds(default: float | None, low: float, high: float, description: str, *,
 
 def size(default: str | None, description: str, *, example: str = "", shown: str = "") -> Any:  # noqa: ANN401 - as pydantic's Field
     """Declare a size; `example` is one that is accepted, where there is no default to show."""
-    n_bytes = None if default is None else size_bytes(default)
+    n_bytes = None if default is None else parse_size(default)
     return setting(kinds.size(default or example), n_bytes, "SIZE", description, shown=default or shown)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from msgspec import Struct
 
-from vllm_headroom.units import duration_seconds, share, size_bytes, vllm_number
+from vllm_headroom.units import parse_duration, parse_share, parse_size, parse_vllm_number
 
 if TYPE_CHECKING:
     import httpx
@@ -137,15 +137,15 @@ FILE: Final = Value(read=_file, accepts="the path of a file")
 FOLDER: Final = Value(read=_file, accepts="the path of a directory")
 TRACE: Final = Value(read=lambda text: str(_file(text)), accepts="the path of a trace, or - for standard input")
 RATIO: Final = Value(read=above_zero(bounded(float, 0, 1)), accepts="a ratio above 0, at most 1")
-SHARE: Final = Value(read=bounded(share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
-DURATION: Final = Value(read=above_zero(duration_seconds), accepts="a duration above 0 such as 90s, 5m or 1h")
+SHARE: Final = Value(read=bounded(parse_share, 0, 1), accepts="a share such as 5% or 0.05, at most 100%")
+DURATION: Final = Value(read=above_zero(parse_duration), accepts="a duration above 0 such as 90s, 5m or 1h")
 NUMBER: Final = Value(read=above_zero(float), accepts="a number above 0")
 GPUS: Final = Value(read=gpu_names, accepts="auto, all, or GPU indices or UUIDs separated by commas", only_text=False)
 
 
 def size(example: str) -> Value[int]:
     """Return the kind of a size in bytes."""
-    return Value(read=size_bytes, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on")
+    return Value(read=parse_size, accepts=f"a size such as {example}, or a number of bytes from 1 MiB on")
 
 
 def whole(low: int = 1, high: int = MOST) -> Value[int]:
@@ -157,7 +157,7 @@ def whole(low: int = 1, high: int = MOST) -> Value[int]:
 def tokens(high: int = MOST) -> Value[int]:
     """Return the kind of a number of tokens, as vLLM's options take it."""
     return Value(
-        read=bounded(vllm_number, 1, high),
+        read=bounded(parse_vllm_number, 1, high),
         accepts=f"a whole number from 1 to {high}, such as 32768, 32k (32,000) or 32K (32,768)",
     )
 

@@ -10,7 +10,7 @@ import yaml
 from vllm_headroom.config.kinds import redacted
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.config.sources import Found, Given, key, unknown
-from vllm_headroom.expose.web.config import yaml_text
+from vllm_headroom.expose.web.config import read_yaml
 
 
 def from_file(path: str, name: str, settings: Collection[str]) -> Found:
@@ -38,7 +38,7 @@ def _mapping(path: str, name: str) -> yaml.MappingNode | str | None:
     if not path:
         return f"{name}: got nothing, accepts the path of a YAML file"
     try:
-        root = yaml.compose(yaml_text(Path(path)), Loader=yaml.SafeLoader)
+        root = yaml.compose(read_yaml(Path(path)), Loader=yaml.SafeLoader)
     except OSError as error:
         return f"{name}: got {path!r} ({error.strerror}), accepts the path of a YAML file"
     except yaml.MarkedYAMLError as error:

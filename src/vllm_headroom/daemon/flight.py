@@ -14,13 +14,13 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from vllm_headroom import catalog
-from vllm_headroom.daemon.state.file import Lock
+from vllm_headroom.daemon.state.file import FolderLock
 from vllm_headroom.expose.view import Incident
-from vllm_headroom.model import Failure, Life, ProbedProcess, Snapshot, Values, Verdict
-from vllm_headroom.trace.entries import line, record_of
+from vllm_headroom.model import EngineStatus, Failure, ProbedProcess, Snapshot, Values, Verdict
+from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, name_of, newest_in
-from vllm_headroom.trace.recorder import Writing, real
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, IncidentKind, find_newest, name_incident
+from vllm_headroom.trace.recorder import FileWriter, resolve_folder
 from vllm_headroom.vocabulary import EngineState
 
 MOST_HOLDERS: Final = 64
@@ -33,7 +33,7 @@ FIGURES: Final = (
 """What the leak detector says of a GPU besides its state."""
 
 
-def context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
+def build_context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> dict[str, Any]:
     """Return what a later reader cannot tell from the samples alone."""
     parts = (snapshot.engines, snapshot.gpus, snapshot.processes)
     holders = [
@@ -44,14 +44,14 @@ def context(snapshot: Snapshot, verdicts: Sequence[Verdict], values: Values) -> 
     return {
         "t": round(snapshot.time_seconds, 3),
         "verdicts": [asdict(each) for each in verdicts],
-        "leaks": [_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
+        "leaks": [_describe_leak(values, str(gpu.reading.index), gpu.reading.uuid) for gpu in snapshot.owned],
         "holders": holders[:MOST_HOLDERS],
-        "probe": [_json_of(process) for process in _probed(snapshot)[:MOST_HOLDERS]],
+        "probe": [_drop_unknown(process) for process in _list_probed(snapshot)[:MOST_HOLDERS]],
         "problems": [each.message for each in parts if isinstance(each, Failure)],
     }
 
 
-def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
+def list_ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return the newest OutOfMemoryError of each process that the probe tells of, also of those that have ended."""
     return [
         {
@@ -62,26 +62,26 @@ def ooms(snapshot: Snapshot) -> list[dict[str, Any]]:
             "allocated": each.oom.allocated_bytes,
             "reserved": each.oom.reserved_bytes,
         }
-        for each in _probed(snapshot)
+        for each in _list_probed(snapshot)
         if each.oom is not None
     ]
 
 
-def _probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
+def _list_probed(snapshot: Snapshot) -> tuple[ProbedProcess, ...]:
     probe = snapshot.probe
     if probe is None or isinstance(probe, Failure):
         return ()
     return (*probe.present, *probe.silent, *probe.others)
 
 
-def _json_of(value: object) -> Any:  # noqa: ANN401 - a value of JSON
+def _drop_unknown(value: object) -> Any:  # noqa: ANN401 - a value of JSON
     """Return a value without what it does not say."""
     if isinstance(value, Struct):
-        return {name: _json_of(each) for name, each in asdict(value).items() if each is not None}
-    return [_json_of(each) for each in value] if isinstance(value, tuple) else value
+        return {name: _drop_unknown(each) for name, each in asdict(value).items() if each is not None}
+    return [_drop_unknown(each) for each in value] if isinstance(value, tuple) else value
 
 
-def _leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
+def _describe_leak(values: Values, gpu: str, uuid: str) -> dict[str, Any]:
     figures = {metric.name.removeprefix("headroom_"): values.value(metric, gpu, uuid) for metric in FIGURES}
     finite = {name: value for name, value in figures.items() if value is not None and isfinite(value)}
     return {"gpu": int(gpu), "uuid": uuid, "state": values.state(catalog.LEAK_STATE, gpu, uuid), **finite}
@@ -160,10 +160,10 @@ class Flight:
     logged when it begins and when it ends, and costs the record only.
     """
 
-    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: Lock) -> None:
+    def __init__(self, *, folder: Path, lines: Callable[[], Sequence[str]], version: str, lock: FolderLock) -> None:
         self.last: Incident | None = None
         self._folder = folder
-        self._writing = Writing("flight record", folder / FLIGHT)
+        self._writing = FileWriter("flight record", folder / FLIGHT)
         self._lines = lines
         self._lock = lock
         self._version = version
@@ -183,7 +183,7 @@ class Flight:
         """Take note of one tick."""
         now = snapshot.monotonic_seconds
         self._recent.note(snapshot)
-        self._ooms = ooms(snapshot) or self._ooms
+        self._ooms = list_ooms(snapshot) or self._ooms
         event = None if snapshot.life is None else self._event(snapshot.life)
         if not self._lock.is_ours:
             return  # what has happened is in the other daemon's record
@@ -193,21 +193,21 @@ class Flight:
             self._begin({"t": round(snapshot.time_seconds, 3), **event}, snapshot)
         elif not self._served or snapshot.life is None or snapshot.in_service:
             self._served = self._served or snapshot.in_service
-            self._before = context(snapshot, verdicts, values)
+            self._before = build_context(snapshot, verdicts, values)
         if self._written is None or event is not None or now - self._written >= LEAST_SECONDS:
             self._written = now
-            await self._writing.do(lambda: keep(self._folder, line(record_of(snapshot))))
+            await self._writing.do(lambda: keep(self._folder, encode_line(build_record(snapshot))))
         if self._incident is not None and now >= self._incident.due:
             self._incident = await self._set_aside(self._incident, now)
 
-    def _event(self, life: Life) -> dict[str, Any] | None:
+    def _event(self, life: EngineStatus) -> dict[str, Any] | None:
         was, self._state = self._state, life.state
         stalled = life.state is EngineState.STALLED is not was
         if was is EngineState.SERVING and (life.ended or stalled):
             self._incident = None  # it had served again: the one before was over
         if life.ended is not None:
-            return {"what": What.ENDED, "reason": life.ended}
-        return {"what": What.STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
+            return {"what": IncidentKind.ENDED, "reason": life.ended}
+        return {"what": IncidentKind.STALLED, "progress_age_seconds": life.progress_age_seconds} if stalled else None
 
     def _begin(self, event: Mapping[str, Any], snapshot: Snapshot) -> None:
         now, going = snapshot.monotonic_seconds, self._incident
@@ -228,17 +228,17 @@ class Flight:
 
     async def _set_aside(self, incident: OpenIncident, now: float) -> OpenIncident | None:
         """Write what there is of an incident; return it as it goes on, None where it is complete or given up."""
-        done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._header(incident)))
+        done = await self._writing.do(partial(set_aside, self._folder, incident.seconds, self._build_header(incident)))
         if done:
-            file = self._folder / INCIDENTS / name_of(incident.seconds)
-            self.last = _last(file, self._header(incident))
+            file = self._folder / INCIDENTS / name_incident(incident.seconds)
+            self.last = _build_incident(file, self._build_header(incident))
             if incident.due < incident.closes:
                 log.warning("an incident was set aside", look_at=f"vllm-headroom postmortem {file}")
         if now >= incident.closes and (done or now >= incident.closes + AFTER_SECONDS):
             return None
         return replace(incident, due=max(now + AGAIN_SECONDS, incident.closes) if done else now + AGAIN_SECONDS)
 
-    def _header(self, incident: OpenIncident) -> dict[str, Any]:
+    def _build_header(self, incident: OpenIncident) -> dict[str, Any]:
         earliest = incident.seconds - XID_SECONDS
         return {
             **incident.events[0],
@@ -252,11 +252,11 @@ class Flight:
 
     def _look_back(self) -> None:
         """Find the last incident of an earlier process, in the folder that was set, be it by a link."""
-        self._folder = real(self._folder)
-        found = newest_in(self._folder)
-        self.last = None if found is None else _last(*found)
+        self._folder = resolve_folder(self._folder)
+        found = find_newest(self._folder)
+        self.last = None if found is None else _build_incident(*found)
 
 
-def _last(file: Path, known: Mapping[str, Any]) -> Incident:
+def _build_incident(file: Path, known: Mapping[str, Any]) -> Incident:
     reason = None if known.get("reason") is None else str(known["reason"])
     return Incident(seconds=float(known["t"]), what=str(known.get("what")), reason=reason, file=str(file))

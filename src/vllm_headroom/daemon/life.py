@@ -20,7 +20,7 @@ from vllm_headroom.vocabulary import Reason
 log = structlog.get_logger()
 
 STOPPED: Final = 0
-BEYOND_REPAIR: Final = 3
+NEEDS_NEW_CONTAINER: Final = 3
 """Exit status when only a new container can help: the driver's library cannot be loaded again in one process."""
 
 FATAL: Final = frozenset({Reason.VERSION_MISMATCH, Reason.UNKNOWN})
@@ -30,7 +30,7 @@ LEAST_SILENCE_SECONDS: Final = 3.0
 """A loop is not called unhealthy for less: at the shortest interval, a busy machine alone can take three of them."""
 
 
-async def every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
+async def run_every(interval_seconds: float, step: Callable[[], Awaitable[None]], clock: Clock) -> None:
     """Run `step` now and at every later point of the grid; points that passed meanwhile are left out.
 
     A step for which there is no memory is given up: the age of what it would have renewed tells of it.
@@ -64,7 +64,7 @@ class Heartbeat:
         self._turned = self._clock.monotonic()
         self._turned_on_machine = self._machine_seconds()
 
-    def unhealthy(self) -> str | None:
+    def find_stall(self) -> str | None:
         """Say that the loop has not turned for three intervals; None while it turns."""
         silent = self._clock.monotonic() - self._turned
         if silent <= 3 * self._interval_seconds:
@@ -91,14 +91,14 @@ class GraceTime:
         return now - self._since >= self._grace_seconds
 
 
-def end(ending: asyncio.Future[int], status: int) -> None:
+def request_end(ending: asyncio.Future[int], status: int) -> None:
     """Ask for the end with this status, unless it was asked for before."""
     if not ending.done():
         ending.set_result(status)
 
 
 @contextlib.contextmanager
-def signals(stop: Callable[[], None]) -> Iterator[None]:
+def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Let SIGTERM, SIGINT and SIGHUP ask for the stop while the block runs, and do what they did before afterwards.
 
     A SIGHUP that is ignored, as nohup has it, stays so.
@@ -117,7 +117,7 @@ def signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-async def live(
+async def run_until_end(
     loops: tuple[Coroutine[Any, Any, None], ...], server: Server, listener: socket.socket, ending: asyncio.Future[int]
 ) -> int:
     """Serve and turn the loops until the end is asked for; return the exit status.

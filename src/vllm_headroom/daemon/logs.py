@@ -16,7 +16,7 @@ from structlog.stdlib import ProcessorFormatter
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from vllm_headroom.vocabulary import CONTROLS
-from vllm_headroom.worker import started
+from vllm_headroom.worker import start_thread
 
 OURS: Final = "vllm_headroom"
 FIRST: Final = ("ts", "level", "event")
@@ -57,7 +57,7 @@ class Background(logging.Handler):
         except Full:
             self._dropped += 1
         with contextlib.suppress(OSError):  # no thread can be started: the lines wait until one can
-            self._thread = self._thread or started(self._run, "log")
+            self._thread = self._thread or start_thread(self._run, "log")
 
     def flush(self) -> None:
         """Wait until all lines are written, but not for long."""
@@ -89,7 +89,7 @@ class RecentLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=MOST_RECENT)
-        self.setFormatter(_formatter(_logfmt))
+        self.setFormatter(_build_formatter(_render_logfmt))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Remember the line."""
@@ -100,7 +100,7 @@ class RecentLines(logging.Handler):
         return tuple(self._lines)
 
 
-def remembered() -> RecentLines:
+def remember_lines() -> RecentLines:
     """Return what remembers our own lines from now on."""
     recent = RecentLines()
     logging.getLogger(OURS).addHandler(recent)
@@ -114,8 +114,8 @@ def configure(log_format: str, log_level: str) -> None:
     """
     level = logging.getLevelNamesMapping()[log_level.upper()]
     handler = Background()
-    renderer = structlog.processors.JSONRenderer() if log_format == "json" else _logfmt
-    handler.setFormatter(_formatter(renderer))
+    renderer = structlog.processors.JSONRenderer() if log_format == "json" else _render_logfmt
+    handler.setFormatter(_build_formatter(renderer))
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
     logging.getLogger(OURS).setLevel(level)
     structlog.configure(
@@ -125,17 +125,17 @@ def configure(log_format: str, log_level: str) -> None:
     )
 
 
-def _formatter(renderer: Processor) -> ProcessorFormatter:
+def _build_formatter(renderer: Processor) -> ProcessorFormatter:
     return ProcessorFormatter(
-        foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _ordered, renderer)
+        foreign_pre_chain=SHARED, processors=(ProcessorFormatter.remove_processors_meta, _order_fields, renderer)
     )
 
 
-def _ordered(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def _order_fields(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     return {key: event[key] for key in FIRST} | dict(event)
 
 
-def _logfmt(logger: WrappedLogger, method: str, event: EventDict) -> str:
+def _render_logfmt(logger: WrappedLogger, method: str, event: EventDict) -> str:
     traceback = event.pop("exception", None)
     line = structlog.processors.LogfmtRenderer(bool_as_flag=False)(logger, method, event).translate(CONTROLS)
     return line if traceback is None else f"{line}\n{textwrap.indent(traceback, '  ')}"

@@ -11,8 +11,8 @@ from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.daemon.sampler import Sources
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, is_here, port_of
-from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.scrape.http.reader import CanaryRequest, PageReader, find_port, is_here
+from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 
 GPU_TIMEOUT_SECONDS: Final = 2.0
@@ -31,22 +31,22 @@ class Parts(Sources, frozen=True, kw_only=True):
     asked: CanaryRequest | None = None
 
 
-def real_parts(settings: PlainSettings) -> Parts:
+def build_real_parts(settings: PlainSettings) -> Parts:
     """Return what reads the engine, the GPUs and /proc of this machine."""
     clock = SystemClock()
     url = httpx.URL(settings.engine_url)
     timeout_seconds = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
     return Parts(
-        engine=page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
+        engine=build_page_reader(settings, settings.engine_url, timeout_seconds=timeout_seconds),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS),
-        processes=Processes(engine_port=port_of(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
+        processes=Processes(engine_port=find_port(url), engine_is_here=is_here(url.host), monotonic=clock.monotonic),
         clock=clock,
-        probe=None if settings.probe_dir is None else Probe(settings.probe_dir, parse=parse_probe),
-        asked=None if settings.canary_interval_seconds is None else canary(settings),
+        probe=None if settings.probe_dir is None else ProbeReader(settings.probe_dir, parse=parse_probe),
+        asked=None if settings.canary_interval_seconds is None else build_canary_request(settings),
     )
 
 
-def page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) -> PageReader:
+def build_page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) -> PageReader:
     """Return a reader of a page of the engine, with all that the settings say of how to reach it."""
     return PageReader(
         url=url,
@@ -58,12 +58,12 @@ def page_reader(settings: PlainSettings, url: str, *, timeout_seconds: float) ->
     )
 
 
-def canary(settings: PlainSettings) -> CanaryRequest:
+def build_canary_request(settings: PlainSettings) -> CanaryRequest:
     """Return what asks the server beside its page; whether the engine sleeps is told by the engine, as a token is."""
     url = httpx.URL(settings.engine_url)
 
     def reader(path: str, seconds: float) -> PageReader:
-        return page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
+        return build_page_reader(settings, str(url.join(path)), timeout_seconds=seconds)
 
     return CanaryRequest(
         health=reader("health", HEALTH_SECONDS),

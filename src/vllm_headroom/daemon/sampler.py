@@ -16,12 +16,12 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.transitions import Transitions
 from vllm_headroom.derive.attribution import AttributionState, Selection, attribute
 from vllm_headroom.derive.derivation import Derivation, answer
-from vllm_headroom.derive.health import with_lost
-from vllm_headroom.derive.host_memory import ContainerState, container
-from vllm_headroom.derive.inside import told, with_inside
-from vllm_headroom.derive.kv_cache import with_steps
-from vllm_headroom.derive.life.lives import LIFE, LifeState, forgotten, lived
-from vllm_headroom.derive.readings import awake, named
+from vllm_headroom.derive.health import add_lost_gpus
+from vllm_headroom.derive.host_memory import ContainerState, update_container
+from vllm_headroom.derive.inside import add_inside, classify_probe
+from vllm_headroom.derive.kv_cache import add_steps
+from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
+from vllm_headroom.derive.readings import awake, list_named
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -35,7 +35,7 @@ from vllm_headroom.model import (
     Snapshot,
     Values,
 )
-from vllm_headroom.scrape.shortage import unavailable
+from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import EngineState, Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -44,7 +44,7 @@ log = structlog.get_logger()
 RETRY_SECONDS: Final = 10.0
 """An engine that did not answer is asked again so soon: an error that passes is over before it counts as a hang."""
 
-SAID: Final = {
+CANARY_EVENTS: Final = {
     True: "canary is answered",
     False: "canary is not answered",
     None: "canary cannot be asked: the engine must serve its model at /v1/completions to this sidecar's credentials",
@@ -92,7 +92,7 @@ class Canary:
 
     async def turn(self, snapshot: Snapshot | None) -> None:
         """Ask once, unless the engine of this snapshot is not known to be idle."""
-        model_name = None if snapshot is None else _idle_model(snapshot)
+        model_name = None if snapshot is None else _find_idle_model(snapshot)
         if model_name is None:
             self.since_seconds = None
             return
@@ -103,15 +103,15 @@ class Canary:
             self.since_seconds = None
         if answered is not self._said:
             tell = log.info if answered else log.warning
-            tell(SAID[answered])
+            tell(CANARY_EVENTS[answered])
         self._said = answered
 
 
-def _idle_model(snapshot: Snapshot) -> str | None:
+def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return a model of the server while all its engines are there, awake and known to have nothing to do."""
     if isinstance(snapshot.engines, Failure) or snapshot.life is None or awake(snapshot.engines) is False:
         return None
-    engines = named(snapshot.engines)
+    engines = list_named(snapshot.engines)
     if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:
         return None
     idle = all(engine.running == 0 and engine.waiting == 0 for engine in engines)
@@ -159,7 +159,7 @@ class ProbeSource(Protocol):
         """Return what each process wrote last."""
 
 
-async def closed(*opened: Closable | None) -> None:
+async def close_all(*opened: Closable | None) -> None:
     """Close what was opened, unless that takes long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_SECONDS):
@@ -219,7 +219,7 @@ class Sampler:
         self._host_limit_bytes = host_limit_bytes
         self._derivations = derivations
         self._states: dict[str, Any] = {derivation.name: derivation.initial for derivation in derivations}
-        self._states[LIFE] = LifeState()
+        self._states[ENGINE_RUN] = RunState()
         self._clock = clock
         self._gpu_timeout_seconds = gpu_timeout_seconds
         self._transitions = Transitions(selection)
@@ -240,7 +240,7 @@ class Sampler:
         snapshot = await self._snapshot()
         if self._recall is not None:
             self._states.update(await self._recall(snapshot))
-        snapshot = self._lived(snapshot)
+        snapshot = self._update_run(snapshot)
         self._transitions.report(snapshot)
         samples = tuple(chain.from_iterable(self._derive(derivation, snapshot) for derivation in self._derivations))
         values = Values(samples)
@@ -254,23 +254,23 @@ class Sampler:
     async def _snapshot(self) -> Snapshot:
         async with asyncio.TaskGroup() as group:
             engine = group.create_task(self._engine())
-            gpu = group.create_task(self._timed(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds)))
+            gpu = group.create_task(self._time_reading(Source.NVML, self._sources.gpus.read(self._gpu_timeout_seconds)))
             process = group.create_task(self._processes(engine))
-            inside = group.create_task(self._inside())
+            inside = group.create_task(self._read_probe())
         page, engine_time = engine.result()
         readings, gpu_time = gpu.result()
         processes, process_time = process.result()
         files, probe_time = inside.result()
         seen = processes if isinstance(processes, Failure) else processes.engine
         now = self._clock.time()
-        probe = told(files, seen, now)
-        self._container, host = container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
+        probe = classify_probe(files, seen, now)
+        self._container, host = update_container(self._container, processes, probe, limit_bytes=self._host_limit_bytes)
         gpus = readings if isinstance(readings, Failure) else self._attribute(readings, processes)
         return Snapshot(
             time_seconds=now,
             monotonic_seconds=self._clock.monotonic(),
-            engines=with_steps(page, probe),
-            gpus=with_inside(gpus, probe),
+            engines=add_steps(page, probe),
+            gpus=add_inside(gpus, probe),
             processes=seen,
             probe=probe,
             reading_times=(engine_time, gpu_time, process_time, *probe_time),
@@ -282,28 +282,28 @@ class Sampler:
         )
 
     async def _engine(self) -> Timed[EnginePage | Failure]:
-        text, time = await self._timed(Source.ENGINE, self._sources.engine.fetch())
-        return (text if isinstance(text, Failure) else await self._understood(text)), time
+        text, time = await self._time_reading(Source.ENGINE, self._sources.engine.fetch())
+        return (text if isinstance(text, Failure) else await self._parse_page(text)), time
 
     async def _processes(self, engine: asyncio.Task[Timed[EnginePage | Failure]]) -> Timed[ProcessReadings | Failure]:
         """Read the processes beside the page, by what the last one told of them; the first look waits for a page."""
         page = (await engine)[0] if self.snapshot is None else self.snapshot.engines
-        return await self._timed(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
+        return await self._time_reading(Source.PROCESS, self._sources.processes.read(self._gpu_timeout_seconds, page))
 
-    async def _inside(self) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
+    async def _read_probe(self) -> tuple[tuple[ProbedProcess, ...] | Failure | None, tuple[ReadingTime, ...]]:
         if self._sources.probe is None:
             return None, ()
-        files, time = await self._timed(Source.PROBE, self._sources.probe.read(self._gpu_timeout_seconds))
+        files, time = await self._time_reading(Source.PROBE, self._sources.probe.read(self._gpu_timeout_seconds))
         return files, (time,)
 
-    async def _timed(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
+    async def _time_reading(self, source: Source, reading: Awaitable[T]) -> Timed[T]:
         machine = asyncio.get_running_loop().time
         began = machine()
         value = await reading
         ended = machine()
         return value, ReadingTime(source=source, seconds=ended - began, ended_monotonic_seconds=ended)
 
-    async def _understood(self, page: str) -> EnginePage | Failure:
+    async def _parse_page(self, page: str) -> EnginePage | Failure:
         """Parse where a page that is made to be costly holds up no scrape and no look at the GPUs."""
         try:
             return await self._parser.call(partial(self._parse, page), PARSE_SECONDS)
@@ -311,21 +311,21 @@ class Sampler:
             message = f"the engine's page was not understood within {PARSE_SECONDS:g} s: check that it is vLLM's"
             return Failure(source=Source.ENGINE, reason=Reason.OUT_OF_BOUNDS, message=message)
         except OSError as error:
-            return unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
+            return build_unavailable(Source.ENGINE, "the engine's page cannot be parsed", error)
 
     def _attribute(self, readings: GpuReadings, processes: ProcessReadings | Failure) -> tuple[Gpu, ...]:
         self._attribution, gpus = attribute(self._attribution, readings, processes, self._selection)
         return gpus
 
-    def _lived(self, snapshot: Snapshot) -> Snapshot:
+    def _update_run(self, snapshot: Snapshot) -> Snapshot:
         try:
-            self._states[LIFE], snapshot = lived(self._states[LIFE], snapshot)
-            snapshot = with_lost(snapshot)
+            self._states[ENGINE_RUN], snapshot = update_run(self._states[ENGINE_RUN], snapshot)
+            snapshot = add_lost_gpus(snapshot)
         except Exception as error:  # noqa: BLE001 - the loop's rim, as below: without the life nothing is judged
-            self._states[LIFE] = forgotten(self._states[LIFE])
-            self._transitions.derivation(LIFE, error)
+            self._states[ENGINE_RUN] = forget_run(self._states[ENGINE_RUN])
+            self._transitions.log_fault(ENGINE_RUN, error)
         else:
-            self._transitions.derivation(LIFE, None)
+            self._transitions.log_fault(ENGINE_RUN, None)
         return snapshot
 
     def _derive(self, derivation: Derivation[Any], snapshot: Snapshot) -> tuple[Sample, ...]:
@@ -333,7 +333,7 @@ class Sampler:
             self._states[derivation.name], samples = answer(derivation, self._states[derivation.name], snapshot)
         except Exception as error:  # noqa: BLE001 - the loop's rim: one derivation's fault never costs the page
             self._states[derivation.name] = derivation.initial
-            self._transitions.derivation(derivation.name, error)
+            self._transitions.log_fault(derivation.name, error)
             return ()
-        self._transitions.derivation(derivation.name, None)
+        self._transitions.log_fault(derivation.name, None)
         return samples

@@ -7,9 +7,9 @@ from typing import Final
 import structlog
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.attribution import Selection, of_no_gpu
-from vllm_headroom.model import EnginePage, Failure, Gpu, Life, ProbeReadings, Snapshot, Values, called
-from vllm_headroom.parse.engines import nothing_found
+from vllm_headroom.derive.attribution import Selection, describe_orphans
+from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu, ProbeReadings, Snapshot, Values, name_device
+from vllm_headroom.parse.engines import explain_empty_page
 from vllm_headroom.vocabulary import EngineState, LeakState, Source
 
 log = structlog.get_logger()
@@ -33,9 +33,9 @@ STATES: Final = {
     EngineState.ASLEEP: "engine is asleep",
 }
 ALARMING: Final = frozenset({EngineState.DOWN, EngineState.STALLED})
-FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
+GROWTH_FOUND: Final = (LeakState.GROWING, LeakState.LEAKING)
 """The verdicts of the leak detector."""
-BLIND: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
+NOT_JUDGED: Final = (LeakState.UNKNOWN, LeakState.ASLEEP)
 """The states in which it cannot tell whether what it found goes on; in any other it has found nothing."""
 
 
@@ -68,7 +68,7 @@ class Transitions:
             self._gpus(snapshot.gpus)
         if self._is_new("engines", snapshot.ambiguous) and snapshot.ambiguous:
             log.warning("engine's processes not chosen", problem=AMBIGUOUS, visible=snapshot.ambiguous)
-        left = of_no_gpu(snapshot.left_behind, ())
+        left = describe_orphans(snapshot.left_behind, ())
         if self._is_new("left behind", left, usual=None) and left is not None:
             log.warning("an engine that has ended left processes behind", problem=left)
         if snapshot.life is not None:
@@ -77,20 +77,20 @@ class Transitions:
     def verdicts(self, values: Values) -> None:
         """Log where the leak detector says growing or leaking, and where it no longer does; not where it cannot see."""
         for labels, held in {**values.of(catalog.LEAK_STATE), **values.of(catalog.HOST_LEAK_STATE)}.items():
-            if held and labels[-1] not in BLIND:
-                self._verdict(labels[:-1], labels[-1] if labels[-1] in FOUND else None)
+            if held and labels[-1] not in NOT_JUDGED:
+                self._log_verdict(labels[:-1], labels[-1] if labels[-1] in GROWTH_FOUND else None)
 
-    def _verdict(self, labels: tuple[str, ...], now: str | None) -> None:
+    def _log_verdict(self, labels: tuple[str, ...], now: str | None) -> None:
         before = self._found.pop(labels, None)
         if now is not None:
             self._found[labels] = now
-        whose = called(*labels) if len(labels) > 1 else f"host memory of {labels[0]}"
+        whose = name_device(*labels) if len(labels) > 1 else f"host memory of {labels[0]}"
         if now is None and before is not None:
             log.info("memory no longer grows without explanation", of=whose, before=before)
         elif now != before:
             log.warning("memory grows without explanation", of=whose, verdict=now, before=before or "nothing found")
 
-    def _life(self, life: Life) -> None:
+    def _life(self, life: EngineStatus) -> None:
         if self._state is not None and life.ended is not None:
             log.warning("a life of the engine ended", reason=str(life.ended), restarts=life.restarts)
         if life.state is self._state:
@@ -99,7 +99,7 @@ class Transitions:
         tell(STATES[life.state], before=str(self._state or "nothing yet"))
         self._state = life.state
 
-    def derivation(self, name: str, error: Exception | None) -> None:
+    def log_fault(self, name: str, error: Exception | None) -> None:
         """Log a derivation's fault with its traceback, and that it works again."""
         if not self._is_new(f"derivation {name}", error is not None, usual=False):
             return
@@ -139,10 +139,10 @@ class Transitions:
                 "engine's inputs found", profile=page.profile, engines=len(page.engines), not_offered=",".join(absent)
             )
         else:
-            log.warning("engine's inputs missing", problem=nothing_found(page))
+            log.warning("engine's inputs missing", problem=explain_empty_page(page))
 
     def _gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.left_out))
+        uuids = ",".join(sorted(gpu.reading.uuid for gpu in gpus if gpu.is_left_out))
         if self._is_new("left out", uuids) and uuids:
             log.warning("HEADROOM_GPUS leaves out GPUs that the engine's processes are on", left_out=uuids)
         owners = tuple((gpu.reading.uuid, str(gpu.attribution)) for gpu in gpus if gpu.attribution)
@@ -152,14 +152,14 @@ class Transitions:
             log.info("GPU taken for the engine's", uuid=uuid, attribution=attribution)
         if not owners and gpus and not self._selection.listed:
             log.warning("no GPU taken for the engine's", problem=NOT_ATTRIBUTED, visible=len(gpus))
-        self._invisible(gpus)
+        self._warn_invisible(gpus)
 
     def _is_new(self, what: str, now: object, usual: object = "nothing yet") -> bool:
         """Remember what was said of a thing; return whether it was something else before."""
         before, self._said[what] = self._said.get(what, usual), now
         return now != before
 
-    def _invisible(self, gpus: tuple[Gpu, ...]) -> None:
+    def _warn_invisible(self, gpus: tuple[Gpu, ...]) -> None:
         visible = {name.casefold() for gpu in gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
         missing = [name for name in self._selection.listed if name.casefold() not in visible]
         if missing:

@@ -11,8 +11,8 @@ from vllm_headroom.clock import Clock
 from vllm_headroom.daemon.flight import Flight
 from vllm_headroom.daemon.sampler import Sampler
 from vllm_headroom.daemon.state.file import HISTORY
-from vllm_headroom.derive.readings import running_requests
-from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.derive.readings import count_running
+from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.view import Incident, View
 from vllm_headroom.model import Verdict
 
@@ -48,8 +48,8 @@ class Views:
         """Take note of a sample that was published."""
         if sampler.snapshot is None or sampler.published is None:
             return
-        self.verdicts = verdicts(sampler.snapshot, sampler.values)
-        self.history.step(sampler.snapshot, self.verdicts, running_requests(sampler.snapshot.page))
+        self.verdicts = judge_snapshot(sampler.snapshot, sampler.values)
+        self.history.step(sampler.snapshot, self.verdicts, count_running(sampler.snapshot.page))
 
     async def record(self, sampler: Sampler) -> None:
         """Write down a sample that was published, where a record is kept."""
@@ -61,7 +61,7 @@ class Views:
         if self._flight is not None:
             self._flight.look(seconds, used_bytes)
 
-    def view(self, sampler: Sampler) -> View:
+    def build_view(self, sampler: Sampler) -> View:
         """Return what is shown at this moment."""
         published = sampler.published
         return replace(

@@ -5,21 +5,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from vllm_headroom.derive.derivation import Derivation, stateless
-from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.derive.health import INITIAL, health
-from vllm_headroom.derive.host_memory import host_memory
-from vllm_headroom.derive.inside import Counts, counters
-from vllm_headroom.derive.kv_cache import Batches, PrefixCacheState, TokenBytes, admission, kv_cache, prefix_cache
-from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.derive.per_request import Baselines, baseline, per_request
-from vllm_headroom.derive.readings import engine_state, readings
+from vllm_headroom.derive.derivation import Derivation, make_stateless
+from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.derive.health import INITIAL, derive_health
+from vllm_headroom.derive.host_memory import derive_host_memory
+from vllm_headroom.derive.inside import Counts, derive_counters
+from vllm_headroom.derive.kv_cache import (
+    Batches,
+    PrefixCacheState,
+    TokenBytes,
+    derive_admission,
+    derive_kv_cache,
+    derive_prefix_cache,
+)
+from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_per_request
+from vllm_headroom.derive.readings import derive_engine_state, derive_readings
 
-LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=leaks)
+LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=derive_leaks)
 """The leak detector, which is also fed a recorded past."""
 
 
-def derivations(
+def build_derivations(
     *,
     reported_bytes: float | None = None,
     kv_bytes_per_token: float | None = None,
@@ -33,20 +40,20 @@ def derivations(
     running request should cost on a GPU; None where the operator does not say.
     """
     return (
-        Derivation(name="health", initial=INITIAL, step=health),
-        stateless("readings", readings),
-        stateless("life", engine_state),
-        Derivation(name="allocator", initial=Counts(), step=counters),
-        stateless("discrepancy", partial(discrepancy, configured_bytes=reported_bytes)),
-        stateless("per_request", per_request),
-        stateless("kv_cache", partial(kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
-        Derivation(name="admission", initial=Batches(), step=admission),
-        Derivation(name="prefix_cache", initial=PrefixCacheState(), step=prefix_cache),
-        stateless("host_memory", host_memory),
+        Derivation(name="health", initial=INITIAL, step=derive_health),
+        make_stateless("readings", derive_readings),
+        make_stateless("life", derive_engine_state),
+        Derivation(name="allocator", initial=Counts(), step=derive_counters),
+        make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
+        make_stateless("per_request", derive_per_request),
+        make_stateless("kv_cache", partial(derive_kv_cache, bytes_per_token=kv_bytes_per_token, model=model)),
+        Derivation(name="admission", initial=Batches(), step=derive_admission),
+        Derivation(name="prefix_cache", initial=PrefixCacheState(), step=derive_prefix_cache),
+        make_stateless("host_memory", derive_host_memory),
         LEAK,
         Derivation(
             name="baseline",
             initial=Baselines(),
-            step=partial(baseline, configured_bytes=baseline_bytes_per_request),
+            step=partial(derive_baseline, configured_bytes=baseline_bytes_per_request),
         ),
     )

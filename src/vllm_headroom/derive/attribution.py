@@ -19,12 +19,12 @@ from vllm_headroom.model import (
     ProcessReadings,
     Vendor,
 )
-from vllm_headroom.units import size
+from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import Attribution
 
 _FIRST: Final = 1
 
-WHO: Final = {
+FATE_TEXTS: Final = {
     Fate.ORPHANED: "left behind by an engine that has ended",
     Fate.ZOMBIE: "which has ended and hangs in the driver",
     Fate.VANISHED: "which no longer exists",
@@ -36,7 +36,7 @@ WHAT_TO_DO: Final = {
 }
 
 
-def leftovers(
+def find_leftovers(
     listed: Iterable[GpuProcess], processes: ProcessReadings, ours: frozenset[int], *, memory_is_true: bool
 ) -> Iterator[Leftover]:
     """Yield the processes on a device, which NVML and /proc know by the same pids, that are sure to be left over.
@@ -44,7 +44,7 @@ def leftovers(
     `ours` are the engine's processes of before.
     """
     for process in listed:
-        fate = _fate(process.pid, processes, ours)
+        fate = _find_fate(process.pid, processes, ours)
         if fate is not None:
             yield Leftover(pid=process.pid, fate=fate, used_bytes=process.used_bytes if memory_is_true else None)
 
@@ -54,25 +54,25 @@ def is_alive(pid: int, processes: ProcessReadings) -> bool:
     return pid in processes.visible_pids and pid not in processes.zombies
 
 
-def described(leftover: Leftover) -> str:
+def describe_leftover(leftover: Leftover) -> str:
     """Return what it holds, whose that is and what to do."""
-    held = "an unknown share" if leftover.used_bytes is None else size(leftover.used_bytes)
+    held = "an unknown share" if leftover.used_bytes is None else format_size(leftover.used_bytes)
     pid = f"pid {leftover.pid}, " if leftover.pid else "a process "
     what_to_do = WHAT_TO_DO[leftover.fate].format(pid=leftover.pid or "PID")
-    return f"{held} held by {pid}{WHO[leftover.fate]}: {what_to_do}"
+    return f"{held} held by {pid}{FATE_TEXTS[leftover.fate]}: {what_to_do}"
 
 
-def of_no_gpu(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
+def describe_orphans(orphans: frozenset[int], gpus: Iterable[Gpu]) -> str | None:
     """Return what is said of the orphans that no GPU has among its leftovers, None where there are none."""
     pids = [str(pid) for pid in sorted(orphans - {left.pid for gpu in gpus for left in gpu.leftovers})]
     if not pids:
         return None
     what_to_do = WHAT_TO_DO[Fate.ORPHANED].format(pid=" ".join(pids))
     who = f"pid {pids[0]} is" if len(pids) == 1 else f"pids {', '.join(pids)} are"
-    return f"{who} {WHO[Fate.ORPHANED]}: {what_to_do}"
+    return f"{who} {FATE_TEXTS[Fate.ORPHANED]}: {what_to_do}"
 
 
-def _fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
+def _find_fate(pid: int, processes: ProcessReadings, ours: frozenset[int]) -> Fate | None:
     """Return what became of a process; None where it lives, or may.
 
     One that never was seen is missed only where all processes of the machine show: without pid 1 some are hidden.
@@ -139,24 +139,24 @@ def attribute(
     indices = {each.uuid: state.indices.get(each.uuid, each.index) for each in readings.devices if each.uuid}
     state = _follow(replace(state, indices=indices), readings, processes)
     knowable = state.ledger_opened or state.ambiguous
-    memory_is_true = process_memory_is_true(readings, processes)
-    named = processes if pids_are_true(readings, processes) else None
+    memory_is_true = is_process_memory_true(readings, processes)
+    named = processes if are_pids_true(readings, processes) else None
     ledger = processes if state.remembered and memory_is_true and not state.ambiguous else None
     engine = () if isinstance(processes, Failure) else (*processes.orphans, *(each.pid for each in processes.engine))
     engine_pids = state.ours.union(engine)
     gpus = []
     for device in readings.devices:
-        engine_bytes, other_bytes = _ledger(device, ledger, engine_pids)
-        attribution = _attribution(device, state, selection, devices=len(readings.devices))
+        engine_bytes, other_bytes = _split_memory(device, ledger, engine_pids)
+        attribution = _attribute_device(device, state, selection, devices=len(readings.devices))
         left: Iterable[Leftover] = ()
         if isinstance(named, ProcessReadings):
-            left = leftovers(device.processes or (), named, state.ours, memory_is_true=memory_is_true)
+            left = find_leftovers(device.processes or (), named, state.ours, memory_is_true=memory_is_true)
         gpu = Gpu(
             reading=device,
             attribution=attribution,
             engine_bytes=engine_bytes,
             other_bytes=other_bytes,
-            held_bytes=_held(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
+            held_bytes=_find_held_bytes(device, engine_bytes, other_bytes, knowable=knowable) if attribution else None,
             process_count=None if device.processes is None else len(device.processes),
             leftovers=tuple(left),
         )
@@ -164,14 +164,14 @@ def attribute(
     return state, tuple(gpus)
 
 
-def pids_are_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
+def are_pids_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
     """Tell whether NVML and /proc mean the same process by one pid."""
-    return _same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
+    return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_PIDS)
 
 
-def process_memory_is_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
+def is_process_memory_true(readings: GpuReadings, processes: ProcessReadings | Failure) -> bool:
     """Tell whether the memory that NVML lists with a pid is that process's."""
-    return _same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
+    return _has_same_pids(processes, readings, _DRIVER_TRANSLATES_MEMORY)
 
 
 def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessReadings | Failure) -> AttributionState:
@@ -179,7 +179,7 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
     if isinstance(processes, Failure):
         return state
     state = replace(state, ambiguous=processes.ambiguous_roots > 0)
-    if not pids_are_true(readings, processes):
+    if not are_pids_true(readings, processes):
         return state
     engine = {process.pid: (process.pid, process.started_at_seconds) for process in processes.engine}
     on_devices = {each.pid for device in readings.devices for each in device.processes or ()}
@@ -198,11 +198,11 @@ def _follow(state: AttributionState, readings: GpuReadings, processes: ProcessRe
         state,
         remembered=devices | state.remembered if holders & state.holders else devices,
         holders=holders,
-        ledger_opened=state.ledger_opened or (told and process_memory_is_true(readings, processes)),
+        ledger_opened=state.ledger_opened or (told and is_process_memory_true(readings, processes)),
     )
 
 
-def _same_pids(
+def _has_same_pids(
     processes: ProcessReadings | Failure, readings: GpuReadings, driver_needed: tuple[int, int, int]
 ) -> bool:
     if isinstance(processes, Failure):
@@ -216,7 +216,7 @@ def _same_pids(
     return version >= driver_needed
 
 
-def _attribution(
+def _attribute_device(
     device: GpuReading, state: AttributionState, selection: Selection, *, devices: int
 ) -> Attribution | None:
     if selection.everything:
@@ -229,15 +229,15 @@ def _attribution(
     return Attribution.SINGLE if devices == 1 else None
 
 
-def _ledger(
+def _split_memory(
     device: GpuReading, processes: ProcessReadings | Failure | None, engine_pids: frozenset[int]
 ) -> tuple[int | None, int | None]:
     """Return the bytes the engine's processes hold and those other living ones hold; what is left is nobody's."""
     if not isinstance(processes, ProcessReadings) or device.processes is None or device.memory is None:
         return None, None
-    engine_bytes = _total(process for process in device.processes if process.pid in engine_pids)
+    engine_bytes = _sum_memory(process for process in device.processes if process.pid in engine_pids)
     others = (process for process in device.processes if process.pid not in engine_pids)
-    other_bytes = _total(process for process in others if is_alive(process.pid, processes))
+    other_bytes = _sum_memory(process for process in others if is_alive(process.pid, processes))
     used_bytes = device.memory.used_bytes
     if (engine_bytes or 0) + (other_bytes or 0) > used_bytes + _RACE_BYTES:
         return None, None
@@ -248,15 +248,17 @@ def _ledger(
     return engine_bytes, other_bytes
 
 
-def _held(device: GpuReading, engine_bytes: int | None, other_bytes: int | None, *, knowable: bool) -> int | None:
+def _find_held_bytes(
+    device: GpuReading, engine_bytes: int | None, other_bytes: int | None, *, knowable: bool
+) -> int | None:
     if engine_bytes is not None or knowable or device.memory is None:
         return engine_bytes
-    if device.memory.unified:
+    if device.memory.is_unified:
         return None
     return device.memory.used_bytes - (other_bytes or 0)
 
 
-def _total(processes: Iterable[GpuProcess]) -> int | None:
+def _sum_memory(processes: Iterable[GpuProcess]) -> int | None:
     """Return the sum of the processes' memory; None when the driver does not tell that of one of them."""
     total = 0
     for process in processes:

@@ -28,6 +28,6 @@ def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> t
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
 
 
-def stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
+def make_stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
     """Return the derivation of a question that needs no memory."""
     return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import label_gpu
 from vllm_headroom.model import EnginePage, Gpu, Sample, Snapshot
 
 
-def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
+def derive_discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[Sample, ...]:
     """Return what the engine reports for each of its GPUs and what it holds beyond that (signed; bytes and ratio).
 
     The report is the first there is of: a metric in bytes on the engine's page; what torch has reserved, by the probe
@@ -18,17 +18,17 @@ def discrepancy(snapshot: Snapshot, *, configured_bytes: float | None) -> tuple[
     page = snapshot.page
     if page is None:
         return ()
-    return tuple(sample for gpu in snapshot.owned for sample in _of_gpu(gpu, page, configured_bytes))
+    return tuple(sample for gpu in snapshot.owned for sample in _derive_gpu(gpu, page, configured_bytes))
 
 
-def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple[Sample, ...]:
+def _derive_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple[Sample, ...]:
     if gpu.reading.memory is None:
         return ()
-    report = _reported(page, gpu, gpu.reading.memory.total_bytes, configured_bytes)
+    report = _find_reported(page, gpu, gpu.reading.memory.total_bytes, configured_bytes)
     if report is None:
         return ()
     basis, reported_bytes = report
-    labels = (*gpu_labels(gpu), basis)
+    labels = (*label_gpu(gpu), basis)
     reported = Sample(catalog.MEMORY_REPORTED, labels, reported_bytes)
     if gpu.held_bytes is None:
         return (reported,)
@@ -40,7 +40,9 @@ def _of_gpu(gpu: Gpu, page: EnginePage, configured_bytes: float | None) -> tuple
     )
 
 
-def _reported(page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None) -> tuple[str, float] | None:
+def _find_reported(
+    page: EnginePage, gpu: Gpu, total_bytes: int, configured_bytes: float | None
+) -> tuple[str, float] | None:
     """Return the basis and the bytes per GPU; engines that disagree leave it unknown."""
     measured = {engine.memory_bytes for engine in page.engines}
     if len(measured) == 1 and (value := measured.pop()):

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import Derivation
-from vllm_headroom.derive.readings import engines, finished, running_requests, together
-from vllm_headroom.model import Metric, Sample, Snapshot, Values, called
-from vllm_headroom.units import duration, size
+from vllm_headroom.derive.readings import count_finished, count_running, list_engines, sum_known
+from vllm_headroom.model import Metric, Sample, Snapshot, Values, name_device
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, GateName, LeakState
 
 GROUPS: Final = 2
@@ -31,7 +31,7 @@ _ORDINAL: Final = re.compile(r"-(\d{1,4})$")
 """What a StatefulSet appends: replicas with neighbouring numbers are never in one group."""
 
 
-def place(name: str) -> int:
+def number_replica(name: str) -> int:
     """Return a number that differs between the replicas of a StatefulSet, and is spread evenly among others."""
     ordinal = _ORDINAL.search(name)
     return int(ordinal[1]) if ordinal else crc32(name.encode())
@@ -52,16 +52,16 @@ class Rules(Struct, frozen=True, kw_only=True):
     @property
     def share(self) -> float:
         """A number from 0 to 1; those of neighbours in a StatefulSet are far apart."""
-        return place(self.name) * GOLDEN % 1.0
+        return number_replica(self.name) * GOLDEN % 1.0
 
-    def has_the_watch(self, time_seconds: float) -> bool:
+    def has_turn(self, time_seconds: float) -> bool:
         """Return whether it is this replica's turn to stay open; all replicas' clocks tell the same turn."""
-        return place(self.name) % GROUPS == int(time_seconds // self.ready_most_seconds) % GROUPS
+        return number_replica(self.name) % GROUPS == int(time_seconds // self.ready_most_seconds) % GROUPS
 
-    def may_leave(self, time_seconds: float) -> bool:
+    def can_leave(self, time_seconds: float) -> bool:
         """Return whether it may be gone for minutes: in the first half of others' turn, from its own moment on."""
         passed = time_seconds % self.ready_most_seconds / self.ready_most_seconds
-        return not self.has_the_watch(time_seconds) and FIRST_PART * self.share <= passed < HALF
+        return not self.has_turn(time_seconds) and FIRST_PART * self.share <= passed < HALF
 
 
 WIDER: Final = 1.5
@@ -87,7 +87,7 @@ class Danger(Struct, frozen=True, kw_only=True):
     urgent: bool = False
 
 
-class Watched(Struct, frozen=True, kw_only=True):
+class GateHistory(Struct, frozen=True, kw_only=True):
     """What is remembered: of each GPU what was used and what bursts took above it, and the requests finished.
 
     Each is a tuple of monotonic seconds and a value, as old as it is of use.
@@ -98,7 +98,7 @@ class Watched(Struct, frozen=True, kw_only=True):
     finished: tuple[tuple[float, float], ...] = ()
 
 
-def watched(before: Watched, snapshot: Snapshot) -> Watched:
+def update_history(before: GateHistory, snapshot: Snapshot) -> GateHistory:
     """Return what is remembered after a sample."""
     now = snapshot.monotonic_seconds
     used = [each for each in before.used if now - PEAK_SECONDS <= each[0] <= now]
@@ -111,38 +111,40 @@ def watched(before: Watched, snapshot: Snapshot) -> Watched:
         burst = (gpu.reading.used_peak_bytes or 0) - max(n_bytes for _, whose, n_bytes in used if whose == uuid)
         if burst >= LEAST_BURST_BYTES and snapshot.in_service:
             bursts.append((now, uuid, burst))
-    return Watched(used=tuple(used), bursts=tuple(bursts), finished=_finished(before, snapshot, now))
+    return GateHistory(used=tuple(used), bursts=tuple(bursts), finished=_add_finished(before, snapshot, now))
 
 
-def danger(known: Watched, snapshot: Snapshot, values: Values, *, least_seconds: float, closed: bool) -> Danger | None:
+def find_danger(
+    known: GateHistory, snapshot: Snapshot, values: Values, *, least_seconds: float, closed: bool
+) -> Danger | None:
     """Return why traffic should stay away, None while nothing is known that says so.
 
     `least_seconds` is the time that must be left by the lower bound; of a gate that is `closed` more is asked.
     """
     wanted = least_seconds * (WIDER if closed else 1.0)
-    times = [(left, called(*gpu)) for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
+    times = [(left, name_device(*gpu)) for gpu, left in values.of(catalog.TIME_TO_OOM_LOWER).items()]
     times += [(left, "the host") for left in values.of(catalog.HOST_TIME_TO_OOM_LOWER).values()]
     for left, whose in sorted(times):
         if left < wanted:
-            return Danger(text=f"{whose} may be out of memory in {duration(left)}", urgent=left < URGENT_SECONDS)
-    return _burst(known, snapshot, WIDER if closed else 1.0) or _queue(known, snapshot)
+            return Danger(text=f"{whose} may be out of memory in {format_duration(left)}", urgent=left < URGENT_SECONDS)
+    return _find_burst(known, snapshot, WIDER if closed else 1.0) or _find_queue(known, snapshot)
 
 
-def _burst(known: Watched, snapshot: Snapshot, factor: float) -> Danger | None:
+def _find_burst(known: GateHistory, snapshot: Snapshot, factor: float) -> Danger | None:
     for gpu in snapshot.owned:
         memory, uuid = gpu.reading.memory, gpu.reading.uuid
         most = max((burst for _, whose, burst in known.bursts if whose == uuid), default=0)
         if memory is not None and memory.free_bytes < factor * most:
-            free = size(memory.free_bytes)
-            text = f"{gpu.reading.called} has {free} free, and a burst took {size(most)} within ten minutes"
+            free = format_size(memory.free_bytes)
+            text = f"{gpu.reading.called} has {free} free, and a burst took {format_size(most)} within ten minutes"
             return Danger(text=text)
     return None
 
 
-def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
+def _find_queue(known: GateHistory, snapshot: Snapshot) -> Danger | None:
     if snapshot.life is not None and snapshot.life.state is EngineState.STALLED:
         return Danger(text="the engine should make progress and makes none")
-    waiting = together(each.waiting for each in engines(snapshot.page))
+    waiting = sum_known(each.waiting for each in list_engines(snapshot.page))
     if not waiting or len(known.finished) < 2:  # noqa: PLR2004 - a rate takes two
         return None
     (began, first), (now, last) = known.finished[0], known.finished[-1]
@@ -155,8 +157,8 @@ def _queue(known: Watched, snapshot: Snapshot) -> Danger | None:
     return Danger(text=text)
 
 
-def _finished(before: Watched, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
-    total = finished(snapshot.page)
+def _add_finished(before: GateHistory, snapshot: Snapshot, now: float) -> tuple[tuple[float, float], ...]:
+    total = count_finished(snapshot.page)
     kept = tuple(each for each in before.finished if now - RATE_SECONDS <= each[0] <= now)
     if total is None or not snapshot.in_service or (kept and total < kept[-1][1]):
         return ()
@@ -170,7 +172,7 @@ OPEN_AFTER_SECONDS: Final = 60.0
 OVER: Final = "nothing closes it any more: it opens when that has held for a minute"
 
 
-class Ready(Struct, frozen=True, kw_only=True):
+class ReadyGate(Struct, frozen=True, kw_only=True):
     """The gate: `reason` is why it is closed, None while it is open; times are monotonic."""
 
     reason: str | None = None
@@ -178,10 +180,12 @@ class Ready(Struct, frozen=True, kw_only=True):
     bad_since: float | None = None
     good_since: float | None = None
     rests_until: float | None = None
-    known: Watched = field(default_factory=Watched)
+    known: GateHistory = field(default_factory=GateHistory)
 
 
-def ready(state: Ready, snapshot: Snapshot, values: Values, rules: Rules, *, ending: str | None = None) -> Ready:
+def update_ready(
+    state: ReadyGate, snapshot: Snapshot, values: Values, rules: Rules, *, ending: str | None = None
+) -> ReadyGate:
     """Return the gate after a sample; `ending` is why the engine is to be begun anew.
 
     Then it is closed: a kubelet leaves a container that it ends in its Service, where requests would go on to come.
@@ -192,29 +196,29 @@ def ready(state: Ready, snapshot: Snapshot, values: Values, rules: Rules, *, end
     if rules.ready_seconds is None:
         return state
     most_seconds = rules.ready_most_seconds
-    known, now, closed = watched(state.known, snapshot), snapshot.monotonic_seconds, state.reason is not None
+    known, now, closed = update_history(state.known, snapshot), snapshot.monotonic_seconds, state.reason is not None
     if ending is not None:
         return replace(state, known=known, reason=ending, closed_at=now if state.closed_at is None else state.closed_at)
-    found = danger(known, snapshot, values, least_seconds=rules.ready_seconds, closed=closed)
-    if found is not None and not found.urgent and rules.has_the_watch(snapshot.time_seconds):
+    found = find_danger(known, snapshot, values, least_seconds=rules.ready_seconds, closed=closed)
+    if found is not None and not found.urgent and rules.has_turn(snapshot.time_seconds):
         found = None
     state = replace(
         state,
         known=known,
-        bad_since=None if found is None else _since(state.bad_since, now),
-        good_since=None if found is not None else _since(state.good_since, now),
+        bad_since=None if found is None else _find_since(state.bad_since, now),
+        good_since=None if found is not None else _find_since(state.good_since, now),
     )
-    return _closed(state, found, now, most_seconds) if closed else _open(state, found, now)
+    return _update_closed(state, found, now, most_seconds) if closed else _update_open(state, found, now)
 
 
-def _open(state: Ready, found: Danger | None, now: float) -> Ready:
+def _update_open(state: ReadyGate, found: Danger | None, now: float) -> ReadyGate:
     rests = state.rests_until is not None and now < state.rests_until
     if found is None or state.bad_since is None or rests or now - state.bad_since < CLOSE_AFTER_SECONDS:
         return state
     return replace(state, reason=found.text, closed_at=now)
 
 
-def _closed(state: Ready, found: Danger | None, now: float, most_seconds: float) -> Ready:
+def _update_closed(state: ReadyGate, found: Danger | None, now: float, most_seconds: float) -> ReadyGate:
     opened = replace(state, reason=None, closed_at=None, bad_since=None)
     if state.closed_at is None or now - state.closed_at >= most_seconds:
         return replace(opened, rests_until=now + most_seconds)
@@ -223,7 +227,7 @@ def _closed(state: Ready, found: Danger | None, now: float, most_seconds: float)
     return replace(state, reason=OVER if found is None else found.text)
 
 
-def _since(before: float | None, now: float) -> float:
+def _find_since(before: float | None, now: float) -> float:
     return now if before is None or before > now else before
 
 
@@ -239,7 +243,7 @@ WEIGHT: Final = 0.02
 """Of a sample in an hour's load: some fifty samples, minutes, settle it."""
 
 
-class Live(Struct, frozen=True, kw_only=True):
+class LiveGate(Struct, frozen=True, kw_only=True):
     """The gate: `reason` is why the engine is to be begun anew, None while it is not; `life` is when its life began.
 
     `loads` are the requests that run in each hour of the day in UTC, None where none was seen. `failed_at` is when it
@@ -252,7 +256,7 @@ class Live(Struct, frozen=True, kw_only=True):
     loads: tuple[float | None, ...] = (None,) * HOURS
 
 
-def live(state: Live, snapshot: Snapshot, values: Values, rules: Rules) -> Live:
+def update_live(state: LiveGate, snapshot: Snapshot, values: Values, rules: Rules) -> LiveGate:
     """Return the gate after a sample; what is not known never fails it, nor does anything where it is not configured.
 
     Replicas whose turn it is to stay open do not fail before their end is minutes away.
@@ -261,30 +265,30 @@ def live(state: Live, snapshot: Snapshot, values: Values, rules: Rules) -> Live:
         return state
     now, began = snapshot.monotonic_seconds, None if snapshot.life is None else snapshot.life.began_seconds
     failed_at = now if state.failed_at is None or state.failed_at > now else state.failed_at
-    following = replace(state, failed_at=failed_at, life=began, loads=_loads(state.loads, snapshot))
+    following = replace(state, failed_at=failed_at, life=began, loads=_add_load(state.loads, snapshot))
     if state.reason is not None:
         over = began != state.life or now - failed_at >= FAILS_SECONDS
         return replace(following, reason=None) if over else following
     if now - failed_at < rules.live_seconds:
         return following
-    left = _left(values)
+    left = _find_time_left(values)
     if left is None or not _is_time(following.loads, snapshot.time_seconds, left, rules):
         return following
-    if left > MARGIN_SECONDS and not rules.may_leave(snapshot.time_seconds):
+    if left > MARGIN_SECONDS and not rules.can_leave(snapshot.time_seconds):
         return following
-    text = f"the engine leaks and may be out of memory in {duration(left)}: begun anew while load is low"
+    text = f"the engine leaks and may be out of memory in {format_duration(left)}: begun anew while load is low"
     return replace(following, reason=text, failed_at=now)
 
 
-def _left(values: Values) -> float | None:
+def _find_time_left(values: Values) -> float | None:
     """Return the lower bound of the time that is left where a GPU or the host leaks worst; None without a leak."""
-    leaking = [values.value(catalog.TIME_TO_OOM_LOWER, *gpu) for gpu in _leaking(values, catalog.LEAK_STATE)]
-    if _leaking(values, catalog.HOST_LEAK_STATE):
+    leaking = [values.value(catalog.TIME_TO_OOM_LOWER, *gpu) for gpu in _find_leaking(values, catalog.LEAK_STATE)]
+    if _find_leaking(values, catalog.HOST_LEAK_STATE):
         leaking.append(values.value(catalog.HOST_TIME_TO_OOM_LOWER))
     return min((left for left in leaking if left is not None), default=None)
 
 
-def _leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
+def _find_leaking(values: Values, states: Metric) -> list[tuple[str, ...]]:
     """Return the labels, but for the state, of what surely leaks."""
     return [labels[:-1] for labels, held in values.of(states).items() if held and labels[-1] == LeakState.LEAKING]
 
@@ -306,8 +310,8 @@ def _is_time(loads: tuple[float | None, ...], now: float, left: float, rules: Ru
     return present <= min(others) and now % HOUR_SECONDS >= rules.share * HOUR_SECONDS / 2
 
 
-def _loads(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:
-    running = running_requests(snapshot.page)
+def _add_load(before: tuple[float | None, ...], snapshot: Snapshot) -> tuple[float | None, ...]:
+    running = count_running(snapshot.page)
     if running is None:
         return before
     hour = int(snapshot.time_seconds // HOUR_SECONDS) % HOURS
@@ -322,22 +326,22 @@ GATES = "gates"
 class Gates(Struct, frozen=True, kw_only=True):
     """The state of both gates, open at first."""
 
-    ready: Ready = field(default_factory=Ready)
-    live: Live = field(default_factory=Live)
+    ready: ReadyGate = field(default_factory=ReadyGate)
+    live: LiveGate = field(default_factory=LiveGate)
 
     def reason(self, name: GateName) -> str | None:
         """Return why a gate is closed, None while it is open."""
         return self.ready.reason if name is GateName.READY else self.live.reason
 
 
-def gates(rules: Rules, values: Values) -> Derivation[Gates]:
+def build_gates(rules: Rules, values: Values) -> Derivation[Gates]:
     """Return the question of the gates, to be asked when all others have answered with `values`."""
     return Derivation(name=GATES, initial=Gates(), step=partial(_step, rules, values))
 
 
 def _step(rules: Rules, values: Values, state: Gates, snapshot: Snapshot) -> tuple[Gates, tuple[Sample, ...]]:
-    dying = live(state.live, snapshot, values, rules)
-    state = Gates(ready=ready(state.ready, snapshot, values, rules, ending=dying.reason), live=dying)
+    dying = update_live(state.live, snapshot, values, rules)
+    state = Gates(ready=update_ready(state.ready, snapshot, values, rules, ending=dying.reason), live=dying)
     configured = {GateName.LIVE: rules.live_seconds, GateName.READY: rules.ready_seconds}
     return state, tuple(
         Sample(catalog.GATE_OPEN, (str(name),), float(state.reason(name) is None))

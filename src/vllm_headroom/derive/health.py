@@ -20,31 +20,31 @@ class HealthState(Struct, frozen=True, kw_only=True):
     last_success_seconds: dict[Source, float]
 
 
-def _none_of(source: Source) -> dict[tuple[str, str], int]:
+def _zero_counts(source: Source) -> dict[tuple[str, str], int]:
     return {(str(source), str(reason)): 0 for reason in REASONS[source]}
 
 
 INITIAL: Final = HealthState(
-    failures={labels: 0 for source in REASONS if source is not Source.PROBE for labels in _none_of(source)},
+    failures={labels: 0 for source in REASONS if source is not Source.PROBE for labels in _zero_counts(source)},
     last_success_seconds={},
 )
 """The probe's failures are counted from where its folder is first read: not where none is configured."""
 
 
-def health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
+def derive_health(state: HealthState, snapshot: Snapshot) -> tuple[HealthState, tuple[Sample, ...]]:
     """Return the health series of every source that was read in this snapshot."""
     failed = {failure.source: failure.reason for failure in snapshot.failures}
-    failures = {**({} if snapshot.probe is None else _none_of(Source.PROBE)), **state.failures}
+    failures = {**({} if snapshot.probe is None else _zero_counts(Source.PROBE)), **state.failures}
     for source, reason in failed.items():
         failures[str(source), str(reason)] = failures.get((source, reason), 0) + 1
     succeeded = {
         reading.source: snapshot.time_seconds for reading in snapshot.reading_times if reading.source not in failed
     }
     following = HealthState(failures=failures, last_success_seconds=state.last_success_seconds | succeeded)
-    return following, tuple(_samples(following, snapshot.reading_times, failed))
+    return following, tuple(_make_samples(following, snapshot.reading_times, failed))
 
 
-def _samples(
+def _make_samples(
     state: HealthState, reading_times: tuple[ReadingTime, ...], failed: dict[Source, Reason]
 ) -> Iterator[Sample]:
     for reading in reading_times:
@@ -55,16 +55,16 @@ def _samples(
         yield Sample(catalog.SOURCE_FAILURES, labels, float(count))
     for source, seconds in state.last_success_seconds.items():
         yield Sample(catalog.SOURCE_LAST_SUCCESS, (str(source),), seconds)
-    yield from _skew({reading.source: reading for reading in reading_times if reading.source not in failed})
+    yield from _measure_skew({reading.source: reading for reading in reading_times if reading.source not in failed})
 
 
-def _skew(times: dict[Source, ReadingTime]) -> Iterator[Sample]:
+def _measure_skew(times: dict[Source, ReadingTime]) -> Iterator[Sample]:
     if Source.ENGINE in times and Source.NVML in times:
         difference = times[Source.ENGINE].ended_monotonic_seconds - times[Source.NVML].ended_monotonic_seconds
         yield Sample(catalog.SAMPLE_SKEW, (), abs(difference))
 
 
-def with_lost(snapshot: Snapshot) -> Snapshot:
+def add_lost_gpus(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with whose its GPUs are where some that this life of the engine had do not show any more.
 
     A GPU that does not open tells no UUID, and NVML lists no process on it: it is the engine's where no more of them do

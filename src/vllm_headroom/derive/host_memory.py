@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import facts, together
+from vllm_headroom.derive.readings import make_facts, sum_known
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
@@ -40,7 +40,7 @@ class ContainerState(Struct, frozen=True, kw_only=True):
     machine_kills: int | None = None
 
 
-def container(
+def update_container(
     state: ContainerState,
     processes: ProcessReadings | Failure,
     probe: ProbeReadings | Failure | None = None,
@@ -53,20 +53,20 @@ def container(
     else the processes' own memory and their /dev/shm, against the `limit_bytes` that the operator tells. That
     stands in wherever the kernel tells no limit. None where nothing at all is known.
     """
-    inside, shm = _inside(probe)
+    inside, shm = _find_inside(probe)
     if isinstance(processes, Failure) and inside is None:
         return state, None
     reading = HostReading() if isinstance(processes, Failure) else processes.host
     engine = () if isinstance(processes, Failure) else processes.engine
     reading = replace(reading, shm=reading.shm or shm)
-    memory = _memory(reading.cgroup, inside, engine, reading, limit_bytes)
+    memory = _choose_memory(reading.cgroup, inside, engine, reading, limit_bytes)
     if reading.shm is not None:
         memory = replace(memory, shm_used_bytes=reading.shm.used_bytes, shm_limit_bytes=reading.shm.total_bytes)
-    state = _counted(state, reading.cgroup or inside, reading, memory)
+    state = _count_kills(state, reading.cgroup or inside, reading, memory)
     return state, state.memory if state.memory != HostMemory() else None
 
 
-def _inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
+def _find_inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm | None]:
     """Return the container and the shared memory as the engine's own processes read them; they have the same."""
     present = probe.present if isinstance(probe, ProbeReadings) else ()
     told = next((each.host for each in present if each.host is not None), None)
@@ -86,7 +86,7 @@ def _inside(probe: ProbeReadings | Failure | None) -> tuple[Cgroup | None, Shm |
     return cgroup, shm
 
 
-def _memory(
+def _choose_memory(
     cgroup: Cgroup | None,
     inside: Cgroup | None,
     engine: tuple[EngineProcess, ...],
@@ -104,28 +104,30 @@ def _memory(
         machine = reading.machine
         used_bytes = max(0, machine.total_bytes - machine.available_bytes)
         return HostMemory(basis=HostBasis.MACHINE, used_bytes=used_bytes, limit_bytes=machine.total_bytes)
-    own = _own_bytes(engine, reading)
+    own = _sum_own_bytes(engine, reading)
     return HostMemory() if own is None else replace(own, limit_bytes=limit_bytes)
 
 
-def _own_bytes(engine: tuple[EngineProcess, ...], reading: HostReading) -> HostMemory | None:
+def _sum_own_bytes(engine: tuple[EngineProcess, ...], reading: HostReading) -> HostMemory | None:
     """Return the memory that is the processes' own, files that they map left out, and their shared memory once."""
-    own_bytes = together(process.anonymous_bytes for process in engine)
+    own_bytes = sum_known(process.anonymous_bytes for process in engine)
     if own_bytes is None:
         return None
     shared_bytes = 0 if reading.shm is None else reading.shm.used_bytes
     return HostMemory(basis=HostBasis.PROCESSES, used_bytes=int(own_bytes) + shared_bytes)
 
 
-def _counted(state: ContainerState, cgroup: Cgroup | None, reading: HostReading, memory: HostMemory) -> ContainerState:
+def _count_kills(
+    state: ContainerState, cgroup: Cgroup | None, reading: HostReading, memory: HostMemory
+) -> ContainerState:
     """Return the state with what was killed since: a container that has gone took its own count along.
 
     Then the machine's count tells, where the container was near its limit.
     """
     kills, machine_kills = state.memory.oom_kills, None if reading.machine is None else reading.machine.oom_kills
-    identity = _identity(cgroup, memory)
+    identity = _find_identity(cgroup, memory)
     ended = state.identity is not None and identity != state.identity and _was_full(state.memory)
-    if ended and (killed := _risen(state.machine_kills, machine_kills)):
+    if ended and (killed := _count_rise(state.machine_kills, machine_kills)):
         kills = (kills or 0) + killed
     counted = None if cgroup is None else cgroup.oom_kills
     if counted is not None:
@@ -138,13 +140,13 @@ def _counted(state: ContainerState, cgroup: Cgroup | None, reading: HostReading,
     )
 
 
-def _identity(cgroup: Cgroup | None, memory: HostMemory) -> str | None:
+def _find_identity(cgroup: Cgroup | None, memory: HostMemory) -> str | None:
     if cgroup is not None:
         return cgroup.identity
     return None if memory.basis is None else str(memory.basis)
 
 
-def _risen(before: int | None, now: int | None) -> int:
+def _count_rise(before: int | None, now: int | None) -> int:
     return 0 if before is None or now is None else max(0, now - before)
 
 
@@ -162,12 +164,12 @@ FACTS: Final[tuple[tuple[Metric, str], ...]] = (
 )
 
 
-def host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
+def derive_host_memory(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return resident bytes summed by role, and what is known of the container; what is unknown has no sample."""
-    return (*_by_role(snapshot), *facts(FACTS, (), snapshot.host))
+    return (*_sum_roles(snapshot), *make_facts(FACTS, (), snapshot.host))
 
 
-def _by_role(snapshot: Snapshot) -> Iterator[Sample]:
+def _sum_roles(snapshot: Snapshot) -> Iterator[Sample]:
     if isinstance(snapshot.processes, Failure):
         return
     resident: Counter[Role] = Counter()

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import gpu_labels, remembered, together
+from vllm_headroom.derive.readings import label_gpu, limit_remembered, sum_known
 from vllm_headroom.model import (
     SAME_START_SECONDS,
     AllocatorReading,
@@ -46,14 +46,14 @@ class Sums(Struct, frozen=True, kw_only=True):
     graphs: int | None
 
 
-def with_inside(gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None) -> tuple[Gpu, ...] | Failure:
+def add_inside(gpus: tuple[Gpu, ...] | Failure, probe: ProbeReadings | Failure | None) -> tuple[Gpu, ...] | Failure:
     """Return the GPUs with what the engine's present processes say of each."""
     if isinstance(gpus, Failure) or not isinstance(probe, ProbeReadings):
         return gpus
-    return tuple(replace(gpu, inside=_inside(gpu, probe)) for gpu in gpus)
+    return tuple(replace(gpu, inside=_find_inside(gpu, probe)) for gpu in gpus)
 
 
-def _inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
+def _find_inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     """Return nothing of a GPU that is not the engine's, nor of figures that no device of this size can have."""
     uuid, memory = gpu.reading.uuid.casefold(), gpu.reading.memory
     found = [
@@ -64,10 +64,10 @@ def _inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     ]
     if not found or gpu.attribution is None:
         return None
-    sums = _sums(found)
+    sums = _sum_processes(found)
     if memory is not None and max(sums.reserved or 0, sums.kv_cache or 0, sums.weights or 0) > memory.total_bytes:
         return None
-    parts = ledger(sums, gpu.held_bytes)
+    parts = build_ledger(sums, gpu.held_bytes)
     return Inside(
         granted_bytes=min((device.total_bytes for device, _ in found if device.total_bytes is not None), default=None),
         allocated_bytes=sums.allocated,
@@ -76,24 +76,24 @@ def _inside(gpu: Gpu, probe: ProbeReadings) -> Inside | None:
     )
 
 
-def _sums(found: list[tuple[AllocatorReading, EngineParts | None]]) -> Sums:
+def _sum_processes(found: list[tuple[AllocatorReading, EngineParts | None]]) -> Sums:
     devices, parts = [device for device, _ in found], [part for _, part in found]
     return Sums(
-        allocated=_whole(device.allocated_bytes for device in devices),
-        reserved=_whole(device.reserved_bytes for device in devices),
-        split=_whole(device.inactive_split_bytes for device in devices),
-        weights=_whole(_now(part, "weights_bytes") for part in parts),
-        kv_cache=_whole(_now(part, "kv_cache_bytes") for part in parts),
-        graphs=_whole(None if part is None else part.cuda_graphs_bytes for part in parts),
+        allocated=_sum_whole(device.allocated_bytes for device in devices),
+        reserved=_sum_whole(device.reserved_bytes for device in devices),
+        split=_sum_whole(device.inactive_split_bytes for device in devices),
+        weights=_sum_whole(_find_current(part, "weights_bytes") for part in parts),
+        kv_cache=_sum_whole(_find_current(part, "kv_cache_bytes") for part in parts),
+        graphs=_sum_whole(None if part is None else part.cuda_graphs_bytes for part in parts),
     )
 
 
-def _whole(values: Iterable[int | None]) -> int | None:
-    total = together(values)
+def _sum_whole(values: Iterable[int | None]) -> int | None:
+    total = sum_known(values)
     return None if total is None else int(total)
 
 
-def _now(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:
+def _find_current(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_bytes"]) -> int | None:
     """Return what a part takes now: the pool knows it, and what was measured at the start is gone during sleep."""
     if parts is None or (parts.pool is None and parts.asleep):
         return None
@@ -101,7 +101,7 @@ def _now(parts: EngineParts | None, name: Literal["weights_bytes", "kv_cache_byt
     return n_bytes
 
 
-def ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
+def build_ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     """Return the parts that are known; with all of torch's figures they sum to what the engine holds.
 
     What torch has allocated is weights, KV cache and other tensors; what it has reserved beyond that is fragmented or
@@ -118,10 +118,10 @@ def ledger(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
         other = sums.allocated - sums.weights - sums.kv_cache
         if other >= 0:
             parts[MemoryPart.OTHER_TENSORS] = other
-    return parts | _with_graphs(_free(sums), _outside(sums, held_bytes), sums.graphs)
+    return parts | _subtract_graphs(_find_free(sums), _find_outside(sums, held_bytes), sums.graphs)
 
 
-def _free(sums: Sums) -> dict[MemoryPart, int]:
+def _find_free(sums: Sums) -> dict[MemoryPart, int]:
     """Return what torch has reserved and nobody uses."""
     if sums.split is None:
         return {}
@@ -132,13 +132,13 @@ def _free(sums: Sums) -> dict[MemoryPart, int]:
     return {**free, MemoryPart.CACHED: cached} if cached >= 0 else {}
 
 
-def _outside(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
+def _find_outside(sums: Sums, held_bytes: int | None) -> dict[MemoryPart, int]:
     if sums.reserved is None or held_bytes is None or held_bytes < sums.reserved - RACE_BYTES:
         return {}
     return {MemoryPart.OUTSIDE_TORCH: max(0, held_bytes - sums.reserved)}
 
 
-def _with_graphs(
+def _subtract_graphs(
     free: dict[MemoryPart, int], outside: dict[MemoryPart, int], graphs: int | None
 ) -> dict[MemoryPart, int]:
     """Return all three, graphs taken out of them in this order; none if they are larger."""
@@ -171,27 +171,27 @@ class Counts(Struct, frozen=True, kw_only=True):
     sums: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
-def counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
+def derive_counters(state: Counts, snapshot: Snapshot) -> tuple[Counts, tuple[Sample, ...]]:
     """Return the counters of each GPU of the engine; what a process counted before it died is in its last file."""
     probe, gpus = snapshot.probe, snapshot.owned
     if not isinstance(probe, ProbeReadings) or not gpus:
         return state, ()
     uuids = {gpu.reading.uuid.casefold() for gpu in gpus}
     last, present = dict(state.last), {(uuid, metric.name) for uuid in uuids for metric in _METRICS}
-    sums = remembered(state.sums, present)
+    sums = limit_remembered(state.sums, present)
     for process in (*probe.others, *probe.silent, *probe.present):
         for device in process.devices:
             if device.uuid.casefold() in uuids:
                 _count(last, sums, process, device)
     state = Counts(last=dict(tuple(last.items())[-MOST_COUNTS:]), sums=sums)
-    return state, tuple(_samples(state, gpus))
+    return state, tuple(_make_samples(state, gpus))
 
 
 def _count(
     last: dict[Key, int], sums: dict[tuple[str, str], int], process: ProbedProcess, device: AllocatorReading
 ) -> None:
     uuid = device.uuid.casefold()
-    for metric, count in zip(_METRICS, (device.retries, _ooms(process, device)), strict=True):
+    for metric, count in zip(_METRICS, (device.retries, _count_ooms(process, device)), strict=True):
         if count is not None:
             key = (uuid, metric.name, process.pid, process.started_at_seconds)
             before = last.pop(key, 0)
@@ -199,7 +199,7 @@ def _count(
             sums[uuid, metric.name] = sums.get((uuid, metric.name), 0) + last[key] - before
 
 
-def _ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:
+def _count_ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:
     """Return the errors on a device; that the observer saw one is enough where the allocator's own count is older."""
     oom = process.oom
     if oom is None or oom.uuid is None or oom.uuid.casefold() != device.uuid.casefold():
@@ -207,12 +207,12 @@ def _ooms(process: ProbedProcess, device: AllocatorReading) -> int | None:
     return max(device.ooms or 0, oom.seen or 1)
 
 
-def _samples(state: Counts, gpus: tuple[Gpu, ...]) -> Iterator[Sample]:
+def _make_samples(state: Counts, gpus: tuple[Gpu, ...]) -> Iterator[Sample]:
     for gpu in gpus:
         for metric in _METRICS:
             total = state.sums.get((gpu.reading.uuid.casefold(), metric.name))
             if total is not None:
-                yield Sample(metric, gpu_labels(gpu), float(total))
+                yield Sample(metric, label_gpu(gpu), float(total))
 
 
 INTERVALS: Final = 3
@@ -224,7 +224,7 @@ AHEAD_SECONDS: Final = 60.0
 """The clock is the same machine's: what is dated further ahead is not believed, and stands for nothing."""
 
 
-def told(
+def classify_probe(
     files: tuple[ProbedProcess, ...] | Failure | None, processes: tuple[EngineProcess, ...] | Failure, now: float
 ) -> ProbeReadings | Failure | None:
     """Return what the probe says at `now`, in seconds since the epoch.
@@ -237,7 +237,7 @@ def told(
         return files
     shown = () if isinstance(processes, Failure) else processes
     present, silent, others = [], [], []
-    for each in _newest_of_each(each for each in files if each.written_at_seconds <= now + AHEAD_SECONDS):
+    for each in _keep_newest(each for each in files if each.written_at_seconds <= now + AHEAD_SECONDS):
         alive = any(_is_of(each, process) for process in shown)
         if each.stopped is None and (alive or not shown) and _is_fresh(each, now):
             present.append(each)
@@ -259,7 +259,7 @@ def _is_fresh(process: ProbedProcess, now: float) -> bool:
     return now - process.written_at_seconds <= lasts
 
 
-def _newest_of_each(files: Iterable[ProbedProcess]) -> tuple[ProbedProcess, ...]:
+def _keep_newest(files: Iterable[ProbedProcess]) -> tuple[ProbedProcess, ...]:
     """Return one file of each process: a name does not have to be true."""
     newest: dict[tuple[int, float], ProbedProcess] = {}
     for each in sorted(files, key=lambda each: each.written_at_seconds):

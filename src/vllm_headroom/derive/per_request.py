@@ -9,7 +9,14 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import begun_anew, finished, gpu_labels, life, remembered, running_requests
+from vllm_headroom.derive.readings import (
+    count_finished,
+    count_running,
+    identify_run,
+    is_new_run,
+    label_gpu,
+    limit_remembered,
+)
 from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot
 
 COMPARABLE: Final = 1.1
@@ -38,7 +45,7 @@ class Baselines(Struct, frozen=True, kw_only=True):
     busiest: tuple[float, float] = (0.0, 0.0)
 
 
-def baseline(
+def derive_baseline(
     state: Baselines, snapshot: Snapshot, *, configured_bytes: float | None
 ) -> tuple[Baselines, tuple[Sample, ...]]:
     """Return memory per running request over its baseline.
@@ -50,77 +57,77 @@ def baseline(
     page = snapshot.page
     if page is None or not snapshot.in_service or isinstance(snapshot.gpus, Failure):
         return state, ()
-    state = _of_this_life(state, page)
-    running = running_requests(page)
+    state = _keep_run(state, page)
+    running = count_running(page)
     if not running:
         return state, ()
-    state = replace(state, busiest=_busiest(state.busiest, running, snapshot.time_seconds))
-    band, warm = load_band(running), (finished(page) or 0.0) >= WARM_REQUESTS
+    state = replace(state, busiest=_update_busiest(state.busiest, running, snapshot.time_seconds))
+    band, warm = find_load_band(running), (count_finished(page) or 0.0) >= WARM_REQUESTS
     samples = []
-    bands = remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
+    bands = limit_remembered(state.bands, {gpu.reading.uuid for gpu in snapshot.gpus})
     for gpu in snapshot.gpus:
         if not gpu.held_bytes:  # unknown, or the engine died between the two readings
             continue
         if configured_bytes is not None:
-            full = running * COMPARABLE >= _still(state.busiest, snapshot.time_seconds)
+            full = running * COMPARABLE >= _decay_busiest(state.busiest, snapshot.time_seconds)
             ratio = gpu.held_bytes / running / configured_bytes if full else None
         else:
             mine = bands.get(gpu.reading.uuid, {})
-            ratio = _ratio(mine.get(band), gpu.held_bytes)
+            ratio = _compute_ratio(mine.get(band), gpu.held_bytes)
             if warm:
-                bands[gpu.reading.uuid] = {**mine, band: _learned(mine.get(band), gpu.held_bytes)}
+                bands[gpu.reading.uuid] = {**mine, band: _learn(mine.get(band), gpu.held_bytes)}
         if ratio is not None:
-            samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, gpu_labels(gpu), ratio))
+            samples.append(Sample(catalog.MEMORY_PER_REQUEST_RATIO, label_gpu(gpu), ratio))
     return replace(state, bands=bands), tuple(samples)
 
 
-def load_band(running: float) -> int:
+def find_load_band(running: float) -> int:
     """Return the number of the band that a load above 0 is in; loads of one band are comparable."""
     return round(log(running) / log(COMPARABLE))
 
 
-def _of_this_life(state: Baselines, page: EnginePage) -> Baselines:
-    now_life, now_finished = life(page), finished(page)
-    anew = begun_anew(state.life, now_life, state.finished_total, now_finished)
+def _keep_run(state: Baselines, page: EnginePage) -> Baselines:
+    now_life, now_finished = identify_run(page), count_finished(page)
+    anew = is_new_run(state.life, now_life, state.finished_total, now_finished)
     kept = (anew and now_life) or state.life or now_life
     return replace(state, life=kept, finished_total=now_finished, bands={} if anew else state.bands)
 
 
-def _still(busiest: tuple[float, float], now_seconds: float) -> float:
+def _decay_busiest(busiest: tuple[float, float], now_seconds: float) -> float:
     running, seen_seconds = busiest
     passed_seconds = max(0.0, now_seconds - seen_seconds)  # below 0 where a clock was set back, by years at times
     return float(running * 0.5 ** (passed_seconds / HALF_LIFE_SECONDS))
 
 
-def _busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:
-    return (running, now_seconds) if running >= _still(before, now_seconds) else before
+def _update_busiest(before: tuple[float, float], running: float, now_seconds: float) -> tuple[float, float]:
+    return (running, now_seconds) if running >= _decay_busiest(before, now_seconds) else before
 
 
-def _learned(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:
+def _learn(before: tuple[int, float] | None, held_bytes: int) -> tuple[int, float]:
     count, mean = before or (0, 0.0)
     if count >= READINGS:
         return count, mean
     return count + 1, mean + (held_bytes - mean) / (count + 1)
 
 
-def _ratio(learned: tuple[int, float] | None, held_bytes: int) -> float | None:
+def _compute_ratio(learned: tuple[int, float] | None, held_bytes: int) -> float | None:
     if learned is None or learned[0] < READINGS or learned[1] <= 0:
         return None
     return held_bytes / learned[1]
 
 
-def per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
+def derive_per_request(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the memory the engine holds on each GPU over the running requests of the whole page.
 
     A request runs on every GPU of a tensor-parallel engine and on one of a data-parallel one; either way the sum over
     the GPUs is the memory per request of the whole server. Absent while nothing runs, or while one of the
     engines does not say; and at nothing held, as when the engine dies between the two readings.
     """
-    running = running_requests(snapshot.page)
+    running = count_running(snapshot.page)
     if not running:
         return ()
     return tuple(
-        Sample(catalog.MEMORY_PER_RUNNING_REQUEST, gpu_labels(gpu), gpu.held_bytes / running)
+        Sample(catalog.MEMORY_PER_RUNNING_REQUEST, label_gpu(gpu), gpu.held_bytes / running)
         for gpu in snapshot.devices
         if gpu.held_bytes
     )

@@ -12,17 +12,17 @@ from vllm_headroom.model import INPUTS, EnginePage, EngineReading, Gpu, Metric, 
 RESTART_SHARE: Final = 0.5
 
 
-def engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
+def list_engines(page: EnginePage | None) -> tuple[EngineReading, ...]:
     """Return what each engine says, nothing where the page could not be read."""
     return () if page is None else page.engines
 
 
-def named(page: EnginePage | None) -> tuple[EngineReading, ...]:
+def list_named(page: EnginePage | None) -> tuple[EngineReading, ...]:
     """Return the engines with a model's name: before its first request, vLLM V0 tells its settings and no name."""
-    return tuple(engine for engine in engines(page) if engine.model_name)
+    return tuple(engine for engine in list_engines(page) if engine.model_name)
 
 
-def together(values: Iterable[float | None]) -> float | None:
+def sum_known(values: Iterable[float | None]) -> float | None:
     """Return the sum; None where one is unknown, for the rest is not the whole, or there is none."""
     known: list[float] = []
     for value in values:
@@ -32,26 +32,26 @@ def together(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def running_requests(page: EnginePage | None) -> float | None:
+def count_running(page: EnginePage | None) -> float | None:
     """Return the requests all engines of the page run; None where one does not say, or there is none.
 
     One that sleeps runs none: what its page shows then was frozen in it.
     """
-    return together(0.0 if each.running and each.awake is False else each.running for each in named(page))
+    return sum_known(0.0 if each.running and each.awake is False else each.running for each in list_named(page))
 
 
-def finished(page: EnginePage | None) -> float | None:
+def count_finished(page: EnginePage | None) -> float | None:
     """Return the requests all engines of the page finished; None where one does not say."""
-    return together(engine.finished_total for engine in named(page))
+    return sum_known(engine.finished_total for engine in list_named(page))
 
 
-def life(page: EnginePage | None) -> str | None:
+def identify_run(page: EnginePage | None) -> str | None:
     """Return what names this life of the server: when it started, where the page says so."""
-    started = {engine.started_at_seconds for engine in engines(page) if engine.started_at_seconds is not None}
+    started = {engine.started_at_seconds for engine in list_engines(page) if engine.started_at_seconds is not None}
     return ",".join(sorted(f"{seconds:.3f}" for seconds in started)) or None
 
 
-def begun_anew(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
+def is_new_run(life: str | None, new_life: str | None, finished: float | None, new_finished: float | None) -> bool:
     """Return whether the second pair belongs to another life than the first; what is unknown tells nothing.
 
     A counter that falls within one life was reset. Of several servers that answer in turn the latest start is the life;
@@ -63,11 +63,11 @@ def begun_anew(life: str | None, new_life: str | None, finished: float | None, n
         return fell
     if life == new_life:  # nearly always: their parts are not looked at then
         return False
-    before, now = _latest(life), _latest(new_life)
+    before, now = _find_latest_start(life), _find_latest_start(new_life)
     return now > before or (now < before and fell) or life.count(",") != new_life.count(",")
 
 
-def _latest(life: str) -> tuple[int, str]:
+def _find_latest_start(life: str) -> tuple[int, str]:
     """Return what orders lives by their latest start; a process has its pid before it."""
     starts = [name.rpartition(":")[2] for name in life.split(",")]
     return max((len(start), start) for start in starts)
@@ -75,7 +75,7 @@ def _latest(life: str) -> tuple[int, str]:
 
 def awake(page: EnginePage | None) -> bool | None:
     """Return False while an engine of the page sleeps; None where none says."""
-    said = [engine.awake for engine in engines(page) if engine.awake is not None]
+    said = [engine.awake for engine in list_engines(page) if engine.awake is not None]
     return all(said) if said else None
 
 
@@ -106,57 +106,57 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def remembered(known: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
+def limit_remembered(known: Mapping[K, V], present: Collection[K]) -> dict[K, V]:
     """Return what is known by name, less what does not show now where there is much of it."""
     return {name: each for name, each in known.items() if name in present or len(known) <= MOST_REMEMBERED}
 
 
-def gpu_labels(gpu: Gpu) -> tuple[str, str]:
+def label_gpu(gpu: Gpu) -> tuple[str, str]:
     """Return the values of the labels `gpu` and `uuid`."""
     return str(gpu.reading.index), gpu.reading.uuid
 
 
-def engine_labels(engine: EngineReading) -> tuple[str, str]:
+def label_engine(engine: EngineReading) -> tuple[str, str]:
     """Return the values of the labels `model_name` and `engine`."""
     return engine.model_name, engine.engine
 
 
-def states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
+def make_states(metric: Metric, labels: tuple[str, ...], found: StrEnum) -> tuple[Sample, ...]:
     """Return a sample of each state that a series can be in: 1 of the one it is in, 0 of the others."""
     members = type(found).__members__.values()  # three times as fast as the class itself
     return tuple([Sample(metric, (*labels, str(each)), 1.0 if each is found else 0.0) for each in members])
 
 
-def readings(snapshot: Snapshot) -> tuple[Sample, ...]:
+def derive_readings(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the samples that are readings: of GPUs, of engines, of what the page offers."""
-    samples = [sample for gpu in snapshot.devices for sample in _of_gpu(gpu)]
+    samples = [sample for gpu in snapshot.devices for sample in _derive_gpu(gpu)]
     page = snapshot.page
     if page is not None:
         samples += [Sample(catalog.INPUT_AVAILABLE, (name,), float(found)) for name, found in page.inputs]
-        samples += [sample for engine in named(page) for sample in _of_engine(engine, page.profile)]
+        samples += [sample for engine in list_named(page) for sample in _derive_engine(engine, page.profile)]
     return tuple(samples)
 
 
-def _of_gpu(gpu: Gpu) -> Iterator[Sample]:
-    labels, reading = gpu_labels(gpu), gpu.reading
-    unified = " (unified memory)" if reading.memory is not None and reading.memory.unified else ""
+def _derive_gpu(gpu: Gpu) -> Iterator[Sample]:
+    labels, reading = label_gpu(gpu), gpu.reading
+    unified = " (unified memory)" if reading.memory is not None and reading.memory.is_unified else ""
     yield Sample(catalog.GPU_INFO, (*labels, reading.name + unified, gpu.attribution or ""), 1.0)
     yield Sample(catalog.GPU_UP, labels, float(reading.failure is None))
     if reading.memory is not None:
-        yield from facts(_MEMORY_FACTS, labels, reading.memory)
-        yield from _held(gpu, labels, reading.memory.used_bytes)
+        yield from make_facts(_MEMORY_FACTS, labels, reading.memory)
+        yield from _derive_held(gpu, labels, reading.memory.used_bytes)
     left = [leftover.used_bytes for leftover in gpu.leftovers if leftover.used_bytes is not None]
     if left:
         yield Sample(catalog.GPU_MEMORY_LEFT_BEHIND, labels, float(sum(left)))
-    yield from facts(_GPU_FACTS, labels, reading)
-    yield from facts(_INSIDE_FACTS, labels, gpu.inside)
+    yield from make_facts(_GPU_FACTS, labels, reading)
+    yield from make_facts(_INSIDE_FACTS, labels, gpu.inside)
     for part, part_bytes in () if gpu.inside is None else gpu.inside.parts:
         yield Sample(catalog.ENGINE_MEMORY, (*labels, str(part)), float(part_bytes))
     for xid, count in reading.xid_errors:
         yield Sample(catalog.GPU_XID_ERRORS, (*labels, str(xid)), float(count))
 
 
-def _held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample]:
+def _derive_held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample]:
     known = {"engine": gpu.engine_bytes, "other": gpu.other_bytes}
     for holder, held_bytes in known.items():
         if held_bytes is not None:
@@ -165,18 +165,18 @@ def _held(gpu: Gpu, labels: tuple[str, str], used_bytes: int) -> Iterator[Sample
     yield Sample(catalog.GPU_MEMORY_HELD, (*labels, "unattributed"), float(rest))
 
 
-def _of_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
-    labels = engine_labels(engine)
+def _derive_engine(engine: EngineReading, profile: str) -> Iterator[Sample]:
+    labels = label_engine(engine)
     yield Sample(catalog.ENGINE_INFO, (*labels, profile), 1.0)
-    yield from facts(_ENGINE_FACTS, labels, engine)
+    yield from make_facts(_ENGINE_FACTS, labels, engine)
 
 
-def engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
+def derive_engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     """Return the state the server is in, when this life began and how many there were, and whether it moves."""
     known = snapshot.life
     if known is None:
         return ()
-    samples = [*states(catalog.ENGINE_STATE, (), known.state)]
+    samples = [*make_states(catalog.ENGINE_STATE, (), known.state)]
     if known.began_seconds is not None:
         samples.append(Sample(catalog.ENGINE_START, (), known.began_seconds))
     samples.append(Sample(catalog.ENGINE_RESTARTS, (), float(known.restarts)))
@@ -186,7 +186,7 @@ def engine_state(snapshot: Snapshot) -> tuple[Sample, ...]:
     return (*samples, *(Sample(catalog.ENGINE_KV_STRANDED, labels, ratio) for labels, ratio in known.stranded))
 
 
-def facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
+def make_facts(table: tuple[tuple[Metric, str], ...], labels: tuple[str, ...], reading: object) -> list[Sample]:
     """Return what a reading says, by a table of metrics and attributes; nothing where there is none."""
     values = [(metric, getattr(reading, attribute)) for metric, attribute in (table if reading is not None else ())]
     return [Sample(metric, labels, float(value)) for metric, value in values if value is not None]

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.attribution import described, of_no_gpu
+from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.derive.leak.inside import PLACES
-from vllm_headroom.model import Failure, GpuReading, Life, Snapshot, Values, Verdict
-from vllm_headroom.units import duration, size
+from vllm_headroom.model import EngineStatus, Failure, GpuReading, Snapshot, Values, Verdict
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import EngineState, LeakLocation, LeakState, Level
 
 HOUR_SECONDS: Final = 3600.0
@@ -23,24 +23,24 @@ HOST_ALERTS: Final[Alerts] = ("HeadroomHostOutOfMemorySoon", "HeadroomHostMemory
 """Of a leak that ends within the hour, within the day, and of any other growth."""
 
 
-def of_gpu(values: Values, reading: GpuReading, *, sure: bool) -> Verdict:
+def describe_gpu_leak(values: Values, reading: GpuReading, *, sure: bool) -> Verdict:
     """Return what is said of a GPU that leaks, or may leak."""
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     left, least = values.value(catalog.TIME_TO_OOM, gpu, uuid), values.value(catalog.TIME_TO_OOM_LOWER, gpu, uuid)
-    rate = _rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
+    rate = _format_rate(values.value(catalog.LEAK_PER_REQUEST, gpu, uuid), values.value(catalog.LEAK_RATE, gpu, uuid))
     where = values.state(catalog.LEAK_LOCATION, gpu, uuid)
     place = "" if where is None else f", in {PLACES[LeakLocation(where)]}"
-    return _said(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
+    return _build_verdict(name, name, f"{rate}{place}", (left, least), GPU_ALERTS, sure=sure)
 
 
-def of_host(values: Values, role: str, *, sure: bool) -> Verdict:
+def describe_host_leak(values: Values, role: str, *, sure: bool) -> Verdict:
     """Return what is said of the host memory of processes that leak, or may leak."""
     left, least = values.value(catalog.HOST_TIME_TO_OOM), values.value(catalog.HOST_TIME_TO_OOM_LOWER)
-    rate = _rate(None, values.value(catalog.HOST_LEAK_RATE, role))
-    return _said("host memory", f"Host memory of {role}", rate, (left, least), HOST_ALERTS, sure=sure)
+    rate = _format_rate(None, values.value(catalog.HOST_LEAK_RATE, role))
+    return _build_verdict("host memory", f"Host memory of {role}", rate, (left, least), HOST_ALERTS, sure=sure)
 
 
-def _said(
+def _build_verdict(
     subject: str, name: str, how: str, times: tuple[float | None, float | None], alerts: Alerts, *, sure: bool
 ) -> Verdict:
     left, least = times
@@ -49,12 +49,12 @@ def _said(
     return Verdict(
         subject=subject,
         level=Level.ALARM if sure or soon else Level.WARNING,
-        sentence=f"{name} {verb}{how}{_left(left, least)}.",
-        alert=_alert(alerts, left, sure=sure),
+        sentence=f"{name} {verb}{how}{_format_time_left(left, least)}.",
+        alert=_choose_alert(alerts, left, sure=sure),
     )
 
 
-def _alert(alerts: Alerts, seconds: float | None, *, sure: bool) -> str:
+def _choose_alert(alerts: Alerts, seconds: float | None, *, sure: bool) -> str:
     """Return which of `alerts` the rules give growth with so much time left."""
     hour, day, other = alerts
     if seconds is None or seconds >= (DAY_SECONDS if sure else HOUR_SECONDS):
@@ -62,19 +62,19 @@ def _alert(alerts: Alerts, seconds: float | None, *, sure: bool) -> str:
     return hour if sure and seconds < HOUR_SECONDS else day
 
 
-def _rate(per_request: float | None, per_second: float | None) -> str:
+def _format_rate(per_request: float | None, per_second: float | None) -> str:
     if per_request is not None:
-        return f" {size(1000 * per_request)} per 1,000 requests"
-    return "" if per_second is None else f" {size(HOUR_SECONDS * per_second)} an hour"
+        return f" {format_size(1000 * per_request)} per 1,000 requests"
+    return "" if per_second is None else f" {format_size(HOUR_SECONDS * per_second)} an hour"
 
 
-def _left(seconds: float | None, least_seconds: float | None) -> str:
+def _format_time_left(seconds: float | None, least_seconds: float | None) -> str:
     if seconds is None:
         return ""
     if seconds < 1:
         return ": out of memory at any moment"
-    least = "" if least_seconds is None else f", {duration(least_seconds)} at the least"
-    return f": out of memory in {duration(seconds)}{least}"
+    least = "" if least_seconds is None else f", {format_duration(least_seconds)} at the least"
+    return f": out of memory in {format_duration(seconds)}{least}"
 
 
 NEIGHBOUR_BYTES: Final = 2**30
@@ -96,7 +96,7 @@ STRANDED: Final = 0.05
 LOOP: Final = 3
 """Ends in 90 minutes: as the alert HeadroomEngineCrashLoop counts."""
 
-ENGINE_SAYS: Final = {
+ENGINE_SENTENCES: Final = {
     EngineState.DOWN: (Level.ALARM, "is down: there is no page and no server of it", "HeadroomEngineDown"),
     EngineState.STARTING: (Level.UNKNOWN, "is starting: nothing is judged before it has served", None),
     EngineState.STALLED: (Level.ALARM, "is stalled: it should make progress and makes none", "HeadroomEngineStalled"),
@@ -119,80 +119,87 @@ QUIET: Final[dict[str | None, tuple[Level, str]]] = {
 }
 """What to say where nothing is found to grow; the state that tells most comes first."""
 
-NOT_TOLD: Final = (Level.UNKNOWN, ": whether it leaks is not known")
+NOT_KNOWN: Final = (Level.UNKNOWN, ": whether it leaks is not known")
 
 
-def verdicts(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
+def judge_snapshot(snapshot: Snapshot, values: Values) -> tuple[Verdict, ...]:
     """Return what is to be said of what a tick saw and derived, the worst first, else GPUs, engine and host."""
-    said = (*_gpus(snapshot, values), *_engine(snapshot, values), *_host(snapshot, values), *_gates(values))
+    said = (
+        *_judge_gpus(snapshot, values),
+        *_judge_engine(snapshot, values),
+        *_judge_host(snapshot, values),
+        *_judge_gates(values),
+    )
     return tuple(sorted(said, key=lambda verdict: -tuple(Level).index(verdict.level)))
 
 
-def _gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_gpus(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     if isinstance(snapshot.gpus, Failure):
         text = f"The GPUs cannot be read: {snapshot.gpus.message}"
-        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_ended(text), alert="HeadroomSourceDown")
+        yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=_end_sentence(text), alert="HeadroomSourceDown")
         return
     if not snapshot.owned:
         text = "No GPU is known to be the engine's: no GPU memory is judged."
         yield Verdict(subject="GPUs", level=Level.UNKNOWN, sentence=text, alert="HeadroomSidecarBlind")
-    for gpu in (each for each in snapshot.devices if each.left_out):
-        text = f"the engine's processes hold {size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
+    for gpu in (each for each in snapshot.devices if each.is_left_out):
+        text = (
+            f"the engine's processes hold {format_size(gpu.engine_bytes or 0)} of it, and HEADROOM_GPUS leaves it out"
+        )
         name = gpu.reading.called
         yield Verdict(subject=name, level=Level.WARNING, sentence=f"{name} is not judged: {text}.")
     for gpu in sorted(snapshot.owned, key=lambda each: each.reading.index):
-        yield _gpu(values, gpu.reading, snapshot.life)
+        yield _judge_gpu(values, gpu.reading, snapshot.life)
         for leftover in gpu.leftovers:
             yield Verdict(
                 subject=gpu.reading.called,
                 level=Level.WARNING,
-                sentence=f"{gpu.reading.called}: {described(leftover)}.",
+                sentence=f"{gpu.reading.called}: {describe_leftover(leftover)}.",
                 alert="HeadroomMemoryLeftBehind",
             )
 
 
-def _gpu(values: Values, reading: GpuReading, life: Life | None) -> Verdict:
+def _judge_gpu(values: Values, reading: GpuReading, life: EngineStatus | None) -> Verdict:
     gpu, uuid, name = str(reading.index), reading.uuid, reading.called
     said = partial(Verdict, subject=name)
     if reading.failure is not None:
-        text = _ended(f"{name} cannot be read: {reading.failure.message}")
+        text = _end_sentence(f"{name} cannot be read: {reading.failure.message}")
         return said(level=Level.ALARM, sentence=text, alert=GPU_LOST)
     state = values.state(catalog.LEAK_STATE, gpu, uuid)
     if state in (LeakState.LEAKING, LeakState.GROWING):
-        return of_gpu(values, reading, sure=state == LeakState.LEAKING)
-    level, text = QUIET.get(state, NOT_TOLD)
+        return describe_gpu_leak(values, reading, sure=state == LeakState.LEAKING)
+    level, text = QUIET.get(state, NOT_KNOWN)
     text, alert = f"{name}{text}", None
     held = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "engine")
     if state == LeakState.ASLEEP and held is not None:
-        text = f"{text} and holds {size(held)}"
+        text = f"{text} and holds {format_size(held)}"
     free, room = values.value(catalog.GPU_MEMORY_FREE, gpu, uuid), ""
     if free is not None:
         low = life is not None and free < min(LOW_BYTES, LOW_SHARE * dict(life.first_rooms).get(uuid, 0))
         level, alert = (Level.WARNING, "HeadroomGpuMemoryLow") if low else (level, None)
-        room = f"; {'only ' if low else ''}{size(free)} are free"
+        room = f"; {'only ' if low else ''}{format_size(free)} are free"
     to_wake = None if life is None else dict(life.to_wake).get(uuid)
     if to_wake:
-        text = f"{text}; to wake takes {size(to_wake)}"
+        text = f"{text}; to wake takes {format_size(to_wake)}"
         if free is not None and free < to_wake:
-            level, room = Level.WARNING, f"{room}: {size(to_wake - free)} are missing"
+            level, room = Level.WARNING, f"{room}: {format_size(to_wake - free)} are missing"
     others = values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, "other") or 0.0
     if others < NEIGHBOUR_BYTES:
         return said(level=level, sentence=f"{text}{room}.", alert=alert)
-    text = f"{text}; other processes hold {size(others)} of it{room}."
+    text = f"{text}; other processes hold {format_size(others)} of it{room}."
     return said(level=Level.WARNING, sentence=text, alert="HeadroomNeighbourGrowing")
 
 
-def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     state = EngineState.UNKNOWN if snapshot.life is None else snapshot.life.state
-    level, text, alert = ENGINE_SAYS[state]
+    level, text, alert = ENGINE_SENTENCES[state]
     if state is EngineState.DOWN and snapshot.life is not None and not any(count for _, count in snapshot.life.exits):
         level, text, alert = NEVER_SEEN
     if isinstance(snapshot.engines, Failure):
         level, text = (Level.UNKNOWN, LAST_SEEN[state]) if state in LAST_SEEN else (level, text)
         cause = f"; {snapshot.engines.message}"
     else:
-        cause = _load(values) if state is EngineState.SERVING else ""
-    yield Verdict(subject="engine", level=level, sentence=_ended(f"The engine {text}{cause}"), alert=alert)
+        cause = _describe_load(values) if state is EngineState.SERVING else ""
+    yield Verdict(subject="engine", level=level, sentence=_end_sentence(f"The engine {text}{cause}"), alert=alert)
     ends = 0 if snapshot.life is None else snapshot.life.recent_ends
     if ends >= LOOP:
         text = f"The engine ended {ends} times in the last 90 minutes."
@@ -203,7 +210,7 @@ def _engine(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
         yield Verdict(subject="engine", level=Level.WARNING, sentence=text, alert="HeadroomKvCacheStranded")
 
 
-def _load(values: Values) -> str:
+def _describe_load(values: Values) -> str:
     """Return what it does; while requests wait there is no room for more, whatever the KV cache has left."""
     counted = ((catalog.ENGINE_RUNNING, "running"), (catalog.ENGINE_WAITING, "waiting"))
     words = [f"{sum(found.values()):.0f} {word}" for metric, word in counted if (found := values.of(metric))]
@@ -215,21 +222,21 @@ def _load(values: Values) -> str:
     return f": {', '.join(words)}" if words else ""
 
 
-def _host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
+def _judge_host(snapshot: Snapshot, values: Values) -> Iterator[Verdict]:
     found = {labels[0]: labels[1] for labels, value in values.of(catalog.HOST_LEAK_STATE).items() if value}
     grows = {role: state for role, state in found.items() if state in (LeakState.LEAKING, LeakState.GROWING)}
-    left = of_no_gpu(snapshot.left_behind, snapshot.owned)
+    left = describe_orphans(snapshot.left_behind, snapshot.owned)
     if left is not None:
         yield Verdict(subject="processes", level=Level.WARNING, sentence=f"{left[0].upper()}{left[1:]}.")
     for role, state in grows.items():
-        yield of_host(values, role, sure=state == LeakState.LEAKING)
+        yield describe_host_leak(values, role, sure=state == LeakState.LEAKING)
     if found and not grows:
-        level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_TOLD)
+        level, text = next((QUIET[state] for state in QUIET if state in found.values()), NOT_KNOWN)
         low = _is_low(snapshot)
         yield Verdict(
             subject="host memory",
             level=Level.WARNING if low else level,
-            sentence=f"Host memory{text}; {_in_use(values)}.",
+            sentence=f"Host memory{text}; {_describe_use(values)}.",
             alert="HeadroomHostMemoryLow" if low else None,
         )
 
@@ -242,19 +249,19 @@ def _is_low(snapshot: Snapshot) -> bool:
     return room < min(LOW_HOST_BYTES, LOW_HOST_SHARE * (snapshot.host.limit_bytes or 0), LOW_SHARE * first)
 
 
-def _gates(values: Values) -> Iterator[Verdict]:
+def _judge_gates(values: Values) -> Iterator[Verdict]:
     for (name,), value in values.of(catalog.GATE_OPEN).items():
         if value == 0:
             text = f"The gate /gate/{name} is closed, which Kubernetes acts on; its answer says why."
             yield Verdict(subject="gates", level=Level.WARNING, sentence=text)
 
 
-def _in_use(values: Values) -> str:
+def _describe_use(values: Values) -> str:
     used, limit = values.value(catalog.HOST_MEMORY_USED), values.value(catalog.HOST_MEMORY_LIMIT)
     if used is None or limit is None:
-        return f"the engine's processes hold {size(sum(values.of(catalog.HOST_MEMORY).values()))}"
-    return f"{size(used)} of {size(limit)} are in use"
+        return f"the engine's processes hold {format_size(sum(values.of(catalog.HOST_MEMORY).values()))}"
+    return f"{format_size(used)} of {format_size(limit)} are in use"
 
 
-def _ended(text: str) -> str:
+def _end_sentence(text: str) -> str:
     return text if text.endswith(".") else f"{text}."

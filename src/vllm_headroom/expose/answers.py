@@ -36,12 +36,12 @@ class Response(Struct, frozen=True, kw_only=True):
 Handler = Callable[[Request], Response]
 
 
-def text(status: int, line: str, *headers: Header) -> Response:
+def respond_text(status: int, line: str, *headers: Header) -> Response:
     """Return an answer of one line, with these headers beside the usual ones."""
     return Response(status=status, body=f"{line}\n".encode(), headers=(NO_SNIFF, NO_STORE, *headers))
 
 
-def application(
+def build_application(
     *,
     metrics: Handler,
     page: Handler,
@@ -58,26 +58,28 @@ def application(
         "/": page,
         "/metrics": metrics,
         "/snapshot.json": snapshot,
-        "/healthz": _unless(unhealthy, "ok"),
-        "/readyz": _unless(lambda: None if ready() else "no sample published yet", "ok"),
-        **{f"/gate/{name}": _unless(partial(gate, name), "open") for name in GateName},
+        "/healthz": _respond_unless(unhealthy, "ok"),
+        "/readyz": _respond_unless(lambda: None if ready() else "no sample published yet", "ok"),
+        **{f"/gate/{name}": _respond_unless(partial(gate, name), "open") for name in GateName},
     }
 
     def answer(request: Request) -> Response:
         if request.method not in {"GET", "HEAD"}:
-            return text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
-        return answers.get(request.path, _not_found)(request)
+            return respond_text(405, "only GET and HEAD", ("Allow", "GET, HEAD"))
+        return answers.get(request.path, _respond_not_found)(request)
 
     return answer
 
 
-def _unless(problem: Callable[[], str | None], well: str) -> Handler:
+def _respond_unless(problem: Callable[[], str | None], well: str) -> Handler:
     def answer(_request: Request) -> Response:
         found = problem()
-        return text(503, found) if found else text(200, well)
+        return respond_text(503, found) if found else respond_text(200, well)
 
     return answer
 
 
-def _not_found(_request: Request) -> Response:
-    return text(404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live")
+def _respond_not_found(_request: Request) -> Response:
+    return respond_text(
+        404, "not found: there are /, /metrics, /snapshot.json, /healthz, /readyz, /gate/ready and /gate/live"
+    )

@@ -36,7 +36,7 @@ STYLE: Final = (
 """Colours by what is drawn, in the light and in the dark; each text on its ground has a contrast of 4.5 and more."""
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return text as HTML and SVG take it; what turns a line about, or what no SVG may hold, shows as its code."""
     return escape(text.translate(CONTROLS))
 
@@ -46,7 +46,7 @@ USUAL: Final = 0.9
 """An engine that starts leaves the card empty for minutes: what nine in ten values stay below sets the scale."""
 
 
-def scale(values: Iterable[float | None], *, most: float | None = None) -> float:
+def find_top(values: Iterable[float | None], *, most: float | None = None) -> float:
     """Return the top of a picture of free memory: a card that is empty for a moment does not flatten the rest.
 
     It is not above `most`, or the highest value.
@@ -84,13 +84,13 @@ class Forecast(Struct, frozen=True, kw_only=True):
     least_seconds: float | None = None
 
 
-def through(points: Iterable[Point]) -> Curve:
+def build_curve(points: Iterable[Point]) -> Curve:
     """Return the curve through these points; in a trace the clock may have been set back."""
     ordered = sorted(points, key=itemgetter(0))
     return [seconds for seconds, _ in ordered], [value for _, value in ordered]
 
 
-def thinned(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
+def thin_curve(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]:
     """Return at most two points per column of the picture, the lowest and the highest, so that no peak is lost.
 
     Columns in which nothing could be read divide the stretches: a gap is drawn as a gap.
@@ -109,27 +109,29 @@ def thinned(curve: Curve, columns: int, *, begin: float = -inf) -> list[Stretch]
     return [stretch for stretch in stretches if stretch]
 
 
-def line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
+def draw_line(frame: Frame, stretches: Iterable[Stretch], *, kind: str) -> str:
     """Return the curve; `kind` is its class in STYLE. A stretch of one point is a dot as wide as the line."""
-    path = "".join(_path(frame, stretch) + ("h.1" if len(stretch) == 1 else "") for stretch in stretches)
+    path = "".join(_draw_path(frame, stretch) + ("h.1" if len(stretch) == 1 else "") for stretch in stretches)
     return f'<path class="{kind}" d="{path}"/>' if path else ""
 
 
-def curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
+def draw_curve(frame: Frame, stretches: Iterable[Stretch]) -> str:
     """Return the curve, and shaded what lies between it and zero."""
     drawn = list(stretches)
     if not drawn:
         return ""
-    areas = "".join(f"{_path(frame, stretch)}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in drawn)
-    return f'<path class="area" d="{areas}"/>{line(frame, drawn, kind="line")}'
+    areas = "".join(
+        f"{_draw_path(frame, stretch)}V{frame.height:.0f}H{frame.x(stretch[0][0]):.1f}Z" for stretch in drawn
+    )
+    return f'<path class="area" d="{areas}"/>{draw_line(frame, drawn, kind="line")}'
 
 
-def zero(frame: Frame) -> str:
+def draw_zero(frame: Frame) -> str:
     """Return the line that nobody wants to reach."""
     return f'<line class="zero" x1="0" x2="{frame.width:.0f}" y1="{frame.height:.0f}" y2="{frame.height:.0f}"/>'
 
 
-def upright(frame: Frame, seconds: float) -> str:
+def draw_mark(frame: Frame, seconds: float) -> str:
     """Return a line at a time; none where it lies outside."""
     if not frame.begin <= seconds <= frame.end:
         return ""
@@ -137,30 +139,30 @@ def upright(frame: Frame, seconds: float) -> str:
     return f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{frame.height:.0f}"/>'
 
 
-def ahead(frame: Frame, forecast: Forecast) -> str:
+def draw_forecast(frame: Frame, forecast: Forecast) -> str:
     """Return the way to zero, and shaded what lies between it and its lower edge; both are cut off at the frame."""
     begin = forecast.begin, forecast.value
-    likely = _until(frame, forecast, forecast.seconds)
-    drawn = line(frame, [[begin, likely]], kind="ahead")
+    likely = _find_end(frame, forecast, forecast.seconds)
+    drawn = draw_line(frame, [[begin, likely]], kind="ahead")
     if forecast.least_seconds is None:
         return drawn
-    least = _until(frame, forecast, forecast.least_seconds)
+    least = _find_end(frame, forecast, forecast.least_seconds)
     reached = least[0] if least[1] == 0 else likely[0]
     corners = [begin, least, (reached, least[1]), (likely[0], least[1]), likely]
-    return f'<path class="edge" d="{_path(frame, corners)}Z"/>{drawn}'
+    return f'<path class="edge" d="{_draw_path(frame, corners)}Z"/>{drawn}'
 
 
-def _until(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
+def _find_end(frame: Frame, forecast: Forecast, seconds: float) -> tuple[float, float]:
     """Return the end of a straight way to zero within `seconds`, in the frame."""
     share = min(1.0, (frame.end - forecast.begin) / seconds) if seconds > 0 else 1.0
     return forecast.begin + share * seconds, (1 - share) * forecast.value
 
 
-def _path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
+def _draw_path(frame: Frame, stretch: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join([f"{frame.x(seconds):.1f} {frame.y(value):.1f}" for seconds, value in stretch])
 
 
-def picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
+def draw_picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = True) -> str:
     """Return the box with its shapes; `title` says to those who do not see it what it shows.
 
     `stretch` lets the box take any shape that it is given, as a page does; texts within would be bent by it.
@@ -168,5 +170,5 @@ def picture(frame: Frame, shapes: Iterable[str], *, title: str, stretch: bool = 
     shape = ' preserveAspectRatio="none"' if stretch else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {frame.width:.0f} {frame.height:.0f}"{shape} role="img"'
-        f' aria-label="{escaped(title)}">{"".join(shapes)}</svg>'
+        f' aria-label="{escape_text(title)}">{"".join(shapes)}</svg>'
     )

@@ -43,14 +43,14 @@ class HeadroomCollector(Collector):
 
     def describe(self) -> Iterator[Family]:
         """Yield every family there can be, so that a scraper may ask for some by `name[]`."""
-        return (_family(metric, []) for metric in catalog.METRICS)
+        return (_build_family(metric, []) for metric in catalog.METRICS)
 
     def collect(self) -> Iterator[Family]:
         """Yield the families that have a sample, in the catalogue's order."""
         groups: defaultdict[str, list[Sample]] = defaultdict(list)
         for sample in self.samples():
             groups[sample.metric.name].append(sample)
-        return (_family(metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
+        return (_build_family(metric, groups[metric.name]) for metric in catalog.METRICS if metric.name in groups)
 
     def samples(self) -> list[Sample]:
         """Return all there is to show now."""
@@ -66,7 +66,7 @@ class HeadroomCollector(Collector):
         return max(0.0, self._monotonic() - published.monotonic_seconds)
 
 
-def _family(metric: Metric, samples: list[Sample]) -> Family:
+def _build_family(metric: Metric, samples: list[Sample]) -> Family:
     kind = CounterMetricFamily if metric.kind is MetricType.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
     for sample in samples:
@@ -74,7 +74,7 @@ def _family(metric: Metric, samples: list[Sample]) -> Family:
     return family
 
 
-def registry(collector: HeadroomCollector) -> CollectorRegistry:
+def build_registry(collector: HeadroomCollector) -> CollectorRegistry:
     """Return a registry of its own with `collector` and the daemon's own process_* series."""
     own = CollectorRegistry(auto_describe=False)
     own.register(collector)
@@ -102,18 +102,18 @@ class MetricsPage:
 
     def __init__(self, collector: HeadroomCollector) -> None:
         self._collector = collector
-        self._registry = registry(collector)
+        self._registry = build_registry(collector)
         self._shown: Published | None = None
         self._formats: dict[str, bytes] = {}
 
     def __call__(self, request: Request) -> Response:
         """Return the page, or the families of it that the query names, in the format and encoding asked for."""
-        encode, content_type = _encoder(request.headers.get("accept", ""))
+        encode, content_type = _choose_encoder(request.headers.get("accept", ""))
         if names := parse_qs(request.query).get("name[]"):
             body = encode(self._registry.restricted_registry(names))
         else:
             body = self._page(encode, content_type)
-        if _takes_gzip(request.headers.get("accept-encoding", "")):
+        if _is_gzip_accepted(request.headers.get("accept-encoding", "")):
             packed = gzip.compress(body, _FASTEST, mtime=0)
             return Response(status=200, body=packed, content_type=content_type, headers=_GZIP_HEADERS)
         return Response(status=200, body=body, content_type=content_type, headers=_HEADERS)
@@ -132,7 +132,7 @@ class MetricsPage:
 
 
 @lru_cache(maxsize=_MOST_FORMATS)
-def _encoder(accept: str) -> tuple[Encode, str]:
+def _choose_encoder(accept: str) -> tuple[Encode, str]:
     """Return the format that a header asks for; the usual one where it asks in a way that no answer could repeat."""
     wanted = [each for each in accept.split(",") if not _is_refused(each)]
     try:
@@ -141,7 +141,7 @@ def _encoder(accept: str) -> tuple[Encode, str]:
         return choose_encoder("")
 
 
-def _takes_gzip(accept_encoding: str) -> bool:
+def _is_gzip_accepted(accept_encoding: str) -> bool:
     """Tell whether gzip is asked for, by name."""
     for each in accept_encoding.lower().split(","):
         if each.partition(";")[0].strip() in ("gzip", "x-gzip"):

@@ -12,10 +12,10 @@ from urllib.parse import quote
 from vllm_headroom import catalog
 from vllm_headroom.expose import drawing
 from vllm_headroom.expose.answers import NO_SNIFF, NO_STORE, Header, Response
-from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escaped
+from vllm_headroom.expose.drawing import MARGIN, STYLE, Curve, Forecast, Frame, escape_text
 from vllm_headroom.expose.view import Event, Incident, View
-from vllm_headroom.model import Gpu, Metric, Snapshot, Values, Verdict, part_of, worst
-from vllm_headroom.units import duration, gib, instant, size
+from vllm_headroom.model import Gpu, Metric, Snapshot, Values, Verdict, find_part, find_worst
+from vllm_headroom.units import format_duration, format_gib, format_instant, format_size
 from vllm_headroom.vocabulary import WORDS, Level
 
 MOST_COLUMNS: Final = 480
@@ -28,58 +28,62 @@ AHEAD: Final = 0.5
 """With an end in sight, the future that is drawn is half as long as the past, which is an hour at least."""
 
 
-def figures(view: View, snapshot: Snapshot) -> Iterator[str]:
+def draw_figures(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield a figure for each GPU of the engine's whose memory was seen, and one of the load over the first's time."""
     now = snapshot.time_seconds
     owned = snapshot.owned[:MOST_GPUS]
     columns = max(LEAST_COLUMNS, MOST_COLUMNS // max(1, 2 * len(owned)))
     places = {verdict.subject: place for place, verdict in enumerate(view.verdicts)}
     rooms = [
-        _room(view, gpu, free, now, columns)
+        _draw_room(view, gpu, free, now, columns)
         for gpu in sorted(owned, key=lambda each: places.get(each.reading.called, 0))
         if (free := view.history.free(gpu.reading.uuid))[0]
     ]
     yield f"<div class=rooms>{''.join(room for _, room in rooms)}</div>"
     running = view.history.running()
     if len(running[0]) > 1:
-        yield _load(running, columns, now, rooms[0][0] if rooms else (running[0][0], now))
+        yield _draw_load(running, columns, now, rooms[0][0] if rooms else (running[0][0], now))
 
 
-def _room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> tuple[tuple[float, float], str]:
+def _draw_room(view: View, gpu: Gpu, free: Curve, now: float, columns: int) -> tuple[tuple[float, float], str]:
     reading, memory = gpu.reading, gpu.reading.memory
-    forecast = _forecast(view, gpu, now)
-    begin, end = _span(free[0][0], now, forecast)
+    forecast = _find_forecast(view, gpu, now)
+    begin, end = _find_span(free[0][0], now, forecast)
     curves = free, view.history.free_at_peak(reading.uuid)
-    past, peaks = (drawing.thinned(curve, columns, begin=begin) for curve in curves)
+    past, peaks = (drawing.thin_curve(curve, columns, begin=begin) for curve in curves)
     if past and memory is not None:
         past[-1].append((now, memory.free_bytes))
     known = [value for stretch in past for _, value in stretch]
-    top = drawing.scale(known, most=None if memory is None else memory.total_bytes)
+    top = drawing.find_top(known, most=None if memory is None else memory.total_bytes)
     frame = Frame(begin=begin, end=end, top=top)
     shapes = [
-        drawing.curve(frame, past),
-        drawing.line(frame, peaks, kind="peak"),
-        *(drawing.upright(frame, event.seconds) for event in view.history.events if _marks(event, reading.called)),
-        "" if forecast is None else drawing.ahead(frame, forecast) + drawing.upright(frame, now),
-        drawing.zero(frame),
+        drawing.draw_curve(frame, past),
+        drawing.draw_line(frame, peaks, kind="peak"),
+        *(
+            drawing.draw_mark(frame, event.seconds)
+            for event in view.history.events
+            if _is_marked(event, reading.called)
+        ),
+        "" if forecast is None else drawing.draw_forecast(frame, forecast) + drawing.draw_mark(frame, now),
+        drawing.draw_zero(frame),
     ]
-    title = f"Free memory of {reading.called}, from {_clock(begin)} to {_clock(end)}, down to zero"
-    name, room = reading.name.removesuffix(part_of(reading.uuid)).rstrip(), "memory not known now"
+    title = f"Free memory of {reading.called}, from {_format_clock(begin)} to {_format_clock(end)}, down to zero"
+    name, room = reading.name.removesuffix(find_part(reading.uuid)).rstrip(), "memory not known now"
     if memory is not None:
-        room = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} free; thin line: what peaks left"
+        room = f"{format_size(memory.free_bytes)} of {format_size(memory.total_bytes)} free; thin line: what peaks left"
     return (begin, end), (
-        f"<figure><figcaption><b>{escaped(reading.called)}</b> {escaped(name)}: {room}</figcaption>"
-        f"<i>{size(frame.top)}</i>{drawing.picture(frame, shapes, title=title)}"
-        f"{_axis(begin, now, end, forecast)}</figure>"
+        f"<figure><figcaption><b>{escape_text(reading.called)}</b> {escape_text(name)}: {room}</figcaption>"
+        f"<i>{format_size(frame.top)}</i>{drawing.draw_picture(frame, shapes, title=title)}"
+        f"{_draw_axis(begin, now, end, forecast)}</figure>"
     )
 
 
-def _marks(event: Event, gpu: str) -> bool:
+def _is_marked(event: Event, gpu: str) -> bool:
     """Return whether an event is an alarm of this GPU, or of no GPU; its text begins with its subject."""
     return event.level is Level.ALARM and (not event.text.startswith("GPU ") or event.text.startswith(f"{gpu} "))
 
 
-def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
+def _find_span(first: float, now: float, forecast: Forecast | None) -> tuple[float, float]:
     """Return the times that the picture begins and ends at."""
     if forecast is None:
         return first, now
@@ -87,7 +91,7 @@ def _span(first: float, now: float, forecast: Forecast | None) -> tuple[float, f
     return now - past, now + AHEAD * past
 
 
-def _forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:
+def _find_forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:
     labels, memory = (str(gpu.reading.index), gpu.reading.uuid), gpu.reading.memory
     left = view.values.value(catalog.TIME_TO_OOM, *labels)
     if left is None or memory is None:
@@ -96,31 +100,35 @@ def _forecast(view: View, gpu: Gpu, now: float) -> Forecast | None:
     return Forecast(begin=now, value=memory.free_bytes, seconds=left, least_seconds=least)
 
 
-def _axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
-    words = [f"{duration(now - begin)} before", f"now, {_clock(now)}"]
+def _draw_axis(begin: float, now: float, end: float, forecast: Forecast | None) -> str:
+    words = [f"{format_duration(now - begin)} before", f"now, {_format_clock(now)}"]
     if forecast is not None:
         oom = now + forecast.seconds
-        words.append(f"out of memory {_clock(oom)}" if oom <= end else f"{_clock(end)}; full in {duration(oom - now)}")
+        words.append(
+            f"out of memory {_format_clock(oom)}"
+            if oom <= end
+            else f"{_format_clock(end)}; full in {format_duration(oom - now)}"
+        )
     elif end > now:
         words.append("")
     kind = '"axis ahead"' if end > now else "axis"
-    return f"<div class={kind}>{''.join(f'<span>{escaped(word)}</span>' for word in words)}</div>"
+    return f"<div class={kind}>{''.join(f'<span>{escape_text(word)}</span>' for word in words)}</div>"
 
 
-def _load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
+def _draw_load(running: Curve, columns: int, now: float, span: tuple[float, float]) -> str:
     begin, end = span
-    stretches = drawing.thinned(running, columns, begin=begin)
+    stretches = drawing.thin_curve(running, columns, begin=begin)
     top = max((value for stretch in stretches for _, value in stretch), default=1.0)
     frame = Frame(begin=begin, end=end, top=MARGIN * top or 1.0, height=40.0)
-    title = f"Running requests, from {_clock(begin)} to {_clock(now)}, at most {top:.0f}"
+    title = f"Running requests, from {_format_clock(begin)} to {_format_clock(now)}, at most {top:.0f}"
     return (
         f"<figure class=strip><figcaption><b>Load</b>: running requests, at most {top:.0f}</figcaption>"
-        f"{drawing.picture(frame, [drawing.curve(frame, stretches)], title=title)}"
-        f"{_axis(begin, now, end, None)}</figure>"
+        f"{drawing.draw_picture(frame, [drawing.draw_curve(frame, stretches)], title=title)}"
+        f"{_draw_axis(begin, now, end, None)}</figure>"
     )
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%H:%MZ")
 
 
@@ -160,7 +168,7 @@ _SHAPES: Final = {
 }
 
 
-def icon(level: Level) -> str:
+def build_icon(level: Level) -> str:
     """Return the address of a picture of the level, told apart by its shape as well."""
     colour, shape = _SHAPES[level]
     picture = (
@@ -185,91 +193,93 @@ LINKS: Final = " \N{MIDDLE DOT} ".join(
 )
 
 
-def html(page: str) -> Response:
+def respond_html(page: str) -> Response:
     """Return the page as an answer that may load nothing, and be shown in no frame."""
     return Response(
         status=200, body=page.encode(errors="replace"), content_type="text/html; charset=utf-8", headers=_HEADERS
     )
 
 
-def landing_page(view: View) -> str:
+def render_page(view: View) -> str:
     """Return the HTML page, which loads nothing, runs nothing and refreshes itself."""
-    notice = f'<p class="notice">{escaped(view.notice)}</p>' if view.notice else ""
-    level = worst(view.said)
+    notice = f'<p class="notice">{escape_text(view.notice)}</p>' if view.notice else ""
+    level = find_worst(view.said)
     first = next(each for each in view.said if each.level == level)
     names = {labels[0]: None for labels in view.values.of(catalog.ENGINE_INFO)}
-    models = f": {escaped(', '.join(names))}" if names else ""
+    models = f": {escape_text(', '.join(names))}" if names else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f'<meta http-equiv="refresh" content="{max(LEAST_REFRESH_SECONDS, round(view.interval_seconds))}">'
-        f"<title>{WORDS[level]}: {escaped(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
-        f'<link rel="icon" href="{icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
-        f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_when(view)}</p>{notice}</header>"
-        f"<main><ul class=verdicts>{''.join(_sentence(view, each) for each in view.said)}</ul>"
-        f"{''.join(_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
+        f"<title>{WORDS[level]}: {escape_text(first.subject)} \N{MIDDLE DOT} vllm-headroom</title>"
+        f'<link rel="icon" href="{build_icon(level)}"><style>{PAGE_STYLE}</style></head><body>'
+        f"<header><h1>vllm-headroom{models}</h1><p class=dim>{_describe_age(view)}</p>{notice}</header>"
+        f"<main><ul class=verdicts>{''.join(_render_sentence(view, each) for each in view.said)}</ul>"
+        f"{''.join(_render_rest(view))}</main><footer><p>{LINKS}</p></footer></body></html>\n"
     )
 
 
-def _rest(view: View) -> Iterator[str]:
+def _render_rest(view: View) -> Iterator[str]:
     if view.snapshot is not None:
-        yield from figures(view, view.snapshot)
-        yield from tables(view, view.snapshot)
+        yield from draw_figures(view, view.snapshot)
+        yield from render_tables(view, view.snapshot)
     if view.last_incident is not None:
-        yield _incident(view.last_incident)
+        yield _render_incident(view.last_incident)
     if view.history.events:
         yield "<h2>What changed</h2><ul>"
         for event in reversed(view.history.events[-10:]):
             word = f"<b class={event.level}>{WORDS[event.level]}</b>"
-            yield f"<li>{word} {instant(event.seconds)} {escaped(event.text)}</li>"
+            yield f"<li>{word} {format_instant(event.seconds)} {escape_text(event.text)}</li>"
         yield "</ul>"
 
 
-def _incident(last: Incident) -> str:
-    why = "" if last.reason is None else f" ({escaped(last.reason)})"
+def _render_incident(last: Incident) -> str:
+    why = "" if last.reason is None else f" ({escape_text(last.reason)})"
     return (
-        f"<h2>Last incident</h2><p>{instant(last.seconds)}: the engine {escaped(last.what)}{why}."
-        f" <code>{escaped(last.command)}</code>, run in the sidecar's container, says why.</p>"
+        f"<h2>Last incident</h2><p>{format_instant(last.seconds)}: the engine {escape_text(last.what)}{why}."
+        f" <code>{escape_text(last.command)}</code>, run in the sidecar's container, says why.</p>"
     )
 
 
-def _sentence(view: View, verdict: Verdict) -> str:
-    where = view.runbook(verdict.alert)
-    link = "" if where is None else f' <a href="{escaped(where)}">What&nbsp;to&nbsp;do</a>'
-    return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {escaped(verdict.sentence)}{link}</li>"
+def _render_sentence(view: View, verdict: Verdict) -> str:
+    where = view.find_runbook(verdict.alert)
+    link = "" if where is None else f' <a href="{escape_text(where)}">What&nbsp;to&nbsp;do</a>'
+    return f"<li class={verdict.level}><b>{WORDS[verdict.level]}</b> {escape_text(verdict.sentence)}{link}</li>"
 
 
-def _when(view: View) -> str:
+def _describe_age(view: View) -> str:
     if view.snapshot is None:
-        return f"version {escaped(view.version)}"
-    age = duration(view.age_seconds)
-    return f"seen {instant(view.snapshot.time_seconds)}, {age} ago; version {escaped(view.version)}"
+        return f"version {escape_text(view.version)}"
+    age = format_duration(view.age_seconds)
+    return f"seen {format_instant(view.snapshot.time_seconds)}, {age} ago; version {escape_text(view.version)}"
 
 
 HOLDERS: Final = ("engine", "other", "unattributed")
 NOT_KNOWN: Final = "not known"
 
 
-def tables(view: View, snapshot: Snapshot) -> Iterator[str]:
+def render_tables(view: View, snapshot: Snapshot) -> Iterator[str]:
     """Yield the tables that have rows."""
     values = view.values
-    yield _table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _gpus(values), kind="figures")
-    yield _table("Engines", ("engine", *(title for title, _, _ in ENGINE)), _engines(values), kind="figures")
+    yield _render_table("Who holds the memory", ("GPU", *HOLDERS, "free", "total"), _list_gpus(values), kind="figures")
+    yield _render_table(
+        "Engines", ("engine", *(title for title, _, _ in ENGINE)), _list_engines(values), kind="figures"
+    )
     head = ("source", "last reading", "took", "last worked", "cause and cure")
-    yield _table("Sources", head, _sources(values, snapshot), kind="words")
+    yield _render_table("Sources", head, _list_sources(values, snapshot), kind="words")
 
 
-def _gpus(values: Values) -> Iterator[tuple[str, ...]]:
+def _list_gpus(values: Values) -> Iterator[tuple[str, ...]]:
     for gpu, uuid, name, attribution in values.of(catalog.GPU_INFO):
         held = (values.value(catalog.GPU_MEMORY_HELD, gpu, uuid, holder) for holder in HOLDERS)
         room = (values.value(metric, gpu, uuid) for metric in (catalog.GPU_MEMORY_FREE, catalog.GPU_MEMORY_TOTAL))
-        which = gpu if part_of(uuid) in name else f"{gpu} {part_of(uuid)}"
+        which = gpu if find_part(uuid) in name else f"{gpu} {find_part(uuid)}"
         whose = f"the engine's by {attribution}" if attribution else "not the engine's"
-        yield (f"{which} {name}, {whose}", *map(_gib, (*held, *room)))
+        yield (f"{which} {name}, {whose}", *map(_format_gib, (*held, *room)))
 
 
-def _engines(values: Values) -> Iterator[tuple[str, ...]]:
+def _list_engines(values: Values) -> Iterator[tuple[str, ...]]:
     for model_name, engine, _profile in values.of(catalog.ENGINE_INFO):
         shown = (
             NOT_KNOWN if (value := values.value(metric, model_name, engine)) is None else form.format(value)
@@ -287,12 +297,12 @@ ENGINE: Final[tuple[tuple[str, Metric, str], ...]] = (
 )
 
 
-def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
+def _list_sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
     failures = {str(failure.source): failure for failure in snapshot.failures}
     for (source,), up in values.of(catalog.SOURCE_UP).items():
         took = values.value(catalog.SOURCE_READ_SECONDS, source)
         worked = values.value(catalog.SOURCE_LAST_SUCCESS, source)
-        ago = "never" if worked is None else f"{duration(max(0.0, snapshot.time_seconds - worked))} before"
+        ago = "never" if worked is None else f"{format_duration(max(0.0, snapshot.time_seconds - worked))} before"
         failure = failures.get(source)
         yield (
             source,
@@ -303,20 +313,20 @@ def _sources(values: Values, snapshot: Snapshot) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
+def _render_table(title: str, head: tuple[str, ...], rows: Iterable[tuple[str, ...]], *, kind: str) -> str:
     """Return a table of this class with a heading, nothing without rows."""
     lines = "".join(
-        f"<tr><th scope=row>{escaped(first)}</th>{''.join(f'<td>{escaped(cell)}</td>' for cell in rest)}</tr>"
+        f"<tr><th scope=row>{escape_text(first)}</th>{''.join(f'<td>{escape_text(cell)}</td>' for cell in rest)}</tr>"
         for first, *rest in rows
     ).replace("<td>failed</td>", "<td><b class=alarm>failed</b></td>")
-    titles = "".join(f"<th scope=col>{escaped(each)}</th>" for each in head)
+    titles = "".join(f"<th scope=col>{escape_text(each)}</th>" for each in head)
     if not lines:
         return ""
     return (
-        f'<h2>{escaped(title)}</h2><div class=wide role=region tabindex=0 aria-label="{escaped(title)}">'
+        f'<h2>{escape_text(title)}</h2><div class=wide role=region tabindex=0 aria-label="{escape_text(title)}">'
         f"<table class={kind}><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
 
 
-def _gib(n_bytes: float | None) -> str:
-    return NOT_KNOWN if n_bytes is None else gib(n_bytes)
+def _format_gib(n_bytes: float | None) -> str:
+    return NOT_KNOWN if n_bytes is None else format_gib(n_bytes)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import h11
 import structlog
 
-from vllm_headroom.expose.answers import Handler, Request, Response, text
+from vllm_headroom.expose.answers import Handler, Request, Response, respond_text
 from vllm_headroom.expose.web.door import Door
 
 MOST_HEAD_BYTES: Final = 16 * 2**10
@@ -105,11 +105,11 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             return
         self._enter(Phase.SENDING)
-        self._transport.write(self._encoded(answer))
+        self._transport.write(self._encode(answer))
         if not self._is_blocked:
             self._sent()
 
-    def _encoded(self, answer: Response) -> bytes:
+    def _encode(self, answer: Response) -> bytes:
         headers = [
             ("Content-Type", answer.content_type),
             ("Content-Length", str(len(answer.body))),
@@ -156,19 +156,19 @@ class Connection(asyncio.Protocol):
             self._enter(Phase.TURN)
             if self._transport is not None:
                 self._transport.pause_reading()
-            self._server.asked(self, _request(event))
+            self._server.asked(self, _parse_request(event))
         elif isinstance(event, h11.ConnectionClosed) and self._transport is not None:
             self._transport.close()
 
     def _refuse(self, status: int) -> None:
         self._method = b""
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.answer(text(status, "not an HTTP request that is understood here"))
+            self.answer(respond_text(status, "not an HTTP request that is understood here"))
         else:
             self.drop()
 
 
-def _request(event: h11.Request) -> Request:
+def _parse_request(event: h11.Request) -> Request:
     path, _, query = AUTHORITY.sub("", event.target.decode("latin-1")).partition("?")
     headers: dict[str, str] = {}
     for name, value in event.headers:
@@ -283,7 +283,7 @@ class Server:
 
     def opened(self, connection: Connection) -> None:
         """Take a connection in; where there are too many, for one whose client does nothing with it."""
-        if self._door is not None and not self._door.admits(connection.peer_certificate):
+        if self._door is not None and not self._door.is_admitted(connection.peer_certificate):
             connection.drop()
             return
         if len(self._connections) >= MOST_CONNECTIONS:
@@ -298,14 +298,14 @@ class Server:
         if self._door is None:
             self._queue(connection, request)
         else:
-            self._as_guest(self._checked(self._door, connection, request))
+            self._as_guest(self._check_login(self._door, connection, request))
 
-    async def _checked(self, door: Door, connection: Connection, request: Request) -> None:
-        refusal = await door.refusal(request)
+    async def _check_login(self, door: Door, connection: Connection, request: Request) -> None:
+        refusal = await door.find_refusal(request)
         if refusal is None:
             self._queue(connection, request)
         else:
-            connection.answer(door.dressed(refusal))
+            connection.answer(door.add_headers(refusal))
 
     def _queue(self, connection: Connection, request: Request) -> None:
         queue = self._short if request.path.startswith(SHORT_PREFIXES) else self._waiting
@@ -330,10 +330,10 @@ class Server:
         """Answer, and outlive an answer that cannot be made or sent: one request must not end the daemon."""
         try:
             answer = self._handler(request)
-            connection.answer(self._door.dressed(answer) if self._door else answer)
+            connection.answer(self._door.add_headers(answer) if self._door else answer)
         except Exception:
             log.exception("a request could not be answered", path=request.path)
-            connection.answer(text(500, "this is a fault of the daemon, its log says more"))
+            connection.answer(respond_text(500, "this is a fault of the daemon, its log says more"))
 
     async def _sweep(self) -> None:
         """Close the connections whose clients take too long, or wait too long."""

@@ -38,7 +38,7 @@ class Event(Struct, frozen=True, kw_only=True):
     text: str
 
 
-Said = tuple[str, Level, str | None]
+VerdictKey = tuple[str, Level, str | None]
 """The subject of a verdict, its level, and its alert or, without one, the engine's state."""
 
 
@@ -51,7 +51,7 @@ class KeptHistory(Struct, frozen=True, kw_only=True):
     minute: int | None = None
     curves: dict[str, bytes] = field(default_factory=dict)
     events: tuple[Event, ...] = ()
-    said: frozenset[Said] | None = None
+    said: frozenset[VerdictKey] | None = None
 
 
 class History:
@@ -64,7 +64,7 @@ class History:
         self.events: tuple[Event, ...] = ()
         self._minute: int | None = None
         self._curves: dict[str, array[float]] = {}
-        self._said: frozenset[Said] | None = None
+        self._said: frozenset[VerdictKey] | None = None
 
     def step(self, snapshot: Snapshot, verdicts: Iterable[Verdict], running: float | None) -> None:
         """Add what one tick saw; where the clock was set back by much the day begins anew."""
@@ -205,7 +205,7 @@ class View(Struct, frozen=True, kw_only=True):
         stopped = Verdict(subject="sidecar", level=Level.ALARM, sentence=text, alert="HeadroomSampleStale")
         return (stopped, *(replace(each, level=Level.UNKNOWN) for each in verdicts))
 
-    def runbook(self, alert: str | None) -> str | None:
+    def find_runbook(self, alert: str | None) -> str | None:
         """Return where the runbook of an alert is; None where that is not known."""
         if alert is None or self.runbooks is None:
             return None

@@ -7,9 +7,9 @@ from vllm_headroom.model.engine import (
     EnginePage,
     EngineProcess,
     EngineReading,
+    EngineStatus,
     HostMemory,
     HostReading,
-    Life,
     MachineMemory,
     ProcessName,
     ProcessReadings,
@@ -36,7 +36,7 @@ from vllm_headroom.model.gpu import (
     ReadingTime,
     SchedulerReading,
     Vendor,
-    called,
-    part_of,
+    find_part,
+    name_device,
 )
-from vllm_headroom.model.snapshot import Metric, Published, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.model.snapshot import Metric, Published, Sample, Snapshot, Values, Verdict, find_worst

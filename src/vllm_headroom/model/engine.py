@@ -194,7 +194,7 @@ class ProcessReadings(Struct, frozen=True, kw_only=True):
         return self.orphans | self.strays
 
 
-class Life(Struct, frozen=True, kw_only=True):
+class EngineStatus(Struct, frozen=True, kw_only=True):
     """What is known of the engine's life at one tick.
 
     `in_service` is whether what is seen now belongs to a life that has worked and goes on: what else is seen says

@@ -185,7 +185,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
         return self.usable_bytes - self.used_bytes
 
     @property
-    def unified(self) -> bool:
+    def is_unified(self) -> bool:
         """Whether it is the machine's own memory: what is used of it is used by all that runs there."""
         return self.machine_available_bytes is not None
 
@@ -197,7 +197,7 @@ class GpuProcess(Struct, frozen=True, kw_only=True):
     used_bytes: int | None
 
 
-def part_of(uuid: str) -> str:
+def find_part(uuid: str) -> str:
     """Return what tells a MIG instance, or a partition of an AMD card, from the others of its index; "" of a whole GPU.
 
     Of a MIG instance's UUID that is as much as a person compares.
@@ -206,9 +206,9 @@ def part_of(uuid: str) -> str:
     return "" if found is None else found[1] or f"partition {found[2]}"
 
 
-def called(index: int | str, uuid: str) -> str:
+def name_device(index: int | str, uuid: str) -> str:
     """Return what a person calls a device in a sentence."""
-    return f"GPU {index} {part_of(uuid)}".rstrip()
+    return f"GPU {index} {find_part(uuid)}".rstrip()
 
 
 class Fate(StrEnum):
@@ -236,7 +236,7 @@ class Device(Struct, frozen=True, kw_only=True):
     @property
     def called(self) -> str:
         """What a person calls it in a sentence."""
-        return called(self.index, self.uuid)
+        return name_device(self.index, self.uuid)
 
 
 class GpuReading(Device, frozen=True, kw_only=True):
@@ -299,6 +299,6 @@ class Gpu(Struct, frozen=True, kw_only=True):
     inside: Inside | None = None
 
     @property
-    def left_out(self) -> bool:
+    def is_left_out(self) -> bool:
         """Whether processes that serve the engine hold memory of it, and the operator's list leaves it out."""
         return bool(self.engine_bytes) and self.attribution is None and not self.leftovers

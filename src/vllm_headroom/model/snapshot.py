@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from vllm_headroom.model.engine import EnginePage, EngineProcess, HostMemory, Life, ProcessName
+from vllm_headroom.model.engine import EnginePage, EngineProcess, EngineStatus, HostMemory, ProcessName
 from vllm_headroom.model.gpu import Failure, Gpu, ProbeReadings, ReadingTime
 from vllm_headroom.vocabulary import Level, MetricType
 
@@ -32,7 +32,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     probe: ProbeReadings | Failure | None = None
     reading_times: tuple[ReadingTime, ...] = ()
     unanswered_since_seconds: float | None = None
-    life: Life | None = None
+    life: EngineStatus | None = None
     neighbours: frozenset[ProcessName] = frozenset()
     ambiguous: int = 0
     left_behind: frozenset[int] = frozenset()
@@ -123,6 +123,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     alert: str | None = None
 
 
-def worst(verdicts: Iterable[Verdict]) -> Level:
+def find_worst(verdicts: Iterable[Verdict]) -> Level:
     """Return the level of the worst; unknown where there is none."""
     return max((verdict.level for verdict in verdicts), key=tuple(Level).index, default=Level.UNKNOWN)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from prometheus_client.samples import Sample
 
 from vllm_headroom.model import EnginePage, EngineReading, Failure
-from vllm_headroom.parse.exposition import beyond, page_failure, wanted_samples
+from vllm_headroom.parse.exposition import check_page, parse_samples, refuse_page
 from vllm_headroom.parse.fields import LARGEST
 from vllm_headroom.parse.profile import Combine, Fact, Profile, TextFact
 from vllm_headroom.parse.profiles import PROFILES
@@ -26,7 +26,7 @@ _Key = tuple[str, str]
 _Families = Mapping[str, list[Sample]]
 
 
-def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
+def build_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Failure:
     """Return what the samples say of each engine; no engine when no sample has a prefix of the profile.
 
     A page whose engines would cost too much is OUT_OF_BOUNDS.
@@ -36,25 +36,25 @@ def engine_page(profile: Profile, samples: Iterable[Sample]) -> EnginePage | Fai
     some modes vLLM shows only its settings before the first request, and its budget is one of them. Where an engine's
     page never names one, the model has the profile's name.
     """
-    owned = _owned(profile, samples)
+    owned = _select_owned(profile, samples)
     ranks = {engine for _, _, (_, engine) in owned if engine} or {_ONLY_ENGINE}
     named = {(model, engine or _ONLY_ENGINE) for _, _, (model, engine) in owned if model}
     nameless = "" if profile.model_label else profile.name
     keys = sorted(named or {(nameless, engine) for engine in ranks}) if owned else []
-    families = None if len(keys) > MOST_ENGINES else _by_engine(keys, owned)
+    families = None if len(keys) > MOST_ENGINES else _group_by_engine(keys, owned)
     if families is None:
-        return beyond(
+        return refuse_page(
             f"tells {len(keys)} engines and models apart, or their settings too often"
             f" (at most {MOST_ENGINES}, {MOST_SHARED} readings of what they share)"
         )
-    engines = tuple(_reading(profile, key, families[key], len(ranks)) for key in keys)
+    engines = tuple(_build_reading(profile, key, families[key], len(ranks)) for key in keys)
     found = tuple(
         (name, any(getattr(engine, field) is not None for engine in engines)) for name, field in profile.inputs
     )
     return EnginePage(profile=profile.name, engines=engines, inputs=found)
 
 
-def _owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sample, _Key]]:
+def _select_owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sample, _Key]]:
     """Return each sample with its name without prefix, and its model and engine, "" where it has none."""
     samples = tuple(samples)
     plain = profile.plain_families
@@ -72,7 +72,9 @@ def _owned(profile: Profile, samples: Iterable[Sample]) -> list[tuple[str, Sampl
     ]
 
 
-def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[_Key, dict[str, list[Sample]]] | None:
+def _group_by_engine(
+    keys: list[_Key], owned: list[tuple[str, Sample, _Key]]
+) -> dict[_Key, dict[str, list[Sample]]] | None:
     """Return the samples of each engine by family; None when those that several share are too many."""
     families: dict[_Key, dict[str, list[Sample]]] = {key: {} for key in keys}
     by_rank: dict[str, list[_Key]] = {"": keys}
@@ -89,44 +91,44 @@ def _by_engine(keys: list[_Key], owned: list[tuple[str, Sample, _Key]]) -> dict[
     return families
 
 
-def _reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:
+def _build_reading(profile: Profile, key: _Key, families: _Families, ranks: int) -> EngineReading:
     values: dict[str, Any] = {}
     for fact in profile.facts:
         if values.get(fact.field) is None:
-            values[fact.field] = _value(profile, fact, families, ranks)
+            values[fact.field] = _find_value(profile, fact, families, ranks)
     blocks, block_tokens = values.pop("kv_blocks", None), values.pop("kv_block_tokens", None)
     if values.get("kv_capacity_tokens") is None and blocks is not None and block_tokens is not None:
-        values["kv_capacity_tokens"] = _usable("kv_capacity_tokens", blocks * block_tokens)
+        values["kv_capacity_tokens"] = _check_value("kv_capacity_tokens", blocks * block_tokens)
     used, capacity = values.pop("kv_used_tokens", None), values.get("kv_capacity_tokens")
     if values.get("kv_used_ratio") is None and used is not None and capacity:
-        values["kv_used_ratio"] = _usable("kv_used_ratio", used / capacity)
+        values["kv_used_ratio"] = _check_value("kv_used_ratio", used / capacity)
     awake = values.pop("awake", None)
-    values |= {fact.field: _text(fact, families.get(fact.family, ())) for fact in profile.texts}
+    values |= {fact.field: _find_text(fact, families.get(fact.family, ())) for fact in profile.texts}
     return EngineReading(model_name=key[0], engine=key[1], awake=None if awake is None else awake > 0, **values)
 
 
-def _text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
+def _find_text(fact: TextFact, samples: Iterable[Sample]) -> str | None:
     found = {sample.labels.get(fact.label, "") for sample in samples}
     excepted = any(sample.labels.get(fact.exceptions, "") not in _NO_EXCEPTIONS for sample in samples)
     return None if len(found) != 1 or excepted else found.pop() or None
 
 
-def _value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
+def _find_value(profile: Profile, fact: Fact, families: _Families, ranks: int) -> float | None:
     for names in fact.families:
         parts = [families.get(name, ()) for name in names.split("+")]
-        if any(parts) and (value := _added(profile, fact, parts, ranks)) is not None:
+        if any(parts) and (value := _add_families(profile, fact, parts, ranks)) is not None:
             return value
     return None
 
 
-def _added(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
+def _add_families(profile: Profile, fact: Fact, parts: Iterable[Iterable[Sample]], ranks: int) -> float | None:
     """Return the sum of the families' values; None when one of them is unknown."""
-    values = [_combined(profile, fact, samples, ranks) for samples in parts]
+    values = [_combine_samples(profile, fact, samples, ranks) for samples in parts]
     known = [value for value in values if value is not None]
-    return _usable(fact.field, sum(known)) if len(known) == len(values) else None
+    return _check_value(fact.field, sum(known)) if len(known) == len(values) else None
 
 
-def _disagree(samples: Iterable[Sample]) -> bool:
+def _has_conflict(samples: Iterable[Sample]) -> bool:
     """Return whether a series has two values on one page, as where somebody joins the pages of several servers.
 
     None of them could be trusted: the format leaves undefined what it means, and Prometheus keeps whichever stands
@@ -136,15 +138,15 @@ def _disagree(samples: Iterable[Sample]) -> bool:
     return len(told) > len({series for series, _ in told})
 
 
-def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
+def _combine_samples(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: int) -> float | None:
     """Return one value for the samples; None when one of their parts is unknown, for the rest is not the whole."""
     samples = tuple(samples)
-    if len(samples) > 1 and _disagree(samples):
+    if len(samples) > 1 and _has_conflict(samples):
         return None
     parts: dict[object, float | None] = {}
     for sample in samples:
         if fact.where is None or sample.labels.get(fact.where[0], "") in fact.where[1]:
-            part, value = _part(profile, fact, sample), _amount(fact, sample)
+            part, value = _identify_part(profile, fact, sample), _compute_amount(fact, sample)
             before = parts.get(part)
             parts[part] = before if value is None or (before is not None and before > value) else value
     known = [value for value in parts.values() if value is not None]
@@ -153,25 +155,25 @@ def _combined(profile: Profile, fact: Fact, samples: Iterable[Sample], ranks: in
     if fact.combine is Combine.SAME:
         return known[0] if len(set(known)) == 1 else None
     divisor = {Combine.SUM: 1, Combine.MEAN: len(known), Combine.SHARE: ranks}[fact.combine]
-    return _usable(fact.field, sum(known) / divisor)
+    return _check_value(fact.field, sum(known) / divisor)
 
 
-def _part(profile: Profile, fact: Fact, sample: Sample) -> object:
+def _identify_part(profile: Profile, fact: Fact, sample: Sample) -> object:
     """Return what tells the sample from the other parts of the whole; the same for repetitions of one part."""
     if fact.label is not None:
         return tuple(sample.labels.get(name, "") for name in profile.replica_labels)
     return frozenset([item for item in sample.labels.items() if item[0] not in profile.repeat_labels])
 
 
-def _amount(fact: Fact, sample: Sample) -> float | None:
+def _compute_amount(fact: Fact, sample: Sample) -> float | None:
     try:
         value = float(sample.value if fact.label is None else sample.labels.get(fact.label, ""))
     except (ValueError, OverflowError):  # a label that says "None"; an integer beyond any float
         return None
-    return None if fact.label is not None and value == 0 else _usable(fact.field, value * fact.factor)
+    return None if fact.label is not None and value == 0 else _check_value(fact.field, value * fact.factor)
 
 
-def _usable(field: str, value: float) -> float | None:
+def _check_value(field: str, value: float) -> float | None:
     highest = 1.0 if field.endswith("_ratio") else LARGEST
     return value if isfinite(value) and 0 <= value <= highest else None
 
@@ -187,14 +189,14 @@ def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure
     INCOMPLETE for a page that is cut off, MALFORMED when a line that is needed cannot be parsed and OUT_OF_BOUNDS for a
     page that would cost more than any engine's does.
     """
-    if failure := page_failure(page):
+    if failure := check_page(page):
         return failure
     pages: list[EnginePage] = []
-    for each in PROFILES if profile is None else [profile_of(profile)]:
-        samples = wanted_samples(page, each.names_pattern)
+    for each in PROFILES if profile is None else [find_profile(profile)]:
+        samples = parse_samples(page, each.names_pattern)
         if isinstance(samples, Failure):
             return samples
-        understood = engine_page(each, samples)
+        understood = build_page(each, samples)
         if isinstance(understood, Failure):
             return understood
         if understood.engines:
@@ -203,14 +205,14 @@ def parse_engines(page: str, profile: str | None = None) -> EnginePage | Failure
     return pages[0]
 
 
-def profile_of(name: str) -> Profile:
+def find_profile(name: str) -> Profile:
     """Return the profile of this name, the first for a name of none."""
     return next((each for each in PROFILES if each.name == name), DEFAULT)
 
 
-def nothing_found(page: EnginePage) -> str:
+def explain_empty_page(page: EnginePage) -> str:
     """Return why a page may have no engine: what was looked for, and what makes each engine tell it."""
-    wanted = PROFILES if page.profile == DEFAULT.name else (profile_of(page.profile),)
+    wanted = PROFILES if page.profile == DEFAULT.name else (find_profile(page.profile),)
     told = "; ".join(f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" for each in wanted)
     return (
         "the page has no series of an engine: check that HEADROOM_ENGINE_URL is the engine's own port and path, and"

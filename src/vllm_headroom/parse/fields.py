@@ -26,7 +26,7 @@ class WrongFieldError(Exception):
         return f"{self.field}: got {cut}, accepts {self.accepts}"
 
 
-def each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]) -> tuple[T, ...] | None:
+def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]) -> tuple[T, ...] | None:
     """Return what `read` makes of each entry of a side and its place; a wrong field is named with both."""
     entries = record.get(side)
     if entries is None:
@@ -44,7 +44,7 @@ def each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], i
     return tuple(found)
 
 
-def within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
+def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
     """Return what `read` makes of the object in a field; a wrong field in it is named with both."""
     entry = record.get(field)
     if entry is None:
@@ -57,12 +57,12 @@ def within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]
         raise WrongFieldError(f"{field}.{wrong.field}", wrong.value, wrong.accepts) from None
 
 
-def no_number(name: str) -> NoReturn:
+def refuse_number(name: str) -> NoReturn:
     """Refuse what Python reads as a number and JSON has not; raises ValueError."""
     raise ValueError(f"{name} is no number")
 
 
-def number(entry: Mapping[str, Any], field: str) -> float | None:
+def read_number(entry: Mapping[str, Any], field: str) -> float | None:
     """Return a count or a ratio."""
     value = entry.get(field)
     if value is None:
@@ -72,13 +72,13 @@ def number(entry: Mapping[str, Any], field: str) -> float | None:
     raise WrongFieldError(field, value, "a number, 0 or more")
 
 
-def size(entry: Mapping[str, Any], field: str) -> int | None:
+def read_size(entry: Mapping[str, Any], field: str) -> int | None:
     """Return bytes or another whole number, rounded down."""
-    value = number(entry, field)
+    value = read_number(entry, field)
     return None if value is None else int(value)
 
 
-def text(entry: Mapping[str, Any], field: str) -> str | None:
+def read_text(entry: Mapping[str, Any], field: str) -> str | None:
     """Return a name that can be shown on a terminal."""
     value = entry.get(field)
     if value is None:
@@ -88,7 +88,7 @@ def text(entry: Mapping[str, Any], field: str) -> str | None:
     raise WrongFieldError(field, value, "text without control characters")
 
 
-def truth(entry: Mapping[str, Any], field: str) -> bool | None:
+def read_truth(entry: Mapping[str, Any], field: str) -> bool | None:
     """Return true or false."""
     value = entry.get(field)
     if value is None or type(value) is bool:

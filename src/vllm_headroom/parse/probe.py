@@ -15,7 +15,16 @@ from vllm_headroom.model import (
     ProbedProcess,
     SchedulerReading,
 )
-from vllm_headroom.parse.fields import WrongFieldError, each, no_number, number, size, text, truth, within
+from vllm_headroom.parse.fields import (
+    WrongFieldError,
+    read_each,
+    read_number,
+    read_size,
+    read_text,
+    read_truth,
+    read_within,
+    refuse_number,
+)
 from vllm_headroom.vocabulary import Role
 
 FORMAT: Final = "headroom_probe"
@@ -36,10 +45,10 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
     not known are passed over.
     """
     try:
-        document = json.loads(content, parse_constant=no_number)
+        document = json.loads(content, parse_constant=refuse_number)
         if type(document) is not dict or document.get(FORMAT) != VERSION:
             return f"no file of a probe of version {VERSION}"
-        return _process(document), _text(document, "boot_id")
+        return _read_process(document), _read_label(document, "boot_id")
     except WrongFieldError as wrong:
         return str(wrong)
     except RecursionError:
@@ -48,93 +57,93 @@ def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
         return f"not JSON: {error}"[:LONGEST_TEXT]
 
 
-def _process(document: Mapping[str, Any]) -> ProbedProcess:
-    devices = each(document, "devices", _device) or ()
+def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
+    devices = read_each(document, "devices", _read_device) or ()
     if len(devices) > MOST_DEVICES:
         raise WrongFieldError("devices", len(devices), f"at most {MOST_DEVICES} entries")
-    pid, written_at_seconds = int(_needed(document, "pid")), _needed(document, "t")
-    interval_seconds, oom = number(document, "interval_seconds"), within(document, "oom", _oom)
+    pid, written_at_seconds = int(_read_needed(document, "pid")), _read_needed(document, "t")
+    interval_seconds, oom = read_number(document, "interval_seconds"), read_within(document, "oom", _read_oom)
     return ProbedProcess(
         pid=pid,
-        started_at_seconds=_needed(document, "started_at"),
-        since_boot_seconds=number(document, "started_since_boot"),
+        started_at_seconds=_read_needed(document, "started_at"),
+        since_boot_seconds=read_number(document, "started_since_boot"),
         written_at_seconds=written_at_seconds,
         interval_seconds=INTERVAL_SECONDS if interval_seconds is None else interval_seconds,
-        role=_role(document),
-        stopped=_text(document, "stopped"),
-        data_parallel_rank=size(document, "data_parallel_rank"),
-        vllm_version=_text(document, "vllm"),
+        role=_read_role(document),
+        stopped=_read_label(document, "stopped"),
+        data_parallel_rank=read_size(document, "data_parallel_rank"),
+        vllm_version=_read_label(document, "vllm"),
         devices=devices,
-        parts=within(document, "parts", _parts),
-        scheduler=within(document, "scheduler", _scheduler),
-        host=within(document, "host", _host),
+        parts=read_within(document, "parts", _read_parts),
+        scheduler=read_within(document, "scheduler", _read_scheduler),
+        host=read_within(document, "host", _read_host),
         oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every life to come
     )
 
 
-def _needed(entry: Mapping[str, Any], field: str) -> float:
-    value = number(entry, field)
+def _read_needed(entry: Mapping[str, Any], field: str) -> float:
+    value = read_number(entry, field)
     if value is None:
         raise WrongFieldError(field, None, "a number, 0 or more")
     return value
 
 
-def _text(entry: Mapping[str, Any], field: str) -> str | None:
-    value = text(entry, field)
+def _read_label(entry: Mapping[str, Any], field: str) -> str | None:
+    value = read_text(entry, field)
     return None if value is None else value[:LONGEST_TEXT]
 
 
-def _role(document: Mapping[str, Any]) -> Role:
-    name = text(document, "role")
+def _read_role(document: Mapping[str, Any]) -> Role:
+    name = read_text(document, "role")
     return next((role for role in Role if role == name), Role.OTHER)
 
 
-def _device(entry: dict[str, Any], _place: int) -> AllocatorReading:
-    uuid = _text(entry, "uuid")
+def _read_device(entry: dict[str, Any], _place: int) -> AllocatorReading:
+    uuid = _read_label(entry, "uuid")
     if uuid is None:
         raise WrongFieldError("uuid", None, "the UUID of a device")
     return AllocatorReading(
         uuid=uuid,
-        **_bytes(entry, "total", "allocated", "reserved", "inactive_split"),
-        retries=size(entry, "retries"),
-        ooms=size(entry, "ooms"),
+        **_read_bytes(entry, "total", "allocated", "reserved", "inactive_split"),
+        retries=read_size(entry, "retries"),
+        ooms=read_size(entry, "ooms"),
     )
 
 
-def _parts(entry: dict[str, Any]) -> EngineParts:
+def _read_parts(entry: dict[str, Any]) -> EngineParts:
     return EngineParts(
-        **_bytes(entry, "weights", "kv_cache", "cuda_graphs", "activation_peak", "requested"),
-        asleep=truth(entry, "asleep"),
-        pool=within(entry, "pool", lambda pool: PoolReading(**_bytes(pool, "weights", "kv_cache"))),
+        **_read_bytes(entry, "weights", "kv_cache", "cuda_graphs", "activation_peak", "requested"),
+        asleep=read_truth(entry, "asleep"),
+        pool=read_within(entry, "pool", lambda pool: PoolReading(**_read_bytes(pool, "weights", "kv_cache"))),
     )
 
 
-def _scheduler(entry: dict[str, Any]) -> SchedulerReading:
-    return SchedulerReading(steps_total=size(entry, "steps_total"), max_num_seqs=size(entry, "max_num_seqs"))
+def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
+    return SchedulerReading(steps_total=read_size(entry, "steps_total"), max_num_seqs=read_size(entry, "max_num_seqs"))
 
 
-def _bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
+def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
     """Return sizes by their fields' names, which say the unit: `total` is `total_bytes`."""
-    return {f"{name}_bytes": size(entry, name) for name in names}
+    return {f"{name}_bytes": read_size(entry, name) for name in names}
 
 
-def _host(entry: dict[str, Any]) -> HostBlock:
-    cgroup = within(entry, "cgroup", dict) or {}
-    shm = within(entry, "shm", dict) or {}
+def _read_host(entry: dict[str, Any]) -> HostBlock:
+    cgroup = read_within(entry, "cgroup", dict) or {}
+    shm = read_within(entry, "shm", dict) or {}
     return HostBlock(
-        used_bytes=size(cgroup, "used"),
-        file_bytes=size(cgroup, "file"),
-        limit_bytes=size(cgroup, "limit"),
-        oom_kills=size(cgroup, "oom_kills"),
-        shm_used_bytes=size(shm, "used"),
-        shm_limit_bytes=size(shm, "limit"),
+        used_bytes=read_size(cgroup, "used"),
+        file_bytes=read_size(cgroup, "file"),
+        limit_bytes=read_size(cgroup, "limit"),
+        oom_kills=read_size(cgroup, "oom_kills"),
+        shm_used_bytes=read_size(shm, "used"),
+        shm_limit_bytes=read_size(shm, "limit"),
     )
 
 
-def _oom(entry: dict[str, Any]) -> OomRecord:
+def _read_oom(entry: dict[str, Any]) -> OomRecord:
     return OomRecord(
-        at_seconds=_needed(entry, "t"),
-        seen=size(entry, "seen"),
-        uuid=_text(entry, "uuid"),
-        **_bytes(entry, "asked", "free", "allocated", "reserved"),
+        at_seconds=_read_needed(entry, "t"),
+        seen=read_size(entry, "seen"),
+        uuid=_read_label(entry, "uuid"),
+        **_read_bytes(entry, "asked", "free", "allocated", "reserved"),
     )

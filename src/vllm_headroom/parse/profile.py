@@ -95,7 +95,7 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
         """A regular expression of the names of all samples the profile reads."""
         prefixed = {family for fact in self.facts if fact.prefixed for family in fact.names}
         prefixed |= {fact.family for fact in self.texts}
-        engines = f"(?:{_any_of(self.prefixes)})(?:{_any_of(sorted(prefixed))})"
+        engines = f"(?:{_match_any(self.prefixes)})(?:{_match_any(sorted(prefixed))})"
         return "|".join((engines, *map(re.escape, sorted(self.plain_families))))
 
     @cached_property
@@ -108,5 +108,5 @@ class Profile(Struct, frozen=True, kw_only=True, dict=True):
         return tuple((given.name, field) for field, given in INPUTS.items() if has_bytes or field != "memory_bytes")
 
 
-def _any_of(names: Iterable[str]) -> str:
+def _match_any(names: Iterable[str]) -> str:
     return "|".join(map(re.escape, names))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom.model import Failure, ProbedProcess
-from vllm_headroom.scrape.shortage import unavailable
+from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -34,7 +34,7 @@ class TooManyError(Exception):
     """There are more entries than any probe makes."""
 
 
-def newest(folder: Path) -> dict[str, Stamp]:
+def list_newest(folder: Path) -> dict[str, Stamp]:
     """Return the newest files that a probe can have written; raises OSError and TooManyError.
 
     Links are not followed, and what is no file is not looked at.
@@ -44,12 +44,12 @@ def newest(folder: Path) -> dict[str, Stamp]:
         for count, entry in enumerate(entries, start=1):
             if count > MOST_ENTRIES:
                 raise TooManyError
-            if NAME.fullmatch(entry.name) and (stamp := _stamp(entry)) is not None:
+            if NAME.fullmatch(entry.name) and (stamp := _read_stamp(entry)) is not None:
                 found.append((stamp, entry.name))
     return {name: stamp for stamp, name in nlargest(MOST_FILES, found)}
 
 
-def _stamp(entry: os.DirEntry[str]) -> Stamp | None:
+def _read_stamp(entry: os.DirEntry[str]) -> Stamp | None:
     try:
         status = entry.stat(follow_symlinks=False)
     except OSError:
@@ -57,7 +57,7 @@ def _stamp(entry: os.DirEntry[str]) -> Stamp | None:
     return (status.st_mtime_ns, status.st_ino, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
 
-def content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
+def read_content(folder: Path, name: str, most_bytes: int = MOST_BYTES) -> bytes | None:
     """Return a file's content; None where it has gone, is no file, cannot be read or is too large.
 
     It may have become a link or a pipe since it was listed: neither is followed or waited for.
@@ -84,7 +84,7 @@ Parse = Callable[[bytes], tuple[ProbedProcess, str | None] | str]
 """Returns the process and the boot that a file is of, or what is wrong with the file."""
 
 
-class Probe:
+class ProbeReader:
     """Reads HEADROOM_PROBE_DIR, on a daemon thread: a volume that hangs costs this source alone.
 
     The folder is writable for the engine's container: what is in it is bounded and checked, and believed of the
@@ -104,53 +104,53 @@ class Probe:
         try:
             return await self._worker.call(self._read, timeout_seconds)
         except TimeoutError:
-            return _failed(
+            return _build_failure(
                 Reason.TIMEOUT, f"{self._folder} did not answer within {timeout_seconds:g} s: a volume hangs"
             )
         except TooManyError:
             message = f"{self._folder} has more than {MOST_ENTRIES} entries, which no probe makes: empty it"
-            return _failed(Reason.OUT_OF_BOUNDS, message)
+            return _build_failure(Reason.OUT_OF_BOUNDS, message)
         except PermissionError:
             message = f"{self._folder} cannot be read: let the daemon's user into it (fsGroup in the pod, or its mode)"
-            return _failed(Reason.NO_PERMISSION, message)
+            return _build_failure(Reason.NO_PERMISSION, message)
         except OSError as error:
             trouble, advice = f"{self._folder} cannot be read", "mount the folder HEADROOM_PROBE_DIR"
-            return unavailable(Source.PROBE, trouble, error, advice)
+            return build_unavailable(Source.PROBE, trouble, error, advice)
 
     def _read(self) -> tuple[ProbedProcess, ...] | Failure:
         if self._boot_id is None:
-            self._boot_id = _boot_id(self._boot)
-        self._known = {name: self._entry(name, stamp) for name, stamp in newest(self._folder).items()}
+            self._boot_id = _read_boot_id(self._boot)
+        self._known = {name: self._read_entry(name, stamp) for name, stamp in list_newest(self._folder).items()}
         told = {name: found for name, (_, found) in self._known.items()}
         processes = tuple(found[0] for found in told.values() if not isinstance(found, str) and self._is_ours(found[1]))
         if processes:
             return processes
         wrong = next(((name, found) for name, found in told.items() if isinstance(found, str)), None)
         if wrong is not None:
-            return _failed(Reason.MALFORMED, f"{self._folder / wrong[0]} cannot be used: {wrong[1]}")
+            return _build_failure(Reason.MALFORMED, f"{self._folder / wrong[0]} cannot be used: {wrong[1]}")
         message = (
             f"no probe has written into {self._folder}: let vLLM find it on PYTHONPATH, with HEADROOM_PROBE_DIR set to"
             " the same folder (vllm-headroom doctor)"
         )
-        return _failed(Reason.NOT_FOUND, message)
+        return _build_failure(Reason.NOT_FOUND, message)
 
-    def _entry(self, name: str, stamp: Stamp) -> tuple[Stamp, tuple[ProbedProcess, str | None] | str]:
+    def _read_entry(self, name: str, stamp: Stamp) -> tuple[Stamp, tuple[ProbedProcess, str | None] | str]:
         known = self._known.get(name)
         if known is not None and known[0] == stamp:
             return known
-        written = content(self._folder, name)
+        written = read_content(self._folder, name)
         return stamp, UNREADABLE if written is None else self._parse(written)
 
     def _is_ours(self, boot_id: str | None) -> bool:
         return boot_id is None or self._boot_id is None or boot_id == self._boot_id
 
 
-def _boot_id(file: Path) -> str | None:
+def _read_boot_id(file: Path) -> str | None:
     try:
         return file.read_text().strip() or None
     except (OSError, UnicodeDecodeError):
         return None
 
 
-def _failed(reason: Reason, message: str) -> Failure:
+def _build_failure(reason: Reason, message: str) -> Failure:
     return Failure(source=Source.PROBE, reason=reason, message=message)

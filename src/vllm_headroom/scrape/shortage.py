@@ -14,7 +14,7 @@ SHORTAGES: Final = frozenset(
 """No thread, descriptor, port or memory is left on this side: it says nothing of who would have answered."""
 
 
-def unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
+def build_unavailable(source: Source, trouble: str, error: OSError, advice: str = "") -> Failure:
     """Return the failure of a source that could not be asked; `advice` is for what is no shortage."""
     if error.errno in SHORTAGES:
         advice = "raise that limit of the sidecar, or find what uses it up on its machine"

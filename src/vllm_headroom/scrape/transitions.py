@@ -22,15 +22,15 @@ class GpuTransitions:
     def report(self, readings: tuple[GpuReading, ...]) -> None:
         """Log what changed since the last readings."""
         before = self._failed
-        self._failed = frozenset(reading.uuid or _at(reading) for reading in readings if reading.failure)
+        self._failed = frozenset(reading.uuid or _name_by_index(reading) for reading in readings if reading.failure)
         self._without_memory &= {reading.uuid for reading in readings}
         for reading in readings:
             gpu, failure = {"gpu": reading.index, "uuid": reading.uuid}, reading.failure
             if failure is None:
-                if before & {reading.uuid, _at(reading)}:
+                if before & {reading.uuid, _name_by_index(reading)}:
                     log.info("GPU answers again", **gpu)
                 self._memory(reading)
-            elif (reading.uuid or _at(reading)) not in before:
+            elif (reading.uuid or _name_by_index(reading)) not in before:
                 log.warning("GPU failed", **gpu, reason=str(failure.reason), problem=failure.message)
 
     def _memory(self, reading: GpuReading) -> None:
@@ -41,5 +41,5 @@ class GpuTransitions:
             )
 
 
-def _at(reading: GpuReading) -> str:
+def _name_by_index(reading: GpuReading) -> str:
     return f"GPU {reading.index}"

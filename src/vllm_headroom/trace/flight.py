@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import structlog
 
-from vllm_headroom.trace.entries import HEADER, line
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, began, incidents_in, name_of
+from vllm_headroom.trace.entries import HEADER, encode_line
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENT, INCIDENTS, list_incidents, name_incident, parse_start
 from vllm_headroom.trace.parse import LONGEST_LINE
-from vllm_headroom.trace.recorder import FOREIGN, append, make, put
+from vllm_headroom.trace.recorder import FOREIGN, append, make_folder, replace_file
 from vllm_headroom.units import MIB
 
 log = structlog.get_logger()
@@ -47,11 +47,11 @@ def keep(folder: Path, written: bytes) -> None:
 
     One that begins with zeros is what a crash of the machine left of the record: it is set aside, over an older one.
     """
-    make(folder)
+    make_folder(folder)
     file = folder / FLIGHT
     if file.is_symlink():  # nobody who means well puts one into a folder that is the daemon's alone
         raise ValueError(FOREIGN)
-    most_bytes = int(share_of(folder) * FLIGHT_BYTES)
+    most_bytes = int(find_share(folder) * FLIGHT_BYTES)
     try:
         append(file, written, most_bytes)
     except ValueError:
@@ -74,28 +74,28 @@ def set_aside(folder: Path, seconds: float, known: dict[str, Any]) -> None:
     The file is there as a whole or not at all. The oldest samples are left out where there are too many; half of the
     room is theirs.
     """
-    most_bytes, incidents = int(share_of(folder) * INCIDENT_BYTES), folder / INCIDENTS
-    header = _header(known, most_bytes // 2)
-    samples = _stretch(_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header)))
-    make(folder)
-    make(incidents)
-    file = incidents / name_of(seconds)
-    put(file, incidents / "unfinished", chain((header,), samples))
+    most_bytes, incidents = int(find_share(folder) * INCIDENT_BYTES), folder / INCIDENTS
+    header = _build_header(known, most_bytes // 2)
+    samples = _select_samples(_read_lines(folder), seconds, max(most_bytes // 2, most_bytes - len(header)))
+    make_folder(folder)
+    make_folder(incidents)
+    file = incidents / name_incident(seconds)
+    replace_file(file, incidents / "unfinished", chain((header,), samples))
     _make_room(incidents, file)
 
 
-def _header(known: dict[str, Any], most_bytes: int) -> bytes:
+def _build_header(known: dict[str, Any], most_bytes: int) -> bytes:
     """Return the first line; where it would be too long, the longest of what was known before goes first.
 
     What the probe's files say is as long as the engine's container likes, and readers take a line of LONGEST_LINE.
     """
     before = dict(known.get("before", {}))
-    while len(header := line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
-        del before[max(before, key=lambda name: len(line(before[name])))]
+    while len(header := encode_line({**HEADER, INCIDENT: {**known, "before": before}})) > most_bytes and before:
+        del before[max(before, key=lambda name: len(encode_line(before[name])))]
     return header
 
 
-def share_of(folder: Path) -> float:
+def find_share(folder: Path) -> float:
     """Return how much of the usual sizes to take, so that on a small volume the other half stays for the state."""
     volume = os.statvfs(folder)
     return min(1.0, volume.f_blocks * volume.f_frsize / ROOMY_BYTES)
@@ -103,7 +103,7 @@ def share_of(folder: Path) -> float:
 
 def _make_room(incidents: Path, newest: Path) -> None:
     """Give up what came soonest after another: of an engine that dies again and again, the first deaths stay."""
-    found = [(at, file) for file in incidents_in(incidents) if (at := began(file)) is not None]
+    found = [(at, file) for file in list_incidents(incidents) if (at := parse_start(file)) is not None]
     while len(found) > MOST_INCIDENTS:
         gaps = [(at - before, file) for (before, _), (at, file) in pairwise(found)]
         _, given_up = min((gap, file) for gap, file in gaps if file != newest)
@@ -111,7 +111,7 @@ def _make_room(incidents: Path, newest: Path) -> None:
         found = [each for each in found if each[1] != given_up]
 
 
-def _lines(folder: Path) -> Iterator[bytes]:
+def _read_lines(folder: Path) -> Iterator[bytes]:
     """Yield the lines of the record, of what is none parts of bounded length; a pipe or a device is not opened."""
     for file in (folder / f"{FLIGHT}.1", folder / FLIGHT):
         if file.is_file():
@@ -119,12 +119,12 @@ def _lines(folder: Path) -> Iterator[bytes]:
                 yield from iter(partial(stream.readline, LONGEST_LINE), b"")
 
 
-def _stretch(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:
+def _select_samples(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterable[bytes]:
     """Return the samples from so long before a time on, thinned out, the newest of them where that is too much."""
     kept: deque[bytes] = deque()
     size, slot = 0, -1
     for each in lines:
-        time = _time(each)
+        time = _parse_time(each)
         if time is None or time < seconds - BEFORE_SECONDS:
             continue
         if time < seconds - CLOSE_SECONDS:
@@ -138,7 +138,7 @@ def _stretch(lines: Iterable[bytes], seconds: float, most_bytes: int) -> Iterabl
     return kept
 
 
-def _time(sample: bytes) -> float | None:
+def _parse_time(sample: bytes) -> float | None:
     """Return the time of a sample; None of what is no whole one."""
     found = _TIME.match(sample)
     return float(found[1]) if found is not None and sample.endswith(b"\n") else None

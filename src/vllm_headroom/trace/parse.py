@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Snapshot
-from vllm_headroom.parse.fields import WrongFieldError, each, no_number, within
-from vllm_headroom.trace.entries import HEADER, engine_of, gpu_of, host_of, process_of
-from vllm_headroom.units import duration, instant
+from vllm_headroom.parse.fields import WrongFieldError, read_each, read_within, refuse_number
+from vllm_headroom.trace.entries import HEADER, parse_engine, parse_gpu, parse_host, parse_process
+from vllm_headroom.units import format_duration, format_instant
 from vllm_headroom.vocabulary import Reason, Source
 
 
@@ -57,26 +57,26 @@ _PROCESSES_FAILED: Final = Failure(
     source=Source.PROCESS, reason=Reason.UNAVAILABLE, message="the trace has no reading of the processes here"
 )
 
-Watched = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
+LineWatcher = Callable[[Iterator[bytes], int | None], Iterator[bytes]]
 """Sees the lines of a trace go by, told how many bytes there are; None of what has no size."""
 
 
-def recorded(trace: str, watched: Watched = lambda lines, _: lines) -> Iterator[Snapshot]:
+def read_trace(trace: str, watched: LineWatcher = lambda lines, _: lines) -> Iterator[Snapshot]:
     """Yield the snapshots of a file, or of standard input for "-", as `snapshots` does."""
     if trace == "-":
-        lines = lines_of(cast(BufferedReader, sys.stdin.buffer))
-        yield from _noted(snapshots(watched(lines, None), STDIN), STDIN)
+        lines = read_lines(cast(BufferedReader, sys.stdin.buffer))
+        yield from _note_clock_steps(parse_trace(watched(lines, None), STDIN), STDIN)
         return
     try:
         with Path(trace).open("rb") as stream:
             n_bytes = None if _is_packed(stream) else fstat(stream.fileno()).st_size
-            yield from _noted(snapshots(watched(lines_of(stream), n_bytes), trace), trace)
+            yield from _note_clock_steps(parse_trace(watched(read_lines(stream), n_bytes), trace), trace)
     except (OSError, BadInput) as error:
         wrong = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise BadInput(f"{trace}: {wrong}") from error
 
 
-def _noted(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
+def _note_clock_steps(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
     """Yield the snapshots; where the time goes back for the first time there is a note on standard error."""
     newest, is_noted = 0.0, False
     for snapshot in seen:
@@ -85,13 +85,14 @@ def _noted(seen: Iterator[Snapshot], name: str) -> Iterator[Snapshot]:
             is_noted = True
             with suppress(OSError):  # a note is no reason to end
                 sys.stderr.write(
-                    f"{name}: at {instant(snapshot.time_seconds)} the time goes back by {duration(back)}: {BACK}\n"
+                    f"{name}: at {format_instant(snapshot.time_seconds)} the time goes back by"
+                    f" {format_duration(back)}: {BACK}\n"
                 )
         newest = max(newest, snapshot.time_seconds)
         yield snapshot
 
 
-def lines_of(stream: BufferedReader) -> Iterator[bytes]:
+def read_lines(stream: BufferedReader) -> Iterator[bytes]:
     """Yield the lines, also of what gzip has packed; raises BadInput where that is spoiled."""
     plain = GzipFile(fileobj=stream) if _is_packed(stream) else stream
     try:
@@ -104,7 +105,7 @@ def _is_packed(stream: BufferedReader) -> bool:
     return stream.peek(len(GZIP)).startswith(GZIP)
 
 
-def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
+def parse_trace(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snapshot]:
     """Yield a snapshot for each sample after the header; raises BadInput at the first line that is wrong.
 
     Blank lines and further headers are passed over, so that rotated traces can be put together. A last line that is cut
@@ -112,9 +113,9 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
     """
     number, rest = 0, iter(lines)
     for number, line in enumerate(rest, start=1):
-        record = _record(line)
+        record = _parse_record(line)
         if number == 1 and not _is_header(record):
-            raise BadInput(f"line 1: {NO_TRACE}; this {_seen(line)}")
+            raise BadInput(f"line 1: {NO_TRACE}; this {_describe_start(line)}")
         if isinstance(record, str):
             if line.endswith(b"\n") or next(rest, None) is not None:
                 raise BadInput(f"line {number}: {record}")
@@ -122,7 +123,7 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
                 sys.stderr.write(f"{name}: line {number}, the last, is cut off and left out\n")
         elif record is not None and not _is_header(record):
             try:
-                snapshot = snapshot_of(record)
+                snapshot = parse_snapshot(record)
             except BadInput as wrong:
                 raise BadInput(f"line {number}: {wrong}") from None
             yield snapshot
@@ -130,7 +131,7 @@ def snapshots(lines: Iterable[bytes], name: str = "the trace") -> Iterator[Snaps
         raise BadInput(f"line 1: {NO_TRACE}; this is empty")
 
 
-def _seen(line: bytes) -> str:
+def _describe_start(line: bytes) -> str:
     """Return what a file that is no trace begins with, or is."""
     known = next((name for mark, name in FOREIGN.items() if line.startswith(mark)), None)
     return f"is {known}" if known else f"begins with {line[:MOST_QUOTED].decode(errors='replace').strip()!r}"
@@ -140,10 +141,10 @@ def _is_header(record: object) -> bool:
     return isinstance(record, dict) and record.get(FORMAT) == HEADER[FORMAT]
 
 
-_JSON: Final = json.JSONDecoder(parse_constant=no_number)
+_JSON: Final = json.JSONDecoder(parse_constant=refuse_number)
 
 
-def _record(line: bytes) -> dict[str, Any] | str | None:
+def _parse_record(line: bytes) -> dict[str, Any] | str | None:
     """Return the object on a line, None for a blank line, or what is wrong with it."""
     try:
         content = str(line.removeprefix(BOM_UTF8), "utf-8").strip()
@@ -161,7 +162,7 @@ def _record(line: bytes) -> dict[str, Any] | str | None:
     return record if isinstance(record, dict) else "not a JSON object"
 
 
-def snapshot_of(record: Mapping[str, Any]) -> Snapshot:
+def parse_snapshot(record: Mapping[str, Any]) -> Snapshot:
     """Return one sample as the daemon saw it; raises BadInput.
 
     What is absent or null is unknown; a side that is absent or null counts as failed. `t` serves as both clocks. A GPU
@@ -170,11 +171,11 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot:
     if FORMAT in record:
         raise BadInput(NO_TRACE)
     try:
-        time = _time(record)
-        gpus = each(record, "gpus", gpu_of)
-        engines = each(record, "engines", engine_of)
-        processes = each(record, "processes", process_of)
-        host = within(record, "host", host_of)
+        time = _parse_time(record)
+        gpus = read_each(record, "gpus", parse_gpu)
+        engines = read_each(record, "engines", parse_engine)
+        processes = read_each(record, "processes", parse_process)
+        host = read_within(record, "host", parse_host)
     except WrongFieldError as wrong:
         raise BadInput(str(wrong)) from None
     if gpus is not None and len({gpu.reading.uuid for gpu in gpus}) < len(gpus):
@@ -184,12 +185,12 @@ def snapshot_of(record: Mapping[str, Any]) -> Snapshot:
         monotonic_seconds=time,
         engines=_ENGINES_FAILED if engines is None else EnginePage(profile="vllm", engines=engines, inputs=()),
         gpus=_GPUS_FAILED if gpus is None else gpus,
-        processes=_known(processes),
+        processes=_check_processes(processes),
         host=host,
     )
 
 
-def _time(record: Mapping[str, Any]) -> float:
+def _parse_time(record: Mapping[str, Any]) -> float:
     """Return `t`, which every record has."""
     value = record.get("t")
     if (type(value) is int or type(value) is float) and 0 <= value < YEAR_10000:
@@ -197,7 +198,7 @@ def _time(record: Mapping[str, Any]) -> float:
     raise WrongFieldError("t", value, "seconds since the epoch")
 
 
-def _known(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:
+def _check_processes(processes: tuple[EngineProcess | None, ...] | None) -> tuple[EngineProcess, ...] | Failure:
     """Return the processes, or a failure where the memory of one is unknown: a sum without it would be a lie."""
     known = tuple(process for process in processes or () if process is not None)
     return _PROCESSES_FAILED if processes is None or len(known) < len(processes) else known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_headroom.derive.kv_cache import tokens_per_request
+from vllm_headroom.derive.kv_cache import count_tokens_per_request
 from vllm_headroom.model import EngineReading
 from vllm_headroom_tools.advise.facts import (
     CHANGED_RATIO,
@@ -22,7 +22,7 @@ CAP_SHARE = 0.9
 """Ours: what vLLM allows to run is what ran, to 3 %, in nine tenths of the time in which requests waited."""
 
 
-class Full:
+class FullHistory:
     """The time in which the cache was full, and the sample after it, which has its last preemptions."""
 
     def __init__(self) -> None:
@@ -38,10 +38,10 @@ class Full:
         self._finished += finished
         self._preemptions += preemptions
 
-    def saw(self, reading: EngineReading) -> None:
+    def add_reading(self, reading: EngineReading) -> None:
         """Count what ran at a sample."""
         self._running.add(reading.running)
-        self._tokens.add(tokens_per_request(reading))
+        self._tokens.add(count_tokens_per_request(reading))
 
     def facts(self) -> FullFacts | None:
         """Return what is known; None where the cache was never full."""
@@ -57,7 +57,7 @@ class Full:
         )
 
 
-class Waiting:
+class WaitingHistory:
     """The time in which requests waited, by how many ran and how full the cache was."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Waiting:
         return CappedFacts(seconds=at_cap, running=most_running, kv_used_ratio=used)
 
 
-class Idle:
+class IdleHistory:
     """Follows the idle times of one life: what was held a minute after the last request, and whether it rose each time.
 
     What falls was given back after all, and what came before it is no leak.
@@ -129,9 +129,9 @@ class EngineHistory:
         self._was_full = False
         self._finished, self._preemptions, self._queries, self._hits = Rise(), Rise(), Rise(), Rise()
         self._usual = Histogram()
-        self._full, self._waiting, self._idle = Full(), Waiting(), Idle()
+        self._full, self._waiting, self._idle = FullHistory(), WaitingHistory(), IdleHistory()
 
-    def other_settings(self, reading: EngineReading) -> bool:
+    def has_other_settings(self, reading: EngineReading) -> bool:
         """Tell whether the KV cache is of another size than before."""
         before, now = self._capacity, reading.kv_capacity_tokens
         return before is not None and now is not None and abs(now - before) > CHANGED_RATIO * before
@@ -158,13 +158,13 @@ class EngineHistory:
         if full or self._was_full:
             self._full.step(seconds if full else 0.0, finished, preempted)
         if full:
-            self._full.saw(reading)
+            self._full.add_reading(reading)
         else:
-            self._calm(reading, preempted)
+            self._add_calm(reading, preempted)
         self._was_full = full
 
-    def _calm(self, reading: EngineReading, preempted: float) -> None:
-        self._usual.add(tokens_per_request(reading))
+    def _add_calm(self, reading: EngineReading, preempted: float) -> None:
+        self._usual.add(count_tokens_per_request(reading))
         if reading.running and not preempted:
             self._calm_running = max(self._calm_running or 0.0, reading.running)
 

@@ -130,7 +130,7 @@ class Extent(Struct, frozen=True):
     least: float
     most: float
 
-    def widened(self, now: float) -> Extent:
+    def widen(self, now: float) -> Extent:
         """Return it with one more reading."""
         return Extent(now, min(now, self.least), max(now, self.most))
 

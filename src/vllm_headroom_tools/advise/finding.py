@@ -64,7 +64,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     remark: str | None = None
 
 
-def lowered(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
+def lower_option(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> Change | None:
     """Return an option with a lower value; None where that is none, or not lower than what is set now."""
     now = facts.settings.now(flag)
     if value <= 0 or (now is not None and value >= now):
@@ -72,27 +72,31 @@ def lowered(facts: Facts, flag: Flag, value: float, *, text: str, cost: str) -> 
     return Change(flag=flag, value=value, now=now, text=text, cost=cost)
 
 
-def several(*changes: Change | None) -> tuple[Change, ...]:
+def drop_none(*changes: Change | None) -> tuple[Change, ...]:
     """Return those there are."""
     return tuple(change for change in changes if change is not None)
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """Return a count with its thousands set apart."""
     return f"{value:,.0f}"
 
 
-def percent(ratio: float) -> str:
+def format_percent(ratio: float) -> str:
     """Return a ratio in percent."""
     return f"{100 * ratio:.3g} %"
 
 
-def per_request(preemptions: float, finished: float) -> str:
+def format_per_request(preemptions: float, finished: float) -> str:
     """Return preemptions for each finished request, where any finished."""
     ratio = preemptions / finished if finished else float("inf")
-    return f"{count(preemptions)} and no request finished" if isinf(ratio) else f"{ratio:.2g} for each finished request"
+    return (
+        f"{format_count(preemptions)} and no request finished"
+        if isinf(ratio)
+        else f"{ratio:.2g} for each finished request"
+    )
 
 
-def called(facts: Facts, engine: EngineFacts) -> str:
+def name_engine(facts: Facts, engine: EngineFacts) -> str:
     """Return what an engine is called: its model, and its rank where there are several."""
     return f"{engine.model_name}, engine {engine.engine}" if len(facts.engines) > 1 else engine.model_name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.life.lives import Lives
-from vllm_headroom.derive.readings import awake, engine_labels, named, running_requests
+from vllm_headroom.derive.life.lives import EngineRuns
+from vllm_headroom.derive.readings import awake, count_running, label_engine, list_named
 from vllm_headroom.derive.verdicts import LOW_BYTES
 from vllm_headroom.model import EnginePage, Failure, Gpu, Leftover, Snapshot
 from vllm_headroom_tools.advise.engine_history import EngineHistory
@@ -25,12 +25,12 @@ from vllm_headroom_tools.advise.facts import (
     Spell,
     Start,
 )
-from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, shown_by, with_page
+from vllm_headroom_tools.advise.settings import OLDEST, EngineArgs, Version, add_page_settings, find_oldest_version
 from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, Watch
+from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, LeakReplay
 
 
-class Ends:
+class ExitHistory:
     """Follows the lives of the engine, as the daemon tells them apart."""
 
     def __init__(self) -> None:
@@ -45,45 +45,45 @@ class Ends:
         """Whether this life has served, also while its page cannot be read."""
         return self._served is not None
 
-    def step(self, snapshot: Snapshot, lives: Lives) -> bool:
+    def step(self, snapshot: Snapshot, lives: EngineRuns) -> bool:
         """Go on to the next sample, up to which there were these lives; return whether one has ended."""
         gpus, page = snapshot.devices, snapshot.page
         ended = snapshot.life is not None and snapshot.life.ended is not None
         if ended:
             self._end(snapshot.time_seconds, gpus)
-        if page is not None and named(page):
+        if page is not None and list_named(page):
             self._served, self._start = (page, gpus), None
         elif lives.newest is None or lives.newest.ended:
-            self._idle_room = room_bytes(gpus)
+            self._idle_room = measure_room(gpus)
         elif self._served is None:
-            self._start = self._grown(gpus)
+            self._start = self._grow_start(gpus)
         return ended
 
     def _end(self, now: float, gpus: tuple[Gpu, ...]) -> None:
         if self._served is not None:
             page, had = self._served
             left = sum(leftover.used_bytes or 0 for gpu in gpus for leftover in gpu.leftovers)
-            running, room = running_requests(page), room_bytes(had)
+            running, room = count_running(page), measure_room(had)
             self.found.append(Ending(seconds=now, running=running, room_bytes=room, orphan_bytes=float(left)))
         elif self._start is not None:
             self.failed.append(self._start)
         self._served = self._start = None
 
-    def _grown(self, gpus: tuple[Gpu, ...]) -> Start:
+    def _grow_start(self, gpus: tuple[Gpu, ...]) -> Start:
         """Return the start that goes on with one more reading, or a new one."""
         before = self._start or Start(
             most_held_bytes=0.0, least_room_bytes=None, most_others_bytes=0.0, room_before_bytes=self._idle_room
         )
-        rooms = [known for known in (room_bytes(gpus), before.least_room_bytes) if known is not None]
+        rooms = [known for known in (measure_room(gpus), before.least_room_bytes) if known is not None]
         return replace(
             before,
             most_held_bytes=max([before.most_held_bytes, *(gpu.held_bytes or 0 for gpu in gpus)]),
             least_room_bytes=min(rooms, default=None),
-            most_others_bytes=max([before.most_others_bytes, *(others_bytes(gpu) or 0 for gpu in gpus)]),
+            most_others_bytes=max([before.most_others_bytes, *(measure_others(gpu) or 0 for gpu in gpus)]),
         )
 
 
-def others_bytes(gpu: Gpu) -> float | None:
+def measure_others(gpu: Gpu) -> float | None:
     """Return what is not the engine's on a GPU, 0 up to SOMEBODY_BYTES; None where its share is not known."""
     memory = gpu.reading.memory
     if memory is None or gpu.engine_bytes is None:
@@ -92,7 +92,7 @@ def others_bytes(gpu: Gpu) -> float | None:
     return rest if rest > SOMEBODY_BYTES else 0.0
 
 
-def room_bytes(gpus: tuple[Gpu, ...]) -> float | None:
+def measure_room(gpus: tuple[Gpu, ...]) -> float | None:
     """Return the least that is left on a GPU; None where none was read."""
     rooms = [gpu.reading.memory.left_bytes for gpu in gpus if gpu.reading.memory is not None]
     return max(0.0, float(min(rooms))) if rooms else None
@@ -113,7 +113,7 @@ class GpuHistory:
         self._leftovers: tuple[Leftover, ...] = ()
         self._roomy_running: float | None = None
         self._held_since = began_seconds
-        self._open: _Open | None = None
+        self._open: _OpenSpell | None = None
         self._spells: list[Spell] = []
 
     def rest(self, now: float, *, ended_engine: bool) -> None:
@@ -130,16 +130,16 @@ class GpuHistory:
         if memory is None:
             return
         self._usable, self._leftovers = float(memory.usable_bytes), gpu.leftovers
-        room, others = self._usable - memory.used_bytes, others_bytes(gpu)
+        room, others = self._usable - memory.used_bytes, measure_others(gpu)
         self._least_room = max(0.0, room if self._least_room is None else min(room, self._least_room))
         if others is not None:
-            self._others = (self._others or Extent(others, others, others)).widened(others)
+            self._others = (self._others or Extent(others, others, others)).widen(others)
         if serving:
-            self._shortage(room + (others or 0.0), now, seconds, running)
+            self._add_room(room + (others or 0.0), now, seconds, running)
 
     def facts(self, leak: Leak) -> GpuFacts:
         """Return what is known, with the spell that goes on."""
-        closed = None if self._open is None else self._open.spell(self._held_since, ended_engine=False)
+        closed = None if self._open is None else self._open.build_spell(self._held_since, ended_engine=False)
         return GpuFacts(
             index=self._index,
             uuid=self._uuid,
@@ -152,7 +152,7 @@ class GpuHistory:
             roomy_running=self._roomy_running,
         )
 
-    def _shortage(self, room: float, now: float, seconds: float, running: float | None) -> None:
+    def _add_room(self, room: float, now: float, seconds: float, running: float | None) -> None:
         if room >= LOW_BYTES:
             if self._open is not None and now - self._open.last_seconds >= APART_SECONDS:
                 self._close(ended_engine=False)
@@ -160,17 +160,17 @@ class GpuHistory:
                 self._roomy_running = max(self._roomy_running or 0.0, running)
             return
         if self._open is None:
-            self._open = _Open(now)
+            self._open = _OpenSpell(now)
         self._open.step(room, now, seconds, running)
 
     def _close(self, *, ended_engine: bool) -> None:
         if self._open is not None:
-            spell = self._open.spell(self._held_since, ended_engine=ended_engine)
+            spell = self._open.build_spell(self._held_since, ended_engine=ended_engine)
             self._spells += () if spell is None else (spell,)
         self._open = None
 
 
-class _Open:
+class _OpenSpell:
     """A spell that goes on."""
 
     def __init__(self, began_seconds: float) -> None:
@@ -187,7 +187,7 @@ class _Open:
         if room < self._least_bytes:
             self._least_bytes, self._running = max(0.0, room), running
 
-    def spell(self, held_since: float, *, ended_engine: bool) -> Spell | None:
+    def build_spell(self, held_since: float, *, ended_engine: bool) -> Spell | None:
         """Return what it was; None where it was short and not near the end of the card."""
         lasted = self.last_seconds - self._began_seconds
         if self._low_seconds >= LASTING_SECONDS and self._low_seconds >= MOSTLY * lasted:
@@ -207,12 +207,12 @@ class _Open:
         )
 
 
-class Past:
+class TraceHistory:
     """Gathers what the rules want to know of a past, sample by sample."""
 
     def __init__(self) -> None:
-        self._watch = Watch()
-        self._ends = Ends()
+        self._watch = LeakReplay()
+        self._ends = ExitHistory()
         self._at_least: Version = OLDEST
         self._since: float | None = None
         self._now = 0.0
@@ -229,26 +229,26 @@ class Past:
         snapshot = self._watch.step(snapshot)
         ended = self._ends.step(snapshot, self._watch.lives)
         page = snapshot.page
-        engines = named(page)
+        engines = list_named(page)
         self._page = page if engines else self._page
         if any(
-            self._engines[engine_labels(one)].other_settings(one)
+            self._engines[label_engine(one)].has_other_settings(one)
             for one in engines
-            if engine_labels(one) in self._engines
+            if label_engine(one) in self._engines
         ):
             self._since, self._engines, self._gpus = self._now, {}, {}
         stranded = {} if snapshot.life is None else dict(snapshot.life.stranded)
         for engine in engines:
-            key = engine_labels(engine)
+            key = label_engine(engine)
             self._engines.setdefault(key, EngineHistory()).step(engine, seconds, stranded.get(key))
-        self._at_least = max(self._at_least, shown_by(engines))
+        self._at_least = max(self._at_least, find_oldest_version(engines))
         self._step_gpus(snapshot, seconds, ended=ended)
         self._step_host(snapshot)
 
     def facts(self, settings: EngineArgs) -> Facts:
         """Return the facts, of an engine started with these settings; the trace tells those that nobody gave."""
         begin, end = self._watch.span
-        settings = settings if self._page is None else with_page(settings, self._page)
+        settings = settings if self._page is None else add_page_settings(settings, self._page)
         gpus = ((uuid, course) for _, uuid, course in self._watch.gpus if uuid in self._gpus)
         engines = (history.facts() for history in self._engines.values())
         return Facts(
@@ -258,10 +258,10 @@ class Past:
             begin_seconds=begin,
             end_seconds=end,
             since_seconds=self._since,
-            gpus=tuple(self._gpus[uuid].facts(_leak(course)) for uuid, course in gpus),
+            gpus=tuple(self._gpus[uuid].facts(_build_leak(course)) for uuid, course in gpus),
             engines=tuple(facts for facts in engines if facts is not None),
             hosts=tuple(
-                HostFacts(process=str(role), leak=_leak(course), held_bytes=self._host_bytes.get(role))
+                HostFacts(process=str(role), leak=_build_leak(course), held_bytes=self._host_bytes.get(role))
                 for role, course in self._watch.host
             ),
             host=self._watch.memory,
@@ -271,7 +271,7 @@ class Past:
 
     def _step_gpus(self, snapshot: Snapshot, seconds: float, *, ended: bool) -> None:
         page = snapshot.page
-        running = running_requests(page)
+        running = count_running(page)
         serving = self._ends.serving and awake(page) is not False
         for history in self._gpus.values() if ended or not serving else ():
             history.rest(self._now, ended_engine=ended)
@@ -288,5 +288,5 @@ class Past:
             self._host_bytes[process.role] = self._host_bytes.get(process.role, 0.0) + process.rss_bytes
 
 
-def _leak(course: Course) -> Leak:
+def _build_leak(course: Course) -> Leak:
     return Leak(state=course.state, alarm=course.last, ended_seconds=course.leaking[-1][1] if course.leaking else None)

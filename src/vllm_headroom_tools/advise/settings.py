@@ -35,7 +35,7 @@ OLDEST: Final[Version] = (0, 4, 0)
 NEWEST: Final[Version] = (0, 33, 0)
 """The newest version whose options were looked at."""
 
-FIRST: Final[dict[Flag, Version]] = {
+FIRST_VERSIONS: Final[dict[Flag, Version]] = {
     Flag.GPU_MEMORY_UTILIZATION: OLDEST,
     Flag.MAX_NUM_SEQS: OLDEST,
     Flag.MAX_MODEL_LEN: OLDEST,
@@ -54,7 +54,7 @@ Before 0.6.5 prefix caching could only be asked for; `--kv-cache-memory`, which 
 COUNTS_PREFIXES_ONCE: Final[Version] = (0, 27, 0)
 """Since then a request that waits is not looked up anew in each step (vllm-project/vllm#48860)."""
 
-SHOWN_BY: Final[dict[str, Version]] = {
+FIELD_VERSIONS: Final[dict[str, Version]] = {
     "prefix_queries_total": (0, 7, 3),
     "kv_cache_memory_bytes": (0, 10, 2),
     "awake": (0, 11, 1),
@@ -65,7 +65,7 @@ _VERSION: Final = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?(.*)", re.A
 _EARLIER: Final = re.compile(r"[._-]?(?:a|b|c|rc|alpha|beta|pre|preview|dev)", re.IGNORECASE)
 
 
-def version_of(text: str) -> Version | None:
+def parse_version(text: str) -> Version | None:
     """Return the version, or None where the text is none or one of no release, as nightlies call themselves.
 
     A candidate or a development version counts as the release before: what is new in a release may not be in it yet.
@@ -75,18 +75,18 @@ def version_of(text: str) -> Version | None:
         return None
     version = (int(found[1]), int(found[2]), int(found[3] or 0))
     if _EARLIER.match(found[4]):
-        version = _before(version)
+        version = _find_release_before(version)
     return version if version >= OLDEST else None
 
 
-def _before(version: Version) -> Version:
+def _find_release_before(version: Version) -> Version:
     major, minor, patch = version
     if patch:
         return (major, minor, patch - 1)
     return (major, minor - 1, 0) if minor else (major, 0, 0)
 
 
-def spelt(version: Version) -> str:
+def format_version(version: Version) -> str:
     """Return the version as vLLM writes it."""
     return ".".join(map(str, version))
 
@@ -118,13 +118,13 @@ class EngineArgs(Struct, frozen=True, kw_only=True):
         return self.at_least if self.version is None else self.version
 
 
-def shown_by(engines: Iterable[EngineReading]) -> Version:
+def find_oldest_version(engines: Iterable[EngineReading]) -> Version:
     """Return the version that engines have at least, by what they say at all."""
-    said = (SHOWN_BY[field] for each in engines for field in SHOWN_BY if getattr(each, field) is not None)
+    said = (FIELD_VERSIONS[field] for each in engines for field in FIELD_VERSIONS if getattr(each, field) is not None)
     return max(said, default=OLDEST)
 
 
-def with_page(settings: EngineArgs, page: EnginePage) -> EngineArgs:
+def add_page_settings(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     """Return the settings with what the engine's page says of them; what is known already is believed."""
     ratios = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     sizes = {engine.kv_cache_memory_bytes for engine in page.engines}
@@ -132,7 +132,7 @@ def with_page(settings: EngineArgs, page: EnginePage) -> EngineArgs:
     return replace(
         settings,
         gpu_memory_utilization=settings.gpu_memory_utilization or (ratios.pop() if len(ratios) == 1 else None),
-        at_least=max(settings.at_least, shown_by(page.engines)),
+        at_least=max(settings.at_least, find_oldest_version(page.engines)),
         sizes_cache_in_bytes=settings.sizes_cache_in_bytes or size is not None,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes or size,
     )

@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from vllm_headroom.config.kinds import FILE, RATIO, SHARE, TRACE, Value, bounded, choice, size, whole
 from vllm_headroom.config.options import BadOptions, Parser
-from vllm_headroom.trace.parse import BadInput, recorded
-from vllm_headroom.units import duration
-from vllm_headroom_tools.check.leaks import gpu_leaks, host_leaks
+from vllm_headroom.trace.parse import BadInput, read_trace
+from vllm_headroom.units import format_duration
+from vllm_headroom_tools.check.leaks import judge_gpu_leaks, judge_host_leaks
 from vllm_headroom_tools.check.limits import (
     COST,
     DISCREPANCY,
@@ -24,18 +24,18 @@ from vllm_headroom_tools.check.limits import (
     RESTARTS,
     Judgement,
     Unit,
-    costs,
-    discrepancies,
-    growths,
-    overall,
-    preemptions,
-    restarts,
+    judge_costs,
+    judge_discrepancies,
+    judge_growths,
+    judge_overall,
+    judge_preemptions,
+    judge_restarts,
 )
-from vllm_headroom_tools.check.record import Budget, Record
+from vllm_headroom_tools.check.record import Budget, TraceRecord
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.progress import reading
-from vllm_headroom_tools.terminal import wrapped
+from vllm_headroom_tools.progress import track_lines
+from vllm_headroom_tools.terminal import wrap_text
 
 MARKS: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "FAILED", Conclusion.CANNOT_TELL: "cannot tell"}
 OUTCOMES: Final = {Conclusion.GOOD: "passed", Conclusion.NOT_GOOD: "failed", Conclusion.CANNOT_TELL: "cannot_tell"}
@@ -46,9 +46,9 @@ INDENT: Final = " " * 13
 """The width of the marks: a reason stands below the limit's name."""
 
 
-def told(judgements: Sequence[Judgement]) -> str:
+def sum_up(judgements: Sequence[Judgement]) -> str:
     """Return the sum in a line."""
-    verdict = overall(judgements)
+    verdict = judge_overall(judgements)
     counts = {each: sum(judgement.verdict is each for judgement in judgements) for each in Conclusion}
     if verdict is Conclusion.GOOD:
         return f"Passed: all {len(judgements)} limits kept."
@@ -59,43 +59,43 @@ def told(judgements: Sequence[Judgement]) -> str:
     return f"FAILED: {failed} of {len(judgements)} limits exceeded{also}."
 
 
-def table(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> list[str]:
+def format_table(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> list[str]:
     """Return what each trace is, a row for each judgement with its reason below it, and the sum."""
     rows: list[tuple[str, ...]] = [HEADS]
     rows += [(MARKS[each.verdict], each.limit, each.of, *each.words) for each in judgements]
     rows = rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [_line(row, widths) for row in rows]
+    lines = [_format_row(row, widths) for row in rows]
     shown = [lines[0]]
     for judgement, line in zip(judgements, lines[1:], strict=True):
-        shown += [line, *wrapped(INDENT, judgement.why)]
-    heads = [f"{name}: {_extent(record)}" for name, record in traces]
-    return [*heads, "", *shown, "", told(judgements)]
+        shown += [line, *wrap_text(INDENT, judgement.why)]
+    heads = [f"{name}: {_describe_trace(record)}" for name, record in traces]
+    return [*heads, "", *shown, "", sum_up(judgements)]
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     widths = (len(INDENT) - 2, *widths[1:])
     return "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _extent(record: Record) -> str:
+def _describe_trace(record: TraceRecord) -> str:
     done = record.finished.total
     requests = "requests unknown" if done is None else f"{done:,.0f} requests finished"
-    return f"{record.samples:,} samples over {duration(record.span_seconds)}, {requests}"
+    return f"{record.samples:,} samples over {format_duration(record.span_seconds)}, {requests}"
 
 
-def document(traces: Sequence[tuple[str, Record]], judgements: Sequence[Judgement]) -> dict[str, Any]:
+def build_document(traces: Sequence[tuple[str, TraceRecord]], judgements: Sequence[Judgement]) -> dict[str, Any]:
     """Return what --json prints; None is what is unknown, or was not given."""
-    (trace, *others) = [_summary(name, record) for name, record in traces]
+    (trace, *others) = [_build_summary(name, record) for name, record in traces]
     return {
-        "outcome": OUTCOMES[overall(judgements)],
+        "outcome": OUTCOMES[judge_overall(judgements)],
         "trace": trace,
         "baseline": others[0] if others else None,
-        "limits": [_judged(judgement) for judgement in judgements],
+        "limits": [_build_judgement(judgement) for judgement in judgements],
     }
 
 
-def _summary(name: str, record: Record) -> dict[str, Any]:
+def _build_summary(name: str, record: TraceRecord) -> dict[str, Any]:
     return {
         "file": name,
         "samples": record.samples,
@@ -105,7 +105,7 @@ def _summary(name: str, record: Record) -> dict[str, Any]:
     }
 
 
-def _judged(judgement: Judgement) -> dict[str, Any]:
+def _build_judgement(judgement: Judgement) -> dict[str, Any]:
     return {
         "limit": judgement.limit,
         "of": judgement.of or None,
@@ -127,17 +127,19 @@ ELEMENTS: Final = {Conclusion.NOT_GOOD: "failure", Conclusion.CANNOT_TELL: "erro
 """What cannot be told is an error: a skipped test would count as good."""
 
 
-def report(judgements: Sequence[Judgement]) -> str:
+def build_junit(judgements: Sequence[Judgement]) -> str:
     """Return a suite with a test for each judgement."""
-    return _suite([_case(each.name, ELEMENTS.get(each.verdict), message(each), each.why) for each in judgements])
+    return _build_suite(
+        [_build_case(each.name, ELEMENTS.get(each.verdict), format_message(each), each.why) for each in judgements]
+    )
 
 
-def broken(why: str) -> str:
+def build_error_junit(why: str) -> str:
     """Return a suite with one error: a report of an earlier build must not be left in its place."""
-    return _suite([_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
+    return _build_suite([_build_case("trace", ELEMENTS[Conclusion.CANNOT_TELL], why, "")])
 
 
-def message(judgement: Judgement) -> str:
+def format_message(judgement: Judgement) -> str:
     """Return what was found and what is allowed, in a line."""
     found, allowed, before = judgement.words
     at_most = f", at most {allowed}" if allowed else ""
@@ -145,7 +147,7 @@ def message(judgement: Judgement) -> str:
     return f"{judgement.name}: {found}{at_most}{baseline}"
 
 
-def _suite(cases: Sequence[ET.Element]) -> str:
+def _build_suite(cases: Sequence[ET.Element]) -> str:
     counts = {
         "tests": str(len(cases)),
         "failures": str(sum(case.find("failure") is not None for case in cases)),
@@ -158,7 +160,7 @@ def _suite(cases: Sequence[ET.Element]) -> str:
     return f"{HEAD}\n{ET.tostring(root, encoding='unicode')}\n"
 
 
-def _case(name: str, element: str | None, text: str, why: str) -> ET.Element:
+def _build_case(name: str, element: str | None, text: str, why: str) -> ET.Element:
     """Return a test: `text` is its message where it has not passed, and its output where it has."""
     case = ET.Element("testcase", {"classname": CLASS, "name": name})
     if element is None:
@@ -168,7 +170,7 @@ def _case(name: str, element: str | None, text: str, why: str) -> ET.Element:
     return case
 
 
-def commands(judgements: Sequence[Judgement]) -> Iterator[str]:
+def format_annotations(judgements: Sequence[Judgement]) -> Iterator[str]:
     """Yield an error for each limit that is exceeded, a warning for each that cannot be judged, else one notice.
 
     GitHub shows ten of a kind and step, so what is kept has one together.
@@ -176,12 +178,12 @@ def commands(judgements: Sequence[Judgement]) -> Iterator[str]:
     for judgement in judgements:
         if level := LEVELS.get(judgement.verdict):
             why = f" ({judgement.why})" if judgement.why else ""
-            yield _annotation(level, f"{message(judgement)}{why}")
-    if overall(judgements) is Conclusion.GOOD:
-        yield _annotation("notice", told(judgements))
+            yield _format_annotation(level, f"{format_message(judgement)}{why}")
+    if judge_overall(judgements) is Conclusion.GOOD:
+        yield _format_annotation("notice", sum_up(judgements))
 
 
-def _annotation(level: str, text: str) -> str:
+def _format_annotation(level: str, text: str) -> str:
     """Return a workflow command; its text is escaped as GitHub's own toolkit does (actions/toolkit, command.ts)."""
     escaped = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return f"::{level} title={SUITE}::{escaped}"
@@ -202,31 +204,31 @@ Example:
     --baseline old.jsonl --max-growth-over-baseline 5% --junit report.xml
 """
 
-Judge = Callable[[Record, Record | None, float], Iterator[Judgement]]
+Judge = Callable[[TraceRecord, TraceRecord | None, float], Iterator[Judgement]]
 """Takes the trace, the baseline and the limit; yields a judgement for each thing that the limit is on."""
 
 SIZE: Final = size("1MiB")
 NUMBER: Final = Value(read=bounded(float, 0, 1.7e308), accepts="a number, 0 or more")
 SAME_LOAD: Final = "GPU and host memory at the same load; the KV cache may be as much smaller"
 JUDGES: Final[dict[str, tuple[str, Judge, str, Value[Any], str]]] = {
-    "max_leak_per_thousand_requests": (LEAK, gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
-    "max_host_leak_per_thousand_requests": (HOST_LEAK, host_leaks, "SIZE", SIZE, "host memory, in the same way"),
+    "max_leak_per_thousand_requests": (LEAK, judge_gpu_leaks, "SIZE", SIZE, "GPU memory, by the leak detector"),
+    "max_host_leak_per_thousand_requests": (HOST_LEAK, judge_host_leaks, "SIZE", SIZE, "host memory, in the same way"),
     "max_discrepancy": (
         DISCREPANCY,
-        discrepancies,
+        judge_discrepancies,
         "SHARE",
         SHARE,
         "GPU memory held beyond what the engine was told to use",
     ),
-    "max_bytes_per_request": (COST, costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
-    "max_preemptions_per_thousand_requests": (PREEMPTIONS, preemptions, "N", NUMBER, "as vLLM counts them"),
-    "max_growth_over_baseline": (GROWTH, growths, "SHARE", SHARE, SAME_LOAD),
-    "max_restarts": (RESTARTS, restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
+    "max_bytes_per_request": (COST, judge_costs, "SIZE", SIZE, "GPU memory over running requests, at full load"),
+    "max_preemptions_per_thousand_requests": (PREEMPTIONS, judge_preemptions, "N", NUMBER, "as vLLM counts them"),
+    "max_growth_over_baseline": (GROWTH, judge_growths, "SHARE", SHARE, SAME_LOAD),
+    "max_restarts": (RESTARTS, judge_restarts, "N", whole(0), "of the engine during the trace; 0 if not given"),
 }
 """The limit that an option sets: its name, who judges it, and what is said of the option."""
 
 
-def judge(limits: Mapping[str, float], record: Record, before: Record | None) -> Iterator[Judgement]:
+def judge(limits: Mapping[str, float], record: TraceRecord, before: TraceRecord | None) -> Iterator[Judgement]:
     """Yield the judgements on each limit, which is by its option; on what is not in the trace it cannot be told."""
     for option, most in limits.items():
         name, judged, *_ = JUDGES[option]
@@ -242,7 +244,7 @@ ONE_OUTPUT: Final = "--json and --format cannot both be given"
 ONE_REPORT: Final = "--gpu-memory-utilization and --reported-bytes cannot both be given"
 
 
-def limits_of(given: Namespace) -> dict[str, float]:
+def read_limits(given: Namespace) -> dict[str, float]:
     """Return the limits among the options, by their names; raises BadOptions where options do not go together."""
     limits = {option: most for option in JUDGES if (most := getattr(given, option)) is not None}
     problems = {
@@ -257,7 +259,7 @@ def limits_of(given: Namespace) -> dict[str, float]:
     return {"max_restarts": 0, **limits}
 
 
-def options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     traces = parser.add_argument_group("traces")
     traces.add_argument("--trace", metavar="FILE", required=True, type=TRACE, help="what is judged; - for stdin")
@@ -278,16 +280,16 @@ def _add_report(parser: Parser) -> None:
     add("--reported-bytes", metavar="SIZE", type=size("72GiB"), help="as HEADROOM_REPORTED_BYTES")
 
 
-class Checked(Struct, frozen=True, kw_only=True):
+class CheckResult(Struct, frozen=True, kw_only=True):
     """The traces with their names, the first of which was judged, and how; `for_github` as it was asked for."""
 
-    traces: Sequence[tuple[str, Record]]
+    traces: Sequence[tuple[str, TraceRecord]]
     judgements: tuple[Judgement, ...]
     for_github: bool
 
 
-def _run(given: Namespace) -> Checked:
-    limits = limits_of(given)
+def _run(given: Namespace) -> CheckResult:
+    limits = read_limits(given)
     try:
         traces = [
             (name, _read(option, name, given))
@@ -295,43 +297,43 @@ def _run(given: Namespace) -> Checked:
             if name is not None
         ]
     except BadInput as error:
-        save(given.junit, broken(str(error)))
+        save(given.junit, build_error_junit(str(error)))
         raise
     records = [record for _, record in traces]
     judgements = tuple(judge(limits, records[0], records[1] if records[1:] else None))
-    save(given.junit, report(judgements))
-    return Checked(traces=traces, judgements=judgements, for_github=given.format == "github")
+    save(given.junit, build_junit(judgements))
+    return CheckResult(traces=traces, judgements=judgements, for_github=given.format == "github")
 
 
-def _read(option: str, name: str, given: Namespace) -> Record:
+def _read(option: str, name: str, given: Namespace) -> TraceRecord:
     """Return the trace that an option names; raises BadInput, which names the option."""
     expected = Budget(reported_bytes=given.reported_bytes, utilization_ratio=given.gpu_memory_utilization)
-    record = Record(
+    record = TraceRecord(
         expected,
         keeps_gpus=given.max_leak_per_thousand_requests is not None,
         keeps_host=given.max_host_leak_per_thousand_requests is not None,
     )
     try:
-        for snapshot in recorded(name, reading):
+        for snapshot in read_trace(name, track_lines):
             record.step(snapshot)
     except BadInput as error:
         raise BadInput(f"{option}: {error}") from error
     return record
 
 
-def _text(checked: Checked) -> Iterator[str]:
-    yield from table(checked.traces, checked.judgements)
+def _render_text(checked: CheckResult) -> Iterator[str]:
+    yield from format_table(checked.traces, checked.judgements)
     if checked.for_github:
-        yield from commands(checked.judgements)
+        yield from format_annotations(checked.judgements)
 
 
-COMMAND: Final[Command[Checked]] = Command(
+COMMAND: Final[Command[CheckResult]] = Command(
     usage="%(prog)s --trace FILE [--baseline FILE] [LIMIT]... [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
-    options=options,
+    options=add_options,
     run=_run,
-    text=_text,
-    document=lambda checked: document(checked.traces, checked.judgements),
-    status=lambda checked: overall(checked.judgements).status,
+    text=_render_text,
+    document=lambda checked: build_document(checked.traces, checked.judgements),
+    status=lambda checked: judge_overall(checked.judgements).status,
 )

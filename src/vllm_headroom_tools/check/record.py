@@ -10,22 +10,22 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.derive.leak.facts import Observation, observations
-from vllm_headroom.derive.leak.leak import host_observations
+from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.derive.leak.facts import Observation, observe_gpus
+from vllm_headroom.derive.leak.leak import observe_host
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS
-from vllm_headroom.derive.life.signs import of_service
-from vllm_headroom.derive.per_request import READINGS, WARM_REQUESTS, load_band
-from vllm_headroom.derive.readings import finished, named, running_requests, together
+from vllm_headroom.derive.life.signs import keep_service
+from vllm_headroom.derive.per_request import READINGS, WARM_REQUESTS, find_load_band
+from vllm_headroom.derive.readings import count_finished, count_running, list_named, sum_known
 from vllm_headroom.model import EnginePage, Failure, Gpu, Snapshot
-from vllm_headroom.units import duration
+from vllm_headroom.units import format_duration
 from vllm_headroom.vocabulary import MemoryPart, Role
 from vllm_headroom_tools.history.counter import Rise
 from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, Watch
+from vllm_headroom_tools.history.replay import LONGEST_STEP_SECONDS, LeakReplay
 
 Key = TypeVar("Key", int, MemoryPart)
-Reading = tuple[Observation, float]
+DetectorInput = tuple[Observation, float]
 """What the detector was told, and the requests that had finished by then as it counts them."""
 
 
@@ -47,9 +47,9 @@ class Excess(Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
+def find_excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]:
     """Yield the UUID of each GPU of which it is said what to use, and the discrepancy, by the daemon's derivation."""
-    found = discrepancy(_told(snapshot, budget), configured_bytes=budget.reported_bytes)
+    found = derive_discrepancy(_apply_budget(snapshot, budget), configured_bytes=budget.reported_bytes)
     in_bytes = {sample.labels: sample.value for sample in found if sample.metric is catalog.MEMORY_DISCREPANCY}
     for sample in found:
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO:
@@ -57,7 +57,7 @@ def excesses(snapshot: Snapshot, budget: Budget) -> Iterator[tuple[str, Excess]]
             yield sample.labels[1], Excess(ratio=sample.value, n_bytes=n_bytes, seconds=snapshot.time_seconds)
 
 
-def _told(snapshot: Snapshot, budget: Budget) -> Snapshot:
+def _apply_budget(snapshot: Snapshot, budget: Budget) -> Snapshot:
     """Return the snapshot with the operator's budget on the engine's page, where a live engine has it."""
     if budget == Budget() or isinstance(snapshot.engines, Failure):
         return snapshot
@@ -130,7 +130,7 @@ class MemorySeries:
         self.parts: Means[MemoryPart] = Means()
         self._held: Means[int] = Means()
         self._ran: Means[int] = Means()
-        self.readings: list[Reading] = []
+        self.readings: list[DetectorInput] = []
         self.total_bytes: int | None = None
         self.excess: Excess | None = None
         self._keeps = keeps
@@ -146,8 +146,8 @@ class MemorySeries:
             return
         self.coverage.step(seen.seconds)
         if running and seen.held_bytes:  # held is 0 where the engine died between the two readings
-            self._held.step(load_band(running), seen.held_bytes)
-            self._ran.step(load_band(running), running)
+            self._held.step(find_load_band(running), seen.held_bytes)
+            self._ran.step(find_load_band(running), running)
 
     @property
     def costs(self) -> dict[int, Cost]:
@@ -160,14 +160,14 @@ class MemorySeries:
         """The cost at the highest load with enough readings; None when no load has as many."""
         return next(reversed(self.costs.values()), None)
 
-    def exceeds(self, excess: Excess) -> None:
+    def add_excess(self, excess: Excess) -> None:
         """Add a discrepancy."""
         self.told.step(excess.seconds)
         if self.excess is None or excess.ratio > self.excess.ratio:
             self.excess = excess
 
 
-class Record:
+class TraceRecord:
     """A trace, read to its end.
 
     `host` is by role, `capacity_tokens` (the least seen) by engine.
@@ -182,7 +182,7 @@ class Record:
         self._budget = budget
         self._keeps_gpus, self._keeps_host = keeps_gpus, keeps_host
         self._gpus: dict[str, MemorySeries] = {}
-        self._detector = Watch()
+        self._detector = LeakReplay()
         self._life = 0
 
     @property
@@ -207,26 +207,26 @@ class Record:
         return tuple(self._gpus[uuid] for _, uuid, _ in self._detector.gpus if uuid in self._gpus)
 
     @property
-    def expects(self) -> bool:
+    def has_budget(self) -> bool:
         """Whether anybody, the operator or the engine, says what the engine should use."""
         return self._budget != Budget() or any(gpu.excess for gpu in self._gpus.values())
 
     def step(self, snapshot: Snapshot) -> None:
         """Add one sample."""
         now = snapshot.time_seconds
-        served = of_service(self._detector.step(snapshot))
-        told: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observations(served, served.devices)}
-        told.update(host_observations(served))
+        served = keep_service(self._detector.step(snapshot))
+        told: dict[str, Observation] = {gpu.reading.uuid: seen for gpu, seen in observe_gpus(served, served.devices)}
+        told.update(observe_host(served))
         self.watched.step(now)
         page = snapshot.page
-        if page is not None and named(page):
+        if page is not None and list_named(page):
             self._engines(page, now)
-        running = None if (finished(page) or 0.0) < WARM_REQUESTS else running_requests(page)
-        for gpu, seen in observations(snapshot, snapshot.devices):
+        running = None if (count_finished(page) or 0.0) < WARM_REQUESTS else count_running(page)
+        for gpu, seen in observe_gpus(snapshot, snapshot.devices):
             self._gpu(gpu, seen, told.get(gpu.reading.uuid), running)
-        for uuid, excess in excesses(snapshot, self._budget):
-            self._gpus[uuid].exceeds(excess)
-        for role, seen in host_observations(snapshot):
+        for uuid, excess in find_excesses(snapshot, self._budget):
+            self._gpus[uuid].add_excess(excess)
+        for role, seen in observe_host(snapshot):
             new = MemorySeries(role, role, self._detector.course(role), keeps=self._keeps_host)
             self.host.setdefault(role, new).step(seen, told.get(role), self._detector.requests(role), running)
 
@@ -242,16 +242,16 @@ class Record:
     def _engines(self, page: EnginePage, now: float) -> None:
         self.engine.step(now)
         anew, self._life = self.restarts != self._life, self.restarts
-        self.finished.step(finished(page), anew=anew)
-        self.preemptions.step(together(engine.preemptions_total for engine in named(page)), anew=anew)
-        for engine in named(page):
+        self.finished.step(count_finished(page), anew=anew)
+        self.preemptions.step(sum_known(engine.preemptions_total for engine in list_named(page)), anew=anew)
+        for engine in list_named(page):
             self.models.add(engine.model_name)
             if engine.kv_capacity_tokens is not None:
                 least = self.capacity_tokens.get(engine.engine, engine.kv_capacity_tokens)
                 self.capacity_tokens[engine.engine] = min(least, engine.kv_capacity_tokens)
 
 
-def paired(record: Record, before: Record | None) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
+def pair_gpus(record: TraceRecord, before: TraceRecord | None) -> Iterator[tuple[MemorySeries, MemorySeries | None]]:
     """Yield each GPU and its like in another trace, or None.
 
     They are alike by UUID, else by their place among the indices: another machine's GPUs have other UUIDs.
@@ -270,18 +270,21 @@ LEAST_SHARE: Final = 0.9
 """Of the trace, in which a figure must be known: a peak may hide in the rest."""
 
 
-def doubt(record: Record, coverage: Coverage | None, what: str) -> str | None:
+def find_doubt(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
     """Return what is missing for `what`, which `coverage` tells was read for how long; None when nothing is."""
-    return too_little(record) or unread(record, record.engine, "the engine") or unread(record, coverage, what)
+    return find_shortfall(record) or find_gap(record, record.engine, "the engine") or find_gap(record, coverage, what)
 
 
-def too_little(record: Record) -> str | None:
+def find_shortfall(record: TraceRecord) -> str | None:
     """Return why the trace is too short; None when it is not."""
     if not record.samples:
         return "the trace has no samples"
     watched, done = record.watched.seconds, record.finished.total
     if watched < LEAST_SECONDS:
-        return f"the trace is too short: it covers {duration(watched)}, and {LEAST_SECONDS / 60:.0f} min are the least"
+        return (
+            f"the trace is too short: it covers {format_duration(watched)}, and"
+            f" {LEAST_SECONDS / 60:.0f} min are the least"
+        )
     if done is None:
         return "the engine does not say how many requests it finished"
     if done < LEAST_REQUESTS:
@@ -289,9 +292,9 @@ def too_little(record: Record) -> str | None:
     return None
 
 
-def unread(record: Record, coverage: Coverage | None, what: str) -> str | None:
+def find_gap(record: TraceRecord, coverage: Coverage | None, what: str) -> str | None:
     """Return that `what` could not be read for too long; None when it could."""
     read = 0.0 if coverage is None else coverage.seconds
     if read >= LEAST_SHARE * record.span_seconds:
         return None
-    return f"{what} could be read for {duration(read)} of {duration(record.span_seconds)}"
+    return f"{what} could be read for {format_duration(read)} of {format_duration(record.span_seconds)}"

@@ -17,16 +17,16 @@ from vllm_headroom_tools.demo.world import (
     MOST_RUNNING,
     RESERVED_BYTES,
     TOTAL_BYTES,
-    Engine,
+    EngineRun,
     World,
 )
 
-OF_THE_ENGINE: Final = 'model_name="simulated-8b",engine="0"'
+ENGINE_LABELS: Final = 'model_name="simulated-8b",engine="0"'
 CACHE_CONFIG: Final = (
     f'engine="0",block_size="{BLOCK_TOKENS}",cache_dtype="auto",gpu_memory_utilization="0.92",'
     f'kv_cache_memory_bytes="None",kv_cache_size_tokens="{CAPACITY_TOKENS}",num_gpu_blocks="{KV_BLOCKS}"'
 )
-DOWN: Final = Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down")
+ENGINE_DOWN: Final = Failure(source=Source.ENGINE, reason=Reason.HTTP_STATUS, message="the simulated engine is down")
 
 
 class SimulatedEngine:
@@ -39,13 +39,13 @@ class SimulatedEngine:
     async def fetch(self) -> str | Failure:
         """Return the page, which there is none of while the engine is down or loads."""
         world = self._now()
-        return page(world.engine, self._epoch_seconds) if world.serves else DOWN
+        return render_page(world.engine, self._epoch_seconds) if world.serves else ENGINE_DOWN
 
     async def close(self) -> None:
         """Do nothing: there is no connection."""
 
 
-def page(engine: Engine, epoch_seconds: float) -> str:
+def render_page(engine: EngineRun, epoch_seconds: float) -> str:
     """Return what the engine tells, as Prometheus text."""
     traffic = engine.traffic
     figures = {
@@ -60,9 +60,9 @@ def page(engine: Engine, epoch_seconds: float) -> str:
         "request_success_total": traffic.finished_total,
         "iteration_tokens_total_count": traffic.steps_total,
     }
-    lines = [f"vllm:{name}{{{OF_THE_ENGINE}}} {value}" for name, value in figures.items()]
+    lines = [f"vllm:{name}{{{ENGINE_LABELS}}} {value}" for name, value in figures.items()]
     lines += [
-        f'vllm:engine_sleep_state{{{OF_THE_ENGINE},sleep_state="awake"}} {int(not engine.asleep)}',
+        f'vllm:engine_sleep_state{{{ENGINE_LABELS},sleep_state="awake"}} {int(not engine.asleep)}',
         f"vllm:cache_config_info{{{CACHE_CONFIG}}} 1",
         f"process_start_time_seconds {epoch_seconds + engine.started_seconds}",
     ]
@@ -115,7 +115,7 @@ class SimulatedGpus:
             utilization_ratio=world.busy / (world.busy + 8.0),
             temperature_celsius=float(round(IDLE_CELSIUS + CELSIUS_PER_WATT * (power_watts - IDLE_WATTS))),
             power_watts=round(power_watts, 1),
-            processes=tuple(_gpu_processes(world)),
+            processes=tuple(_list_gpu_processes(world)),
         )
         return GpuReadings(driver_version="580.00", devices=(device,))
 
@@ -147,17 +147,17 @@ class SimulatedProcesses:
             EngineProcess(
                 pid=engine.first_pid + place,
                 role=role,
-                rss_bytes=_resident_bytes(mib, world.seconds - engine.serving_seconds),
+                rss_bytes=_compute_rss_bytes(mib, world.seconds - engine.serving_seconds),
                 started_at_seconds=self._epoch_seconds + engine.started_seconds,
             )
             for place, (role, mib) in enumerate(RESIDENT_MIB)
             if engine.exists(world.seconds)
         )
-        pids = {process.pid for process in processes} | {process.pid for process in _gpu_processes(world)}
+        pids = {process.pid for process in processes} | {process.pid for process in _list_gpu_processes(world)}
         return ProcessReadings(engine=processes, visible_pids=frozenset(pids | {1}), sees_host_pids=True)
 
 
-def _gpu_processes(world: World) -> list[GpuProcess]:
+def _list_gpu_processes(world: World) -> list[GpuProcess]:
     processes = []
     if world.engine.exists(world.seconds):
         worker = [role for role, _ in RESIDENT_MIB].index(Role.WORKER)
@@ -167,6 +167,6 @@ def _gpu_processes(world: World) -> list[GpuProcess]:
     return processes
 
 
-def _resident_bytes(mib: int, served_seconds: float) -> int:
+def _compute_rss_bytes(mib: int, served_seconds: float) -> int:
     grown_mib = SETTLING_MIB * (1.0 - exp(-max(0.0, served_seconds) / SETTLING_SECONDS))
     return int((mib + grown_mib) * MIB) // PAGE_BYTES * PAGE_BYTES

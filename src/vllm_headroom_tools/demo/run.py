@@ -26,24 +26,24 @@ class ScaledClock:
 
     def time(self) -> float:
         """Return simulated seconds since the epoch."""
-        return self._began_epoch_seconds + self._passed()
+        return self._began_epoch_seconds + self._measure_elapsed()
 
     def monotonic(self) -> float:
         """Return simulated seconds that never go back."""
-        return self._began_monotonic_seconds + self._passed()
+        return self._began_monotonic_seconds + self._measure_elapsed()
 
     async def sleep_until(self, monotonic_seconds: float) -> None:
         """Wait until that time has come, never less; when it has passed, only let others run."""
         await sleep_until(self, monotonic_seconds, speed=self._speed)
 
-    def _passed(self) -> float:
+    def _measure_elapsed(self) -> float:
         return (time.monotonic() - self._began_monotonic_seconds) * self._speed
 
 
 log = structlog.get_logger()
 
 
-def present(world: World, clock: Clock) -> Callable[[], World]:
+def bind_world(world: World, clock: Clock) -> Callable[[], World]:
     """Return a function that brings `world` to the present and returns it; the world's time begins now."""
     began = clock.monotonic()
 
@@ -59,7 +59,7 @@ async def run(settings: PlainSettings, *, scenario: Scenario, speed: float) -> i
     log.warning("everything here is simulated, no GPU and no vLLM is read", scenario=scenario.name, speed=speed)
     clock = ScaledClock(speed)
     epoch_seconds = clock.time()
-    now = present(World(scenario), clock)
+    now = bind_world(World(scenario), clock)
     parts = Parts(
         engine=SimulatedEngine(now, epoch_seconds),
         gpus=SimulatedGpus(now),

@@ -10,16 +10,16 @@ from msgspec import Struct
 
 from vllm_headroom.units import GIB
 
-Span = tuple[float, float]
+Bounds = tuple[float, float]
 """The least and the most; what happens is drawn evenly between them."""
 
 
 class Visits(Struct, frozen=True, kw_only=True):
     """Something that comes, stays and goes, again and again; `size` is what it brings."""
 
-    pause_seconds: Span
-    stay_seconds: Span
-    size: Span
+    pause_seconds: Bounds
+    stay_seconds: Bounds
+    size: Bounds
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -33,8 +33,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     leak_bytes_per_request: float = 0.0
     bursts: Visits | None = None
     neighbours: Visits | None = None
-    restart_after_seconds: Span | None = None
-    loading_seconds: Span = (40.0, 70.0)
+    restart_after_seconds: Bounds | None = None
+    loading_seconds: Bounds = (40.0, 70.0)
     cold: bool = False
     hangs: Visits | None = None
     sleeps: Visits | None = None
@@ -67,12 +67,12 @@ _ALL: Final = (
 TABLE: Final[dict[str, Scenario]] = {scenario.name: scenario for scenario in _ALL}
 
 
-def chance(seed: int, purpose: str) -> Random:
+def make_random(seed: int, purpose: str) -> Random:
     """Return a source of chance of its own for `purpose`, so that one part's draws never shift another's."""
     return Random(f"{seed}:{purpose}")  # noqa: S311 - a simulation that must repeat, not a secret
 
 
-def poisson(random: Random, mean: float) -> int:
+def draw_poisson(random: Random, mean: float) -> int:
     """Return how many events happen where `mean` (below 700, for exp) are expected; by Knuth's product of draws."""
     limit, product, events = exp(-mean), random.random(), 0
     while product > limit:

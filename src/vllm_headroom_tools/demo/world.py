@@ -7,7 +7,7 @@ from random import Random
 from typing import Final
 
 from vllm_headroom.units import MIB
-from vllm_headroom_tools.demo.scenario import Drift, Recurring, Scenario, Span, Visit, chance, poisson
+from vllm_headroom_tools.demo.scenario import Bounds, Drift, Recurring, Scenario, Visit, draw_poisson, make_random
 
 REQUESTS_PER_SECOND: Final = 10.0
 MOST_RUNNING: Final = 256
@@ -46,7 +46,7 @@ class Demand:
     def step(self, seconds: float, factor: float) -> int:
         """Return the requests that arrive in one second, at `factor` times the ordinary load."""
         wave = 1.0 + 0.2 * cos(2.0 * pi * (seconds - BUSIEST_SECONDS) / DAY_SECONDS)
-        return poisson(self._random, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
+        return draw_poisson(self._random, REQUESTS_PER_SECOND * wave * factor * exp(self._drift.step()))
 
 
 class Traffic:
@@ -70,7 +70,7 @@ class Traffic:
     def step(self, arrived: int) -> int:
         """Serve for one second; return how many requests finished in it."""
         latency_seconds = ALONE_SECONDS * (1.0 + self.running / SLOWDOWN_RUNNING)
-        finished = min(self.running, poisson(self._random, self.running / latency_seconds))
+        finished = min(self.running, draw_poisson(self._random, self.running / latency_seconds))
         self.generation_tokens_total += int(self.running * GENERATED_TOKENS / latency_seconds)
         self.steps_total += STEPS_PER_SECOND if self.running else 0
         self.finished_total += finished
@@ -136,14 +136,14 @@ WEIGHTS_LOADED: Final = 0.7
 PIDS_APART: Final = 37
 
 
-class Engine:
+class EngineRun:
     """A server of one model on one GPU; times are seconds since the demo began, and `number` counts lives from 0."""
 
     def __init__(self, seed: int, number: int, *, started_seconds: float, serving_seconds: float) -> None:
         self.number = number
         self.started_seconds = started_seconds
         self.serving_seconds = serving_seconds
-        self.traffic = Traffic(chance(seed, f"traffic {number}"))
+        self.traffic = Traffic(make_random(seed, f"traffic {number}"))
         self.asleep = False
         self.leaked_bytes = 0.0
         self._most_running = 0
@@ -174,33 +174,35 @@ class Engine:
         self.leaked_bytes += self.traffic.step(arrived) * leak_bytes_per_request
         self._most_running = max(self._most_running, self.traffic.running)
 
-    def gpu_bytes(self, seconds: float) -> int:
+    def count_gpu_bytes(self, seconds: float) -> int:
         """Return what its worker holds on the GPU."""
         if self.asleep and self.serves(seconds):
             return (OUTSIDE_MIB + GRAPHS_MIB) * MIB
         if self.serves(seconds):
             fixed_mib = OUTSIDE_MIB + WEIGHTS_MIB + KV_MIB + GRAPHS_MIB
-            taken = taken_mib(self.traffic.finished_total, self._most_running)
-            return (fixed_mib + taken + segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
+            taken = compute_taken_mib(self.traffic.finished_total, self._most_running)
+            return (fixed_mib + taken + round_to_segments(self.leaked_bytes / MIB, SMALL_SEGMENT_MIB)) * MIB
         if self.exists(seconds):
             done = (seconds - self.started_seconds) / (self.serving_seconds - self.started_seconds)
-            return (OUTSIDE_MIB + segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)) * MIB
+            return (
+                OUTSIDE_MIB + round_to_segments(WEIGHTS_MIB * min(1.0, done / WEIGHTS_LOADED), SMALL_SEGMENT_MIB)
+            ) * MIB
         return 0
 
 
-def segments(mib: float, segment_mib: int) -> int:
+def round_to_segments(mib: float, segment_mib: int) -> int:
     """Return `mib` as MiB in whole segments."""
     return ceil(mib / segment_mib) * segment_mib
 
 
-def taken_mib(requests: int, most_running: int) -> int:
+def compute_taken_mib(requests: int, most_running: int) -> int:
     """Return what a life of a healthy engine goes on taking, and never gives back, by requests and most at once.
 
     The picture is PyTorch's caching allocator (c10/core/AllocatorConfig.h: 2 MiB and 20 MiB segments) with lazily
     loaded kernels. What the n-th request needs first gets rarer as 1/n; a leak does not.
     """
-    first_uses = segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
-    return min(first_uses + segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)
+    first_uses = round_to_segments(FIRST_USES_MIB * log1p(requests), LARGE_SEGMENT_MIB)
+    return min(first_uses + round_to_segments(MIB_PER_RUNNING * most_running, LARGE_SEGMENT_MIB), ACTIVATIONS_MIB)
 
 
 TOTAL_BYTES: Final = 81_559 * MIB
@@ -214,7 +216,7 @@ OUT_OF_MEMORY_BYTES: Final = TOTAL_BYTES - RESERVED_BYTES - 50 * MIB
 WARM_SECONDS: Final = 3_600
 """The engine has served this long when the demo begins."""
 
-DOWN_SECONDS: Final[Span] = (20.0, 50.0)
+DOWN_SECONDS: Final[Bounds] = (20.0, 50.0)
 """With a scenario's ordinary loading time, a restart takes one to two minutes."""
 
 NEIGHBOUR_CONTEXT_MIB: Final = 450
@@ -230,18 +232,18 @@ class World:
 
     def __init__(self, scenario: Scenario, seed: int = 0) -> None:
         self.seconds = -WARM_SECONDS
-        self.engine = _first_engine(scenario, seed)
+        self.engine = _start_engine(scenario, seed)
         self.busy = 0
         self.neighbour: Visit | None = None
         self._scenario = scenario
         self._seed = seed
-        self._demand = Demand(chance(seed, "demand"))
-        self._bursts = Recurring(chance(seed, "bursts"), scenario.bursts)
-        self._neighbours = Recurring(chance(seed, "neighbours"), scenario.neighbours)
-        self._hangs = Recurring(chance(seed, "hangs"), scenario.hangs)
-        self._sleeps = Recurring(chance(seed, "sleeps"), scenario.sleeps)
-        self._fate = chance(seed, "fate")
-        self._ends_seconds = self._next_end(max(0.0, self.engine.serving_seconds))
+        self._demand = Demand(make_random(seed, "demand"))
+        self._bursts = Recurring(make_random(seed, "bursts"), scenario.bursts)
+        self._neighbours = Recurring(make_random(seed, "neighbours"), scenario.neighbours)
+        self._hangs = Recurring(make_random(seed, "hangs"), scenario.hangs)
+        self._sleeps = Recurring(make_random(seed, "sleeps"), scenario.sleeps)
+        self._fate = make_random(seed, "fate")
+        self._ends_seconds = self._draw_end(max(0.0, self.engine.serving_seconds))
         self.advance(0.0)
 
     def advance(self, seconds: float) -> None:
@@ -257,7 +259,7 @@ class World:
     @property
     def engine_bytes(self) -> int:
         """GPU memory of the engine's worker."""
-        return self.engine.gpu_bytes(self.seconds)
+        return self.engine.count_gpu_bytes(self.seconds)
 
     @property
     def neighbour_bytes(self) -> int:
@@ -268,7 +270,7 @@ class World:
         stay_seconds = visit.leaves_seconds - visit.came_seconds
         grown = min(1.0, (self.seconds - visit.came_seconds) / (NEIGHBOUR_RAMP * stay_seconds))
         growth_mib = visit.size / MIB - NEIGHBOUR_CONTEXT_MIB
-        return (NEIGHBOUR_CONTEXT_MIB + segments(grown * growth_mib, SMALL_SEGMENT_MIB)) * MIB
+        return (NEIGHBOUR_CONTEXT_MIB + round_to_segments(grown * growth_mib, SMALL_SEGMENT_MIB)) * MIB
 
     @property
     def used_bytes(self) -> int:
@@ -292,17 +294,19 @@ class World:
     def _restart(self) -> None:
         started = self.seconds + self._fate.uniform(*DOWN_SECONDS)
         serving = started + self._fate.uniform(*self._scenario.loading_seconds)
-        self.engine = Engine(self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving)
-        self._ends_seconds = self._next_end(serving)
+        self.engine = EngineRun(self._seed, self.engine.number + 1, started_seconds=started, serving_seconds=serving)
+        self._ends_seconds = self._draw_end(serving)
 
-    def _next_end(self, serving_seconds: float) -> float:
+    def _draw_end(self, serving_seconds: float) -> float:
         span = self._scenario.restart_after_seconds
         return inf if span is None else serving_seconds + self._fate.uniform(*span)
 
 
-def _first_engine(scenario: Scenario, seed: int) -> Engine:
+def _start_engine(scenario: Scenario, seed: int) -> EngineRun:
     """Return the engine that is there at the beginning."""
     if scenario.cold:
-        loading = chance(seed, "first load").uniform(*scenario.loading_seconds)
-        return Engine(seed, 0, started_seconds=0.0, serving_seconds=loading)
-    return Engine(seed, 0, started_seconds=-WARM_SECONDS - scenario.loading_seconds[1], serving_seconds=-WARM_SECONDS)
+        loading = make_random(seed, "first load").uniform(*scenario.loading_seconds)
+        return EngineRun(seed, 0, started_seconds=0.0, serving_seconds=loading)
+    return EngineRun(
+        seed, 0, started_seconds=-WARM_SECONDS - scenario.loading_seconds[1], serving_seconds=-WARM_SECONDS
+    )

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.derive.inside import told
-from vllm_headroom.derive.kv_cache import kv_cache
-from vllm_headroom.derive.readings import named
+from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.derive.inside import classify_probe
+from vllm_headroom.derive.kv_cache import derive_kv_cache
+from vllm_headroom.derive.readings import list_named
 from vllm_headroom.model import (
     INPUTS,
     EnginePage,
@@ -26,17 +26,27 @@ from vllm_headroom.model import (
     ProbeReadings,
     Snapshot,
 )
-from vllm_headroom.parse.engines import nothing_found, profile_of
+from vllm_headroom.parse.engines import explain_empty_page, find_profile
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles.vllm import VLLM as VLLM_ENGINE
-from vllm_headroom.scrape.http.reader import port_of
-from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.scrape.http.reader import find_port
+from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Attribution, Reason
-from vllm_headroom_tools.doctor.fixes import COMPOSE, POD, VLLM, Check, Fix, Sight, Status, engine_fixes, setting
+from vllm_headroom_tools.doctor.fixes import (
+    COMPOSE,
+    POD,
+    VLLM,
+    Check,
+    Fix,
+    Status,
+    Survey,
+    find_engine_fixes,
+    fix_setting,
+)
 from vllm_headroom_tools.look import PATIENCE_SECONDS
-from vllm_headroom_tools.sizing.footprint import ModelShape, token_bytes
+from vllm_headroom_tools.sizing.footprint import ModelShape, bind_token_bytes
 
 WITHOUT_THE_PAGE: Final = (
     "headroom_engine_info",
@@ -60,73 +70,76 @@ WITHOUT_AN_ANSWER: Final = (
 )
 """Nothing is said of leaks before the engine was seen to have served."""
 
-SOMEWHERE: Final = setting(
+SET_ENGINE_URL: Final = fix_setting(
     "HEADROOM_ENGINE_URL=http://HOST:PORT/metrics",
     "# HOST is 127.0.0.1 in the same pod, PORT is vLLM's --port, or 8000",
     "# trtllm-serve has its page at /prometheus/metrics",
 )
 
-WAIT: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
+WAIT_FOR_START: Final = Fix(where="by waiting for this in vLLM's log", lines=("Application startup complete.",))
 
 
-def engine(sight: Sight) -> Check:
+def check_engine(sight: Survey) -> Check:
     """Tell whether the page can be read and is an engine's, and of which version."""
     if isinstance(sight.page, Failure):
-        return _unreadable(sight, sight.page)
+        return _check_unreadable(sight, sight.page)
     if sight.page.engines:
-        return Check(Status.OK, _answering(sight, sight.page))
-    fixes = [_elsewhere(sight)]
+        return Check(Status.OK, _describe_answer(sight, sight.page))
+    fixes = [_fix_address(sight)]
     if sight.version is not None:
         fixes.insert(0, Fix(where=f"{VLLM}, to take out", lines=("--disable-log-stats",)))
     return Check(
         Status.MISSING,
-        f"{sight.url} answers, but {nothing_found(sight.page)}",
+        f"{sight.url} answers, but {explain_empty_page(sight.page)}",
         details=() if sight.version is None else (f"the server calls itself version {sight.version}",),
         absent=WITHOUT_THE_PAGE,
         fixes=tuple(fixes),
     )
 
 
-def _answering(sight: Sight, page: EnginePage) -> str:
+def _describe_answer(sight: Survey, page: EnginePage) -> str:
     what = f"version {sight.version}" if sight.version else "a version that it does not tell"
-    models = sorted({engine.model_name for engine in named(page)})
+    models = sorted({engine.model_name for engine in list_named(page)})
     serving = f"model {', '.join(models)}" if models else "no model named before its first request"
     engines = f", {len(page.engines)} engines" if len(page.engines) > 1 else ""
     return f"{sight.url} answers: {page.profile}, {what}, {serving}{engines}"
 
 
-def _unreadable(sight: Sight, failure: Failure) -> Check:
+def _check_unreadable(sight: Survey, failure: Failure) -> Check:
     gave_up = failure.reason is Reason.TIMEOUT and sight.daemon_waits_seconds > PATIENCE_SECONDS
     return Check(
         Status.UNKNOWN if gave_up else Status.MISSING,
         failure.message,
-        details=tuple(_hints(sight, gave_up=gave_up)),
+        details=tuple(_list_hints(sight, gave_up=gave_up)),
         absent=WITHOUT_AN_ANSWER,
-        fixes=(*((WAIT,) if _is_loading(sight) else ()), *engine_fixes(failure.reason, _elsewhere(sight))),
+        fixes=(
+            *((WAIT_FOR_START,) if _is_loading(sight) else ()),
+            *find_engine_fixes(failure.reason, _fix_address(sight)),
+        ),
     )
 
 
-def _hints(sight: Sight, *, gave_up: bool) -> Iterator[str]:
+def _list_hints(sight: Survey, *, gave_up: bool) -> Iterator[str]:
     if gave_up:
         yield f"the daemon waits {sight.daemon_waits_seconds:g} s, this command {PATIENCE_SECONDS:g} s"
     if _is_loading(sight):
         yield "its processes run here: while an engine loads its model, which can take minutes, it does not listen"
-    elif sight.served_port not in {None, port_of(sight.url)}:
+    elif sight.served_port not in {None, find_port(sight.url)}:
         yield f"an engine that runs here serves port {sight.served_port}"
 
 
-def _is_loading(sight: Sight) -> bool:
+def _is_loading(sight: Survey) -> bool:
     """Tell whether nothing listens yet, and a vLLM that runs here may do so later."""
     if isinstance(sight.processes, Failure) or not sight.processes.engine or not isinstance(sight.page, Failure):
         return False
-    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, port_of(sight.url)}
+    return sight.page.reason is Reason.UNREACHABLE and sight.served_port in {None, find_port(sight.url)}
 
 
-def _elsewhere(sight: Sight) -> Fix:
+def _fix_address(sight: Survey) -> Fix:
     """Return how to look for the page elsewhere: at the port of the engine that runs here, where that is another."""
-    if sight.served_port in {None, port_of(sight.url)}:
-        return SOMEWHERE
-    return setting(f"HEADROOM_ENGINE_URL={sight.url.copy_with(port=sight.served_port)}")
+    if sight.served_port in {None, find_port(sight.url)}:
+        return SET_ENGINE_URL
+    return fix_setting(f"HEADROOM_ENGINE_URL={sight.url.copy_with(port=sight.served_port)}")
 
 
 NO_PAGE: Final = "needs the engine's page, see engine"
@@ -147,9 +160,9 @@ TAKE_OUT: Final = Fix(where=f"{VLLM}, to take out", lines=("--kv-cache-memory-by
 
 
 WITHOUT_BYTES: Final = (catalog.ENGINE_KV_CAPACITY_BYTES.name, catalog.ENGINE_KV_BYTES_PER_REQUEST.name)
-TELL_KV_BYTES: Final = (
-    setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
-    setting(
+SET_KV_BYTES: Final = (
+    fix_setting("HEADROOM_MODEL_CONFIG=/models/MODEL/config.json  # of the model that is served, where it can be read"),
+    fix_setting(
         "HEADROOM_KV_BYTES_PER_TOKEN=131072",
         "# 2 x layers x KV heads x head size x bytes of a value: yours are in the model's config.json",
         "# 131072 is Llama 3.1 8B in 16 bits: 2 x 32 x 8 x 128 x 2",
@@ -164,14 +177,14 @@ SERIES: Final = {
 it, and what the engine reports of its memory is looked at by itself."""
 
 
-def engine_inputs(sight: Sight) -> Check:
+def check_engine_inputs(sight: Survey) -> Check:
     """Tell which inputs the page does not offer, and which series are absent for it."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     offered = f"{sum(found for _, found in page.inputs)} of {len(page.inputs)} inputs offered"
-    wanted = needed(page)
-    profile = profile_of(page.profile)
+    wanted = list_needed(page)
+    profile = find_profile(page.profile)
     spare = ", ".join(name for name, found in page.inputs if not found and name not in SERIES)
     details = (
         *((f"not offered, and no series is absent for it: {spare}",) if spare else ()),
@@ -185,27 +198,27 @@ def engine_inputs(sight: Sight) -> Check:
         Status.MISSING if has_served else Status.UNKNOWN,
         f"{offered}, not {', '.join(wanted)}{later}",
         details=details,
-        absent=lost(wanted, page),
-        fixes=(_newer(profile) if has_served else _first_request(sight, page),),
+        absent=list_lost_series(wanted, page),
+        fixes=(_fix_version(profile) if has_served else _fix_first_request(sight, page),),
     )
 
 
-def _newer(profile: Profile) -> Fix:
+def _fix_version(profile: Profile) -> Fix:
     if profile.name == VLLM_ENGINE.name:
         return NEWER
     return Fix(where=f"in {profile.product}'s image", lines=("# a newer version, where it has one that offers them",))
 
 
-def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
+def check_reported_memory(sight: Survey, configured_bytes: int | None) -> Check:
     """Tell what there is to compare the engine's memory with: ask the derivation, for a GPU of one's own making."""
     page = sight.page
     if isinstance(page, Failure) or not page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=page, gpus=(A_GPU,), processes=())
-    for sample in discrepancy(snapshot, configured_bytes=configured_bytes):
-        return Check(Status.OK, _report(sample.labels[-1], sample.value))
+    for sample in derive_discrepancy(snapshot, configured_bytes=configured_bytes):
+        return Check(Status.OK, _describe_report(sample.labels[-1], sample.value))
     is_given = any(engine.kv_cache_memory_bytes is not None for engine in page.engines)
-    product = profile_of(page.profile).product
+    product = find_profile(page.profile).product
     given = f"{product}'s KV cache was given its size, as by --kv-cache-memory-bytes"
     untold = f"{product} does not tell one gpu_memory_utilization"
     return Check(
@@ -213,13 +226,13 @@ def reported_memory(sight: Sight, configured_bytes: int | None) -> Check:
         f"{given if is_given else untold}, so that there is no budget to compare what it holds with",
         absent=WITHOUT_A_REPORT,
         fixes=(
-            setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
+            fix_setting("HEADROOM_REPORTED_BYTES=72GiB  # what it should hold of each GPU"),
             *((TAKE_OUT,) if is_given else ()),
         ),
     )
 
 
-def _first_request(sight: Sight, page: EnginePage) -> Fix:
+def _fix_first_request(sight: Survey, page: EnginePage) -> Fix:
     body = json.dumps({"model": page.engines[0].model_name or "MODEL", "prompt": "Hi", "max_tokens": 1})
     url = shlex.quote(str(sight.url.join("v1/completions")))
     return Fix(
@@ -228,7 +241,7 @@ def _first_request(sight: Sight, page: EnginePage) -> Fix:
     )
 
 
-def _report(basis: str, value: float) -> str:
+def _describe_report(basis: str, value: float) -> str:
     told = {
         "metric": f"the engine reports {value / GIB:.1f} GiB on each GPU",
         "budget": f"the engine's budget is {value / GIB:.0%} of each GPU (gpu_memory_utilization)",
@@ -237,13 +250,13 @@ def _report(basis: str, value: float) -> str:
     return told[basis]
 
 
-def needed(page: EnginePage) -> tuple[str, ...]:
+def list_needed(page: EnginePage) -> tuple[str, ...]:
     """Return the inputs that the page does not offer, engines of its kind do, and something is made of."""
-    never = dict(profile_of(page.profile).absent)
+    never = dict(find_profile(page.profile).absent)
     return tuple(name for name, found in page.inputs if not found and name in SERIES and name not in never)
 
 
-def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
+def list_lost_series(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     """Return the series that are absent without these inputs, in the order of the daemon's page."""
     without = {metric for name in inputs for metric in SERIES[name]}
     if ("prefix_cache_hit_rate", True) in page.inputs:
@@ -251,33 +264,33 @@ def lost(inputs: Collection[str], page: EnginePage) -> tuple[str, ...]:
     return tuple(metric.name for metric in catalog.METRICS if metric in without)
 
 
-def kv_bytes(sight: Sight, bytes_per_token: float | None, model: ModelShape | None) -> Check:
+def check_kv_bytes(sight: Survey, bytes_per_token: float | None, model: ModelShape | None) -> Check:
     """Tell whether the KV cache can be known in bytes: with a model, ask the derivation; it works without them."""
     if bytes_per_token is not None:
         return Check(Status.OK, f"{bytes_per_token:g} bytes per token are set")
     if model is None:
         text = "HEADROOM_MODEL_CONFIG is not set: the KV cache is told in tokens, not in bytes"
-        return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+        return Check(Status.NOT_APPLICABLE, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
     if isinstance(sight.page, Failure) or not sight.page.engines:
         return Check(Status.UNKNOWN, NO_PAGE)
     gpus = sight.readings if isinstance(sight.readings, Failure) else sight.gpus
     snapshot = Snapshot(time_seconds=0, monotonic_seconds=0, engines=sight.page, gpus=gpus, processes=())
-    told = {sample.metric for sample in kv_cache(snapshot, bytes_per_token=None, model=token_bytes(model))}
+    told = {sample.metric for sample in derive_kv_cache(snapshot, bytes_per_token=None, model=bind_token_bytes(model))}
     if catalog.ENGINE_KV_CAPACITY_BYTES in told:
         return Check(Status.OK, "HEADROOM_MODEL_CONFIG tells the bytes per token")
     text = (
         "HEADROOM_MODEL_CONFIG does not tell the bytes of this engine's KV cache: its dtype or its GPUs are unknown,"
         " or its layers keep a window or a state"
     )
-    return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=TELL_KV_BYTES)
+    return Check(Status.MISSING, text, absent=WITHOUT_BYTES, fixes=SET_KV_BYTES)
 
 
 READ_SECONDS: Final = 2.0
 FROM_PROBE: Final = ("headroom_engine_memory_bytes", "headroom_allocator_*", "headroom_leak_location")
-OFF: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
+NO_PROBE_DIR: Final = "HEADROOM_PROBE_DIR is not set: what only vLLM's processes know is not read"
 NO_GPU: Final = "torch's allocator is not told: vLLM has no GPU, has not begun to use it, or may sleep"
 
-FIXES: Final = (
+INSTALL_PROBE: Final = (
     Fix(
         where=f"{POD}, after the container that runs vllm-headroom probe install (the component probe has it all)",
         lines=(
@@ -300,51 +313,55 @@ FIXES: Final = (
 RESTART: Final = (Fix(where="by a restart of vLLM, once what its log says is mended", lines=("headroom probe: ...",)),)
 
 
-async def probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
+async def read_probe_files(folder: Path | None) -> tuple[ProbedProcess, ...] | Failure | None:
     """Return what the probe has written, as the daemon reads it; None where it is not set."""
-    return None if folder is None else await Probe(folder, parse=parse_probe).read(READ_SECONDS)
+    return None if folder is None else await ProbeReader(folder, parse=parse_probe).read(READ_SECONDS)
 
 
-def probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Sight) -> Check:
+def check_probe(files: tuple[ProbedProcess, ...] | Failure | None, sight: Survey) -> Check:
     """Tell whether the probe is there, loaded by the vLLM that runs, and writes."""
     processes = () if isinstance(sight.processes, Failure) else sight.processes.engine
-    found = told(files, processes, time.time())
+    found = classify_probe(files, processes, time.time())
     if found is None:
-        return Check(Status.NOT_APPLICABLE, OFF)
+        return Check(Status.NOT_APPLICABLE, NO_PROBE_DIR)
     if isinstance(found, Failure):
-        return _missing(found.message, (), *FIXES)
-    stopped = tuple(f"{_called(each)} has stopped: {each.stopped}" for each in _of_now(found) if each.stopped)
+        return _report_missing(found.message, (), *INSTALL_PROBE)
+    stopped = tuple(
+        f"{_name_process(each)} has stopped: {each.stopped}" for each in _select_current(found) if each.stopped
+    )
     if not found.present:
-        return _missing(_why_none(found), stopped, *(RESTART if found.silent or stopped else FIXES))
-    details = (*stopped, *(f"{_called(each)} writes no longer" for each in found.silent))
+        return _report_missing(
+            _explain_silence(found), stopped, *(RESTART if found.silent or stopped else INSTALL_PROBE)
+        )
+    details = (*stopped, *(f"{_name_process(each)} writes no longer" for each in found.silent))
     if details:
-        return _missing(f"{_counted(found.present)}, but not all", details, *RESTART)
+        return _report_missing(f"{_count_roles(found.present)}, but not all", details, *RESTART)
     telling = any(process.devices for process in found.present)
-    return Check(Status.OK, _counted(found.present), details=() if telling else (NO_GPU,))
+    return Check(Status.OK, _count_roles(found.present), details=() if telling else (NO_GPU,))
 
 
-def _missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
+def _report_missing(text: str, details: tuple[str, ...], *fixes: Fix) -> Check:
     return Check(Status.MISSING, text, details=details, absent=FROM_PROBE, fixes=fixes)
 
 
-def _of_now(found: ProbeReadings) -> tuple[ProbedProcess, ...]:
+def _select_current(found: ProbeReadings) -> tuple[ProbedProcess, ...]:
     """Return those that may be of the engine that runs: not older than what writes now."""
     began = min((each.started_at_seconds for each in found.present), default=0.0)
     return tuple(each for each in found.others if each.started_at_seconds >= began)
 
 
-def _why_none(found: ProbeReadings) -> str:
+def _explain_silence(found: ProbeReadings) -> str:
     if found.silent:
         return "vLLM's processes have loaded it, and none writes any more: they are stopped or stuck"
     return "none of vLLM's processes writes now: it is down, still starting, or was started without the probe"
 
 
-def _counted(present: tuple[ProbedProcess, ...]) -> str:
+def _count_roles(present: tuple[ProbedProcess, ...]) -> str:
     roles = Counter(str(each.role) for each in present)
     versions = sorted({each.vllm_version for each in present if each.vllm_version})
     counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
     return f"it answers in {counted}" + (f" of vLLM {', '.join(versions)}" if versions else "")
 
 
-def _called(process: ProbedProcess) -> str:
+def _name_process(process: ProbedProcess) -> str:
     return f"{process.role} (pid {process.pid} of its container)"

@@ -11,12 +11,12 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.parts import page_reader
+from vllm_headroom.daemon.parts import build_page_reader
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.scrape.http.failures import without_secrets
+from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetched, machine, understood
-from vllm_headroom_tools.openai import server_version
+from vllm_headroom_tools.look import PATIENCE_SECONDS, Machine, fetch_engines, fetch_once, read_machine
+from vllm_headroom_tools.openai import parse_server_version
 
 
 class Status(StrEnum):
@@ -58,7 +58,7 @@ VLLM: Final = "in vLLM's arguments"
 CLAIM: Final = "resources: {claims: [{name: gpu}]}"
 
 
-def setting(*lines: str) -> Fix:
+def fix_setting(*lines: str) -> Fix:
     """Return the fix that is a setting of ours."""
     return Fix(where="in the sidecar's environment", lines=lines)
 
@@ -132,7 +132,7 @@ NEW_CONTAINER: Final = (
 )
 SAY_WHICH_PORT: Final = (
     Fix(where=VLLM, lines=("--port 8001  # another for each server",)),
-    setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
+    fix_setting("HEADROOM_ENGINE_URL=http://127.0.0.1:8001/metrics"),
 )
 
 _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
@@ -149,37 +149,37 @@ _NVML: Final[dict[Reason, tuple[Fix, ...]]] = {
 }
 
 
-def nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
+def find_nvml_fixes(reason: Reason) -> tuple[Fix, ...]:
     """Return what mends NVML as a whole."""
     return _NVML.get(reason, (KERNEL_LOG,))
 
 
-def gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
+def find_gpu_fixes(reason: Reason) -> tuple[Fix, ...]:
     """Return what mends one GPU."""
     return SEE_THE_GPUS if reason is Reason.NO_PERMISSION else (KERNEL_LOG,)
 
 
-def engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
+def find_engine_fixes(reason: Reason, elsewhere: Fix) -> tuple[Fix, ...]:
     """Return what makes the engine's page come; `elsewhere` names another address for it."""
     match reason:
         case Reason.TIMEOUT:
             slower = ("HEADROOM_ENGINE_TIMEOUT_SECONDS=10", "HEADROOM_SAMPLE_INTERVAL_SECONDS=10")
-            return setting(*slower), elsewhere
+            return fix_setting(*slower), elsewhere
         case Reason.TLS:
-            return setting("HEADROOM_ENGINE_CA_FILE=/path/to/ca.pem"), elsewhere
+            return fix_setting("HEADROOM_ENGINE_CA_FILE=/path/to/ca.pem"), elsewhere
         case Reason.UNAUTHORIZED | Reason.CREDENTIALS:
-            return (setting("HEADROOM_ENGINE_BEARER_TOKEN_FILE=/path/to/token"),)
+            return (fix_setting("HEADROOM_ENGINE_BEARER_TOKEN_FILE=/path/to/token"),)
         case Reason.TOO_LARGE:
-            return setting("HEADROOM_ENGINE_MAX_PAGE_BYTES=32MiB"), elsewhere
+            return fix_setting("HEADROOM_ENGINE_MAX_PAGE_BYTES=32MiB"), elsewhere
         case _:
             return (elsewhere,)
 
 
-ASIDE_SECONDS: Final = 1.0
+VERSION_SECONDS: Final = 1.0
 """For what only helps: the engine's version."""
 
 
-class Sight(Machine, frozen=True, kw_only=True):
+class Survey(Machine, frozen=True, kw_only=True):
     """What was seen of the machine and the engine.
 
     `url` is where the engine's page should be, without user and password. `version` is what the server calls itself,
@@ -200,20 +200,20 @@ class Sight(Machine, frozen=True, kw_only=True):
         return min(ports) if len(ports) == 1 else None
 
 
-async def look(settings: PlainSettings, proc: Path, sys: Path) -> Sight:
+async def look(settings: PlainSettings, proc: Path, sys: Path) -> Survey:
     """Read the engine's page, the GPUs and `proc` once, as the daemon does with these settings."""
     url = httpx.URL(settings.engine_url)
     daemon_waits = min(settings.engine_timeout_seconds, settings.sample_interval_seconds)
-    reader = page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
-    page = asyncio.create_task(understood(reader, settings.profile))
+    reader = build_page_reader(settings, str(url), timeout_seconds=min(daemon_waits, PATIENCE_SECONDS))
+    page = asyncio.create_task(fetch_engines(reader, settings.profile))
     here, about = await asyncio.gather(
-        machine(settings, page, proc, sys),
-        fetched(page_reader(settings, str(url.join("version")), timeout_seconds=ASIDE_SECONDS)),
+        read_machine(settings, page, proc, sys),
+        fetch_once(build_page_reader(settings, str(url.join("version")), timeout_seconds=VERSION_SECONDS)),
     )
-    return Sight(
-        url=without_secrets(url),
+    return Survey(
+        url=hide_secrets(url),
         page=await page,
-        version=server_version(about) if isinstance(about, str) else None,
+        version=parse_server_version(about) if isinstance(about, str) else None,
         readings=here.readings,
         gpus=here.gpus,
         processes=here.processes,

@@ -9,11 +9,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from vllm_headroom.daemon.transitions import AMBIGUOUS, NOT_ATTRIBUTED
-from vllm_headroom.derive.attribution import Selection, described, of_no_gpu, pids_are_true, process_memory_is_true
-from vllm_headroom.derive.host_memory import ContainerState, container
+from vllm_headroom.derive.attribution import (
+    Selection,
+    are_pids_true,
+    describe_leftover,
+    describe_orphans,
+    is_process_memory_true,
+)
+from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, ProcessReadings, Vendor
 from vllm_headroom.scrape.proc.reader import HIDDEN
-from vllm_headroom.units import gib
+from vllm_headroom.units import format_gib
 from vllm_headroom.vocabulary import Attribution, HostBasis, Reason
 from vllm_headroom_tools.doctor.fixes import (
     ASK_KFD,
@@ -26,28 +32,28 @@ from vllm_headroom_tools.doctor.fixes import (
     TRACE_THEM,
     Check,
     Fix,
-    Sight,
     Status,
-    gpu_fixes,
-    nvml_fixes,
-    setting,
+    Survey,
+    find_gpu_fixes,
+    find_nvml_fixes,
+    fix_setting,
 )
 
-OF_OWNED_GPUS: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
+OWNED_GPU_SERIES: Final = ("headroom_leak_*", "headroom_leaked_bytes", "headroom_memory_*", "headroom_time_to_oom_*")
 """What there is of the engine's GPUs only."""
 
-WITHOUT_NVML: Final = ("headroom_gpu_*", *OF_OWNED_GPUS, "headroom_sample_skew_seconds")
+WITHOUT_NVML: Final = ("headroom_gpu_*", *OWNED_GPU_SERIES, "headroom_sample_skew_seconds")
 NO_NVML: Final = "needs NVML, see nvml"
 
 
-def nvml(sight: Sight) -> Check:
+def check_nvml(sight: Survey) -> Check:
     """Tell whether NVML answers, and of which driver it is."""
     if isinstance(sight.readings, Failure):
         return Check(
             Status.MISSING,
             sight.readings.message,
             absent=WITHOUT_NVML,
-            fixes=nvml_fixes(sight.readings.reason),
+            fixes=find_nvml_fixes(sight.readings.reason),
         )
     if all(device.vendor is Vendor.AMD for device in sight.readings.devices):
         text = "not needed: the GPUs are AMD's, whose driver tells of them in /sys"
@@ -57,18 +63,19 @@ def nvml(sight: Sight) -> Check:
     return Check(Status.OK, text)
 
 
-def gpus(sight: Sight) -> Check:
+def check_gpus(sight: Survey) -> Check:
     """Tell which GPUs are visible, and whether each can be read."""
     if isinstance(sight.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     devices = sight.readings.devices
     details = tuple(
-        f"{called(device)} {device.name}".rstrip() + _unified(device) + _trouble(device) for device in devices
+        f"{name_device(device)} {device.name}".rstrip() + _describe_unified(device) + _describe_trouble(device)
+        for device in devices
     )
     details += tuple(
-        f"{called(gpu.reading)}: {described(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
+        f"{name_device(gpu.reading)}: {describe_leftover(leftover)}" for gpu in sight.gpus for leftover in gpu.leftovers
     )
-    unread = [device for device in devices if _trouble(device)]
+    unread = [device for device in devices if _describe_trouble(device)]
     if not unread:
         return Check(Status.OK, f"{len(devices)} visible", details=details)
     failures = [device.failure.reason for device in unread if device.failure]
@@ -77,17 +84,17 @@ def gpus(sight: Sight) -> Check:
         Status.MISSING,
         f"{len(devices)} visible, of which {len(unread)} cannot be read",
         details=details,
-        absent=tuple(f"headroom_gpu_memory_* of {called(device)}" for device in unread),
-        fixes=gpu_fixes(failures[0]) if failures else untold,
+        absent=tuple(f"headroom_gpu_memory_* of {name_device(device)}" for device in unread),
+        fixes=find_gpu_fixes(failures[0]) if failures else untold,
     )
 
 
-def called(device: GpuReading) -> str:
+def name_device(device: GpuReading) -> str:
     """Return how a GPU is called; one that never opened has no UUID."""
     return f"GPU {device.index} ({device.uuid or 'UUID not known'})"
 
 
-def _trouble(device: GpuReading) -> str:
+def _describe_trouble(device: GpuReading) -> str:
     if device.failure is not None:
         return f": {device.failure.message}"
     if device.memory is not None:
@@ -99,11 +106,11 @@ def _trouble(device: GpuReading) -> str:
     return ": NVML tells no memory of it"
 
 
-def _unified(device: GpuReading) -> str:
+def _describe_unified(device: GpuReading) -> str:
     """Say where a GPU has no memory of its own, so that nothing but the machine's swap stands between it and a hang."""
-    if device.memory is None or not device.memory.unified:
+    if device.memory is None or not device.memory.is_unified:
         return ""
-    total, free = gib(device.memory.total_bytes), gib(device.memory.free_bytes)
+    total, free = format_gib(device.memory.total_bytes), format_gib(device.memory.free_bytes)
     return f", unified memory: {free} left of the {total} that it may take of the machine's, by /proc/meminfo"
 
 
@@ -124,47 +131,50 @@ ASK_THE_NODE: Final = Fix(
 )
 
 
-def processes(sight: Sight) -> Check:
+def check_processes(sight: Survey) -> Check:
     """Tell whether the engine's processes are seen, which they are only where the PID namespace is shared."""
     found = sight.processes
     if isinstance(found, Failure):
-        return _without(Status.MISSING, found.message, *_fixes(found))
-    check, left = _seen(sight, found), of_no_gpu(found.left_behind, sight.gpus)
+        return _report_without(Status.MISSING, found.message, *_find_fixes(found))
+    check, left = _check_seen(sight, found), describe_orphans(found.left_behind, sight.gpus)
     return check if left is None else replace(check, details=(*check.details, left))
 
 
-def _seen(sight: Sight, found: ProcessReadings) -> Check:
+def _check_seen(sight: Survey, found: ProcessReadings) -> Check:
     if found.engine:
         roles = Counter(str(process.role) for process in found.engine)
         counted = ", ".join(f"{count} {role}" for role, count in sorted(roles.items()))
-        text = f"vLLM's are seen ({counted}), in {_namespace(found)}"
-        return Check(Status.OK, text, details=tuple(_host(sight, found)))
+        text = f"vLLM's are seen ({counted}), in {_name_namespace(found)}"
+        return Check(Status.OK, text, details=tuple(_describe_host(sight, found)))
     if found.ambiguous_roots:
-        return _without(Status.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
-    place = f"among the {len(found.visible_pids)} seen in {_namespace(found)}"
+        return _report_without(Status.MISSING, AMBIGUOUS, *SAY_WHICH_PORT)
+    place = f"among the {len(found.visible_pids)} seen in {_name_namespace(found)}"
     if isinstance(sight.page, Failure):
         text = f"vLLM's are not {place}; it does not answer, so it may not be running"
-        return _without(Status.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
+        return _report_without(Status.UNKNOWN, text, *(() if found.sees_host_pids else SEE_THE_PROCESSES))
     text = f"vLLM answers, but its processes are not {place}"
     if found.sees_host_pids:
         other = "it runs on another machine, or other users' processes are hidden from this one"
-        return _without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
-    return _without(Status.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
+        return _report_without(Status.MISSING, f"{text}: {other}", ON_ITS_MACHINE, SHOW_PROC)
+    return _report_without(Status.MISSING, f"{text}, which is not shared with vLLM's container", *SEE_THE_PROCESSES)
 
 
-def _host(sight: Sight, found: ProcessReadings) -> Iterator[str]:
+def _describe_host(sight: Survey, found: ProcessReadings) -> Iterator[str]:
     """Yield what is known of the host memory and how, and whether there is swap, which puts off the end."""
-    memory = container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
+    memory = update_container(ContainerState(), found, limit_bytes=sight.host_limit_bytes)[1]
     if memory is not None and memory.used_bytes is not None:
-        limit = NO_LIMIT if memory.limit_bytes is None else f" of {gib(memory.limit_bytes)}"
-        yield f"host memory: {gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
+        limit = NO_LIMIT if memory.limit_bytes is None else f" of {format_gib(memory.limit_bytes)}"
+        yield f"host memory: {format_gib(memory.used_bytes)}{limit} in use, {BASES[memory.basis]}"
     machine = found.host.machine
     if machine is not None and machine.swap_bytes:
-        used = gib(machine.swap_bytes - machine.swap_free_bytes)
-        yield f"swap, zram included: {used} of {gib(machine.swap_bytes)} in use; no time to out-of-memory counts on it"
+        used = format_gib(machine.swap_bytes - machine.swap_free_bytes)
+        yield (
+            f"swap, zram included: {used} of {format_gib(machine.swap_bytes)} in use; no time to"
+            f" out-of-memory counts on it"
+        )
 
 
-def process_memory(sight: Sight) -> Check:
+def check_process_memory(sight: Survey) -> Check:
     """Tell whether the memory that this driver tells of a process is that process's, seen from here."""
     readings, found = sight.readings, sight.processes
     if isinstance(readings, Failure):
@@ -175,8 +185,8 @@ def process_memory(sight: Sight) -> Check:
     of_amd = [device for device in readings.devices if device.vendor is Vendor.AMD]
     if driver is None and not found.sees_host_pids and not of_amd:
         return Check(Status.UNKNOWN, "the driver does not tell its version")
-    if not process_memory_is_true(readings, found):
-        is_its_pid = pids_are_true(readings, found)
+    if not is_process_memory_true(readings, found):
+        is_its_pid = are_pids_true(readings, found)
         what = "may tell another process's memory" if is_its_pid else "tells the host's pids, which are others here"
         return Check(
             Status.MISSING,
@@ -185,48 +195,48 @@ def process_memory(sight: Sight) -> Check:
             absent=WITHOUT_HOLDERS,
             fixes=(NEWER_DRIVER, SEE_HOST_PIDS),
         )
-    untold = _untold(readings, found)
+    untold = _list_unreported(readings, found)
     if untold:
         text = f"the memory of each process is not told on {', '.join(untold)}"
         fixes = (*TRACE_THEM, SEE_HOST_PIDS) if of_amd else (ASK_THE_NODE,)
         return Check(Status.MISSING, text, absent=WITHOUT_HOLDERS, fixes=fixes)
     told = "AMD's driver" if driver is None and of_amd else f"driver {driver or 'of a version not told'}"
-    text = f"{told} tells each process's own memory, seen from {_namespace(found)}"
+    text = f"{told} tells each process's own memory, seen from {_name_namespace(found)}"
     return Check(Status.OK, text)
 
 
-def _without(state: Status, text: str, *fixes: Fix) -> Check:
+def _report_without(state: Status, text: str, *fixes: Fix) -> Check:
     return Check(state, text, absent=WITHOUT_PROCESSES, fixes=fixes)
 
 
-def _fixes(failure: Failure) -> tuple[Fix, ...]:
+def _find_fixes(failure: Failure) -> tuple[Fix, ...]:
     if failure == HIDDEN:
         return *SEE_THE_PROCESSES, SHOW_PROC
     return (STUCK if failure.reason is Reason.TIMEOUT else SHOW_PROC,)
 
 
-def _namespace(found: ProcessReadings) -> str:
+def _name_namespace(found: ProcessReadings) -> str:
     return "the machine's first PID namespace" if found.sees_host_pids else "a container's PID namespace"
 
 
-def _untold(readings: GpuReadings, found: ProcessReadings) -> list[str]:
+def _list_unreported(readings: GpuReadings, found: ProcessReadings) -> list[str]:
     engine = {process.pid for process in found.engine}
     return [
-        called(device)
+        name_device(device)
         for device in readings.devices
         if device.failure is None
         and (device.processes is None or any(p.used_bytes is None for p in device.processes if p.pid in engine))
     ]
 
 
-HOW: Final = {
+ATTRIBUTIONS: Final = {
     Attribution.PROCESS: "the engine's (process: one of its processes is on it)",
     Attribution.UUID: "the engine's (uuid: HEADROOM_GPUS names it)",
     Attribution.SINGLE: "taken for the engine's (single: no other is visible)",
     Attribution.ASSUMED: "taken for the engine's (assumed: HEADROOM_GPUS is all)",
     None: "not taken for the engine's",
 }
-ALONE: Final = "the only visible GPU is taken for the engine's, but none of the engine's processes is on it"
+NOT_ON_SINGLE: Final = "the only visible GPU is taken for the engine's, but none of the engine's processes is on it"
 NOT_ON_ANY: Final = (
     "none of the engine's processes is on a visible GPU: it is still starting, or uses GPUs that this container does"
     " not see"
@@ -240,81 +250,83 @@ NOT_LISTED: Final = (
 NOT_TRACED: Final = (
     "the engine's processes are seen, but not what they have open, which alone tells a container who is on AMD's cards"
 )
-DOWN: Final = "needs the engine to run, see engine"
+NEEDS_ENGINE: Final = "needs the engine to run, see engine"
 
 
-def gpu_attribution(sight: Sight, selection: Selection) -> Check:
+def check_gpu_attribution(sight: Survey, selection: Selection) -> Check:
     """Tell which GPUs are taken for the engine's, how that came, and why it is none."""
     if isinstance(sight.readings, Failure):
         return Check(Status.UNKNOWN, NO_NVML)
     return replace(
-        _judged(sight, selection),
-        details=tuple(f"{called(gpu.reading)} {HOW[gpu.attribution]}" for gpu in sight.gpus),
-        absent=() if any(gpu.attribution for gpu in sight.gpus) else OF_OWNED_GPUS,
+        _judge_attribution(sight, selection),
+        details=tuple(f"{name_device(gpu.reading)} {ATTRIBUTIONS[gpu.attribution]}" for gpu in sight.gpus),
+        absent=() if any(gpu.attribution for gpu in sight.gpus) else OWNED_GPU_SERIES,
     )
 
 
-def _judged(sight: Sight, selection: Selection) -> Check:
+def _judge_attribution(sight: Survey, selection: Selection) -> Check:
     owned = [gpu for gpu in sight.gpus if gpu.attribution]
     names = {name.casefold() for gpu in sight.gpus for name in (gpu.reading.uuid, str(gpu.reading.index))}
     invisible = [name for name in selection.listed if name.casefold() not in names]
     if invisible:
         text = f"HEADROOM_GPUS names GPUs that are not visible: {', '.join(invisible)}"
-        return Check(Status.MISSING, text, fixes=(_named(sight), *SEE_THE_GPUS))
-    if others := [gpu for gpu in sight.gpus if gpu.left_out]:
-        shown = ", ".join(called(gpu.reading) for gpu in others)
+        return Check(Status.MISSING, text, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
+    if others := [gpu for gpu in sight.gpus if gpu.is_left_out]:
+        shown = ", ".join(name_device(gpu.reading) for gpu in others)
         text = f"HEADROOM_GPUS leaves out GPUs that the engine's processes are on: {shown}"
         return Check(
-            Status.MISSING, text, fixes=(setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),)
+            Status.MISSING,
+            text,
+            fixes=(fix_setting("# leave HEADROOM_GPUS out: the engine's processes tell its GPUs"),),
         )
     if not owned:
-        return _none(sight)
+        return _explain_none(sight)
     is_up = not isinstance(sight.page, Failure)
-    if owned[0].attribution is Attribution.SINGLE and is_up and _could_be_told(sight):  # and they are not on it
-        return Check(Status.UNKNOWN, ALONE, fixes=(_named(sight), *SEE_THE_GPUS))
+    if owned[0].attribution is Attribution.SINGLE and is_up and _can_match(sight):  # and they are not on it
+        return Check(Status.UNKNOWN, NOT_ON_SINGLE, fixes=(_name_gpus(sight), *SEE_THE_GPUS))
     return Check(Status.OK, f"{len(owned)} of {len(sight.gpus)} taken for the engine's")
 
 
-def _could_be_told(sight: Sight) -> bool:
+def _can_match(sight: Survey) -> bool:
     """Tell whether a process of the engine on a visible GPU would have been found on it."""
     if isinstance(sight.processes, Failure) or not sight.processes.engine:
         return False
-    return _pids_are_true(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
+    return _has_true_pids(sight) and all(gpu.reading.processes is not None for gpu in sight.gpus)
 
 
-def _pids_are_true(sight: Sight) -> bool:
-    return not isinstance(sight.readings, Failure) and pids_are_true(sight.readings, sight.processes)
+def _has_true_pids(sight: Survey) -> bool:
+    return not isinstance(sight.readings, Failure) and are_pids_true(sight.readings, sight.processes)
 
 
-def _none(sight: Sight) -> Check:
+def _explain_none(sight: Survey) -> Check:
     """Return why automatic attribution took none of several GPUs."""
-    processes, name_them = sight.processes, _named(sight)
+    processes, name_them = sight.processes, _name_gpus(sight)
     if isinstance(processes, Failure):
         share = SEE_THE_PROCESSES if processes == HIDDEN else ()
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
     if processes.ambiguous_roots:
         return Check(Status.MISSING, AMBIGUOUS, fixes=(*SAY_WHICH_PORT, name_them))
     if isinstance(sight.page, Failure):
-        return Check(Status.UNKNOWN, DOWN, fixes=(name_them,))
+        return Check(Status.UNKNOWN, NEEDS_ENGINE, fixes=(name_them,))
     if not processes.engine:
         share = () if processes.sees_host_pids else SEE_THE_PROCESSES
         return Check(Status.MISSING, NOT_ATTRIBUTED, fixes=(*share, name_them))
-    if _could_be_told(sight):
+    if _can_match(sight):
         return Check(Status.MISSING, NOT_ON_ANY, fixes=(*SEE_THE_GPUS, name_them))
-    return _unmatched(sight, name_them)
+    return _explain_unmatched(sight, name_them)
 
 
-def _unmatched(sight: Sight, name_them: Fix) -> Check:
+def _explain_unmatched(sight: Survey, name_them: Fix) -> Check:
     """Return why the engine's processes are not found on GPUs though they are seen."""
-    if any(gpu.reading.failure for gpu in sight.gpus) and _pids_are_true(sight):
+    if any(gpu.reading.failure for gpu in sight.gpus) and _has_true_pids(sight):
         return Check(Status.MISSING, NOT_ON_THOSE_READ, fixes=(name_them,))
     if any(gpu.reading.vendor is Vendor.AMD and gpu.reading.processes is None for gpu in sight.gpus):
         return Check(Status.MISSING, NOT_TRACED, fixes=(*TRACE_THEM, SEE_HOST_PIDS, name_them))
     return Check(Status.MISSING, NOT_LISTED, fixes=(NEWER_DRIVER, SEE_HOST_PIDS, name_them))
 
 
-def _named(sight: Sight) -> Fix:
+def _name_gpus(sight: Survey) -> Fix:
     devices = [gpu.reading for gpu in sight.gpus]
     whole = Counter(device.index for device in devices if not device.uuid.startswith("MIG-"))
     names = [str(device.index) if whole[device.index] == 1 else device.uuid for device in devices]
-    return setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")
+    return fix_setting(f"HEADROOM_GPUS={','.join(names)}  # leave out those that the engine does not use")

@@ -62,7 +62,7 @@ class Course:
         return self._warning if self._known is LeakState.GROWING else None
 
     @property
-    def undecided(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether an early warning was left open: at the end, or when the engine began anew."""
         return self._cut_off or self.warning is not None
 

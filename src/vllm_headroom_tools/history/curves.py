@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from math import isnan, nan
 
-from vllm_headroom.derive.readings import running_requests
+from vllm_headroom.derive.readings import count_running
 from vllm_headroom.expose.drawing import Point
 from vllm_headroom.model import Snapshot
 
@@ -47,9 +47,9 @@ class Curves:
         for uuid in {**self._held, **gpus}:
             gpu = gpus.get(uuid)
             memory = None if gpu is None else gpu.reading.memory
-            _add(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
-            _add(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
-        _add(self._running, running_requests(snapshot.page))
+            _append(self._free.setdefault(uuid, array("d")), None if memory is None else memory.free_bytes)
+            _append(self._held.setdefault(uuid, array("d")), None if gpu is None else gpu.held_bytes)
+        _append(self._running, count_running(snapshot.page))
         self._times.append(snapshot.time_seconds)
 
     def _points(self, values: array[float]) -> list[Point]:
@@ -57,5 +57,5 @@ class Curves:
         return [(seconds, None if isnan(value) else value) for seconds, value in zip(times, values, strict=True)]
 
 
-def _add(curve: array[float], value: float | None) -> None:
+def _append(curve: array[float], value: float | None) -> None:
     curve.append(nan if value is None else value)

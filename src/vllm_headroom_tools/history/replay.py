@@ -9,9 +9,9 @@ from vllm_headroom import catalog
 from vllm_headroom.derive import LEAK
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.facts import Estimate
-from vllm_headroom.derive.leak.inside import location, sharpened
+from vllm_headroom.derive.leak.inside import find_location, sharpen_track
 from vllm_headroom.derive.leak.leak import LeakMemory
-from vllm_headroom.derive.life.lives import LifeState, Lives, lived
+from vllm_headroom.derive.life.lives import EngineRuns, RunState, update_run
 from vllm_headroom.model import HostMemory, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakLocation, LeakState, Role
 from vllm_headroom_tools.history.course import Course, Moment
@@ -25,7 +25,7 @@ _SeriesName = str
 """The UUID of a GPU, or the role of processes on the host."""
 
 
-class Watch:
+class LeakReplay:
     """What the detector said of every GPU and every host role, from the first sample to the newest.
 
     `memory` is the host memory when last known, with the most that was in use. `residues` is what was kept of each GPU,
@@ -37,7 +37,7 @@ class Watch:
         self._first_seconds = 0.0
         self._last_seconds = 0.0
         self._memory = LEAK.initial
-        self._life = LifeState()
+        self._life = RunState()
         self._indices: dict[str, int] = {}
         self._gpus: dict[_SeriesName, Course] = {}
         self._host: dict[_SeriesName, Course] = {}
@@ -66,7 +66,7 @@ class Watch:
         return any(course.leaking for course in (*self._gpus.values(), *self._host.values()))
 
     @property
-    def lives(self) -> Lives:
+    def lives(self) -> EngineRuns:
         """The lives of the engine up to the newest sample."""
         return self._life.lives
 
@@ -88,8 +88,8 @@ class Watch:
             self._first_seconds = snapshot.time_seconds
         self.samples += 1
         self._last_seconds = snapshot.time_seconds
-        self._life, snapshot = lived(self._life, snapshot)
-        self.memory = _fuller(self.memory, snapshot.host)
+        self._life, snapshot = update_run(self._life, snapshot)
+        self.memory = _merge_host(self.memory, snapshot.host)
         for engine, ratio in () if snapshot.life is None else snapshot.life.stranded:
             self.stranded[engine] = max(ratio, self.stranded.get(engine, 0.0))
         before = self._memory
@@ -118,11 +118,13 @@ class Watch:
         # a track's own time begins anew with each life
         anew = old is not None and track is not None and track.seconds < old.seconds
         inside, asleep = (self._memory.inside.get(name), self._memory.asleep.get(name)) if place else (None, None)
-        estimate = None if track is None else sharpened(track, asleep, inside).estimate
-        course.step(LeakState(state), _moment(self._last_seconds, estimate, location(estimate, inside)), anew=anew)
+        estimate = None if track is None else sharpen_track(track, asleep, inside).estimate
+        course.step(
+            LeakState(state), _build_moment(self._last_seconds, estimate, find_location(estimate, inside)), anew=anew
+        )
 
 
-def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
+def _merge_host(before: HostMemory | None, now: HostMemory | None) -> HostMemory | None:
     """Return what is known now, with the most that ever was in use of it, and of its shared memory."""
     if now is None or before is None:
         return now or before
@@ -134,7 +136,7 @@ def _fuller(before: HostMemory | None, now: HostMemory | None) -> HostMemory | N
     return HostMemory(**most, **kept)
 
 
-def _moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
+def _build_moment(seconds: float, estimate: Estimate | None, where: LeakLocation | None) -> Moment:
     """Return what the detector says of a series; as on the page, without what is no number."""
     if estimate is None:
         return Moment(seconds=seconds)

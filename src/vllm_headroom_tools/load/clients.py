@@ -13,7 +13,7 @@ from typing import Final, cast
 import h11
 
 from vllm_headroom.scrape.shortage import SHORTAGES
-from vllm_headroom_tools.load.stream import Completion, NotUnderstood, Outcome, Stream, Tally, refusal, shown
+from vllm_headroom_tools.load.stream import Completion, Outcome, Stream, StreamError, Tally, parse_refusal, shorten_text
 from vllm_headroom_tools.load.target import Target
 
 OK: Final = 200
@@ -29,7 +29,7 @@ class ClientConnection(asyncio.Protocol):
     """Carries one request at a time; `reusable` tells whether another may follow."""
 
     def __init__(self) -> None:
-        self.reusable = False
+        self.is_reusable = False
         self._http = h11.Connection(h11.CLIENT)
         self._reply: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
@@ -41,7 +41,7 @@ class ClientConnection(asyncio.Protocol):
         """Send a request, whose answer `stream` will follow."""
         if self._reply.done():
             self._reply = asyncio.get_running_loop().create_future()
-        self._stream, self._body, self.reusable = stream, b"", False
+        self._stream, self._body, self.is_reusable = stream, b"", False
         if self._transport is None or self._transport.is_closing():
             self._end(LOST)
             return
@@ -56,12 +56,12 @@ class ClientConnection(asyncio.Protocol):
         try:
             return await self._reply
         finally:
-            if not self.reusable:
+            if not self.is_reusable:
                 self.close()
 
     def close(self) -> None:
         """Hang up, without the farewell that TLS would wait for."""
-        self.reusable = False
+        self.is_reusable = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -76,15 +76,15 @@ class ClientConnection(asyncio.Protocol):
             self._http.receive_data(data)
             self._take()
         except h11.RemoteProtocolError as error:
-            self._end(Completion(outcome=Outcome.FAILED, text=shown(f"it broke HTTP: {error}")))
-        except NotUnderstood as error:
+            self._end(Completion(outcome=Outcome.FAILED, text=shorten_text(f"it broke HTTP: {error}")))
+        except StreamError as error:
             self._end(Completion(outcome=Outcome.FAILED, text=str(error)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Take the end of the connection, which in HTTP/1.0 is the end of the answer too."""
-        self.reusable = False
+        self.is_reusable = False
         if exc is None:
-            with contextlib.suppress(h11.RemoteProtocolError, NotUnderstood):
+            with contextlib.suppress(h11.RemoteProtocolError, StreamError):
                 self._http.receive_data(b"")
                 self._take()
         self._end(LOST)
@@ -112,8 +112,8 @@ class ClientConnection(asyncio.Protocol):
         assert self._stream is not None  # noqa: S101 - an answer follows a question
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
-            self.reusable = True
-        self._end(self._stream.answer() if self._status == OK else refusal(self._status, self._body))
+            self.is_reusable = True
+        self._end(self._stream.answer() if self._status == OK else parse_refusal(self._status, self._body))
 
     def _end(self, answer: Completion) -> None:
         if not self._reply.done():
@@ -129,7 +129,7 @@ KEEP_SECONDS: Final = 4.0
 UNFINISHED: Final = Completion(outcome=Outcome.UNFINISHED)
 
 
-class Asker:
+class RequestSender:
     """Sends what `make_body` returns to the target; `timeout_seconds` is for a whole request, connecting included."""
 
     def __init__(self, *, target: Target, make_body: Callable[[], bytes], timeout_seconds: float) -> None:
@@ -150,7 +150,7 @@ class Asker:
             answer = Completion(outcome=Outcome.TIMED_OUT)
         except OSError as error:
             outcome = Outcome.NOT_SENT if error.errno in SHORTAGES else Outcome.REFUSED
-            answer = Completion(outcome=outcome, text=shown(error.strerror or str(error)))
+            answer = Completion(outcome=outcome, text=shorten_text(error.strerror or str(error)))
         finally:
             tally.end(answer)
         return answer.outcome
@@ -163,7 +163,7 @@ class Asker:
         await asyncio.sleep(0)  # the loop lets go of them at its next turn
 
     async def _answer(self, tally: Tally) -> Completion:
-        connection, connecting_seconds = await self._connection()
+        connection, connecting_seconds = await self._find_connection()
         body = self._make_body()
         began = monotonic() - connecting_seconds
         stream = Stream(tally.between.add)
@@ -172,17 +172,17 @@ class Asker:
         with tally.stream():
             answer = await connection.answer()
         now = monotonic()
-        if connection.reusable:
+        if connection.is_reusable:
             self._idle.append((now, connection))
         if answer.outcome is Outcome.SUCCEEDED:
             tally.succeed(answer, began=began, first=stream.first_seconds or now, ended=now)
         return answer
 
-    async def _connection(self) -> tuple[ClientConnection, float]:
+    async def _find_connection(self) -> tuple[ClientConnection, float]:
         """Return a connection and the seconds it took to make, less those spent waiting for a turn to."""
         while self._idle:
             since, connection = self._idle.pop()
-            if connection.reusable and monotonic() - since < KEEP_SECONDS:
+            if connection.is_reusable and monotonic() - since < KEEP_SECONDS:
                 return connection, 0.0
             connection.close()
         async with self._connecting:
@@ -205,7 +205,7 @@ class Pace:
         self._next_seconds = 0.0
 
     @property
-    def used_up(self) -> bool:
+    def is_used_up(self) -> bool:
         """Whether the cap is reached."""
         return self._left == 0
 
@@ -213,7 +213,7 @@ class Pace:
         """Wait until the caller may begin a request; return False where that is not before `until_seconds`."""
         now = monotonic()
         due = max(now, self._next_seconds)
-        if due >= until_seconds or self.used_up:
+        if due >= until_seconds or self.is_used_up:
             return False
         self._next_seconds = due + self._gap_seconds
         if self._left is not None:
@@ -230,7 +230,7 @@ PAUSE_SECONDS: Final = 1.0
 class Clients:
     """Runs a step's clients; what is open `grace_seconds` after its end is given up, at once when told to stop."""
 
-    def __init__(self, *, asker: Asker, pace: Pace, grace_seconds: float) -> None:
+    def __init__(self, *, asker: RequestSender, pace: Pace, grace_seconds: float) -> None:
         self.stopped = False
         self._asker = asker
         self._pace = pace

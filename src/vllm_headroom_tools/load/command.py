@@ -26,8 +26,8 @@ from vllm_headroom.config.options import Parser
 from vllm_headroom.config.plain import AUTO
 from vllm_headroom_tools.cli import Command
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.load.report import text
-from vllm_headroom_tools.load.target import Api, Order, base_url, lengths
+from vllm_headroom_tools.load.report import render_text
+from vllm_headroom_tools.load.target import CompletionApi, LoadOrder, parse_base_url, parse_lengths
 
 MOST_CLIENTS: Final = 1_000_000
 
@@ -58,25 +58,25 @@ Example:
 Add = Callable[..., Any]
 
 
-def options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
-    for group in (_target, _asked, _bounds, _sight):
+    for group in (_add_target, _add_request, _add_bounds, _add_readers):
         group(parser.add_argument)
 
 
-def order(given: Namespace) -> Order:
+def read_order(given: Namespace) -> LoadOrder:
     """Return what was ordered."""
-    return Order(**{each.name: getattr(given, each.name) for each in fields(Order)})
+    return LoadOrder(**{each.name: getattr(given, each.name) for each in fields(LoadOrder)})
 
 
-def _target(add: Add) -> None:
-    base = Value(read=base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
+def _add_target(add: Add) -> None:
+    base = Value(read=parse_base_url, accepts="an http or https URL without user, password and query", shown=shown_url)
     add("--engine-url", dest="url", metavar="URL", type=base, required=True, help="the server; there is no default")
     add(
         "--api",
         metavar="NAME",
-        type=Value(read=Api, accepts="completions or chat"),
-        default=str(Api.COMPLETIONS),
+        type=Value(read=CompletionApi, accepts="completions or chat"),
+        default=str(CompletionApi.COMPLETIONS),
         help="how to ask: completions, the default, or chat",
     )
     add("--model", metavar="NAME", help="the model to ask; without it the first that the server lists")
@@ -85,17 +85,17 @@ def _target(add: Add) -> None:
     add("--engine-ca-file", dest="ca_file", metavar="FILE", type=FILE, help=authorities)
 
 
-def _asked(add: Add) -> None:
+def _add_request(add: Add) -> None:
     number = whole(1, MOST_CLIENTS)
     add("--concurrency", metavar="NUMBER", type=number, required=True, help="clients in the step of 100 %%")
-    of_tokens = Value(read=lengths, accepts="a number of tokens, or two such as 256..2048")
+    of_tokens = Value(read=parse_lengths, accepts="a number of tokens, or two such as 256..2048")
     add("--prompt-tokens", metavar="LENGTHS", type=of_tokens, default="512", help="without it %(default)s")
     add("--output-tokens", metavar="LENGTHS", type=of_tokens, default="128", help="without it %(default)s")
     shared = "of each prompt, the same in all"
     add("--shared-prefix", dest="shared_ratio", metavar="SHARE", type=SHARE, default="0", help=shared)
 
 
-def _bounds(add: Add) -> None:
+def _add_bounds(add: Add) -> None:
     for name, field, default, of in (
         ("--duration", "seconds", "60s", "of each step"),
         ("--grace", "grace_seconds", "30s", "for what is open then"),
@@ -107,7 +107,7 @@ def _bounds(add: Add) -> None:
     add("--rate", dest="requests_per_second", metavar="NUMBER", type=NUMBER, help="requests a second, at most")
 
 
-def _sight(add: Add) -> None:
+def _add_readers(add: Add) -> None:
     page = page_url("http://127.0.0.1:8000")
     when = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     add("--metrics-url", metavar="URL", type=page, help="the engine's page; without it /metrics of --engine-url")
@@ -124,19 +124,19 @@ def _sight(add: Add) -> None:
 
 async def _run(given: Namespace) -> dict[str, Any]:
     from vllm_headroom.daemon import logs  # noqa: PLC0415 - the same
-    from vllm_headroom_tools.load.compose import load  # noqa: PLC0415 - --help need not wait for the sampler
+    from vllm_headroom_tools.load.compose import run_load  # noqa: PLC0415 - --help need not wait for the sampler
 
     logs.configure("logfmt", "error")  # the readers log what is told here in full
-    return await load(order(given))
+    return await run_load(read_order(given))
 
 
 COMMAND: Final[Command[dict[str, Any]]] = Command(
     usage="%(prog)s --engine-url URL --concurrency NUMBER [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
-    options=options,
+    options=add_options,
     run=_run,
-    text=text,
+    text=render_text,
     document=lambda found: found,
     status=lambda found: Conclusion(found["verdict"]).status,
 )

@@ -13,23 +13,23 @@ from typing import Any, Final
 
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.config.plain import AUTO, selected
-from vllm_headroom.daemon.life import signals
+from vllm_headroom.daemon.life import handle_signals
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.gpus import Gpus
-from vllm_headroom.scrape.http.failures import UnusableCredentials, bearer_token, trust
-from vllm_headroom.scrape.http.reader import PageReader, is_here, port_of
-from vllm_headroom.scrape.probe import Probe
-from vllm_headroom.scrape.proc.files import own_pid
-from vllm_headroom.scrape.proc.host import reading_of
+from vllm_headroom.scrape.http.failures import UnusableCredentials, load_trust, read_token
+from vllm_headroom.scrape.http.reader import PageReader, find_port, is_here
+from vllm_headroom.scrape.probe import ProbeReader
+from vllm_headroom.scrape.proc.files import read_own_pid
+from vllm_headroom.scrape.proc.host import read_process_host
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
-from vllm_headroom_tools.load.clients import Asker, Clients, Pace
-from vllm_headroom_tools.load.report import document
-from vllm_headroom_tools.load.run import Elsewhere, Run, Sampling, Screen, new_trace, streams_at_most
-from vllm_headroom_tools.load.target import Order, Prompts, Target, find, offered_model, request_body
+from vllm_headroom_tools.load.clients import Clients, Pace, RequestSender
+from vllm_headroom_tools.load.report import build_document
+from vllm_headroom_tools.load.run import LoadRun, Sampling, Screen, UnavailableSource, count_most_streams, create_trace
+from vllm_headroom_tools.load.target import LoadOrder, Prompts, Target, build_request_body, fetch_model, find_target
 
 OWN_DESCRIPTORS: Final = 64
 """For what is opened besides streams: the sampler's files, /proc, the trace."""
@@ -56,11 +56,11 @@ def raise_descriptors() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
+def list_limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[Limit]:
     """Return what limits the streams to one address, the first to end first; what cannot be read is left out."""
     open_now = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    ports = _local_ports(proc)
-    memory = _free_bytes(proc)
+    ports = _count_local_ports(proc)
+    memory = _read_free_bytes(proc)
     found = (
         (max(0, descriptors - open_now - OWN_DESCRIPTORS), f"ulimit -n {descriptors}"),
         None if ports is None else (ports, f"{ports} local ports (net.ipv4.ip_local_port_range)"),
@@ -69,7 +69,7 @@ def limits(descriptors: int, *, tls: bool, proc: Path = Path("/proc")) -> list[L
     return sorted(limit for limit in found if limit)
 
 
-def _local_ports(proc: Path) -> int | None:
+def _count_local_ports(proc: Path) -> int | None:
     try:
         first, last = (proc / "sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(last) - int(first) + 1
@@ -77,10 +77,10 @@ def _local_ports(proc: Path) -> int | None:
         return None
 
 
-def _free_bytes(proc: Path) -> int | None:
+def _read_free_bytes(proc: Path) -> int | None:
     """Return what the machine calls available, or what is left of the container's limit where that is less."""
     try:
-        here = reading_of(proc, own_pid(proc))
+        here = read_process_host(proc, read_own_pid(proc))
     except OSError:
         return None
     found = [] if here.machine is None else [here.machine.available_bytes]
@@ -97,34 +97,34 @@ PAGE_SECONDS: Final = 10.0
 """How long the engine's page may take: a server under more load than it can bear answers late, and it is asked then."""
 
 
-async def load(order: Order) -> dict[str, Any]:
+async def run_load(order: LoadOrder) -> dict[str, Any]:
     """Put the load on the server, and return the document; raises BadInput where that cannot be done."""
     try:
-        tls = trust(order.ca_file) if order.url.scheme == "https" else None
-        bearer = bearer_token(order.bearer_token_file) if order.bearer_token_file else None
+        tls = load_trust(order.ca_file) if order.url.scheme == "https" else None
+        bearer = read_token(order.bearer_token_file) if order.bearer_token_file else None
     except UnusableCredentials as error:
         raise BadInput(str(error)) from None
     _check_limits(order, tls=tls is not None)
-    target = await find(order.url, order.api, tls, bearer)
-    model = await _model(order, target)
-    new_trace(order.trace)
+    target = await find_target(order.url, order.api, tls, bearer)
+    model = await _choose_model(order, target)
+    create_trace(order.trace)
     clock = SystemClock()
     sampling = Sampling(
-        parts=_parts(order, target, clock),
+        parts=_build_parts(order, target, clock),
         selection=selected(order.gpus),
         interval_seconds=SAMPLE_SECONDS,
         trace=order.trace,
     )
-    asker = Asker(
+    asker = RequestSender(
         target=target,
-        make_body=_bodies(order, model),
+        make_body=_make_bodies(order, model),
         timeout_seconds=order.timeout_seconds,
     )
     pace = Pace(most_requests=order.most_requests, requests_per_second=order.requests_per_second)
     clients = Clients(asker=asker, pace=pace, grace_seconds=order.grace_seconds)
     try:
-        with signals(partial(_stop, clients)):
-            run = Run(
+        with handle_signals(partial(_stop, clients)):
+            run = LoadRun(
                 concurrency=order.concurrency,
                 seconds=order.seconds,
                 clients=clients,
@@ -136,12 +136,12 @@ async def load(order: Order) -> dict[str, Any]:
     finally:
         await asker.close()
         await sampling.close()
-    return document(order, model, steps, sampling.whole, sampling.watch, stopped=clients.stopped)
+    return build_document(order, model, steps, sampling.whole, sampling.watch, stopped=clients.stopped)
 
 
-def _check_limits(order: Order, *, tls: bool) -> None:
-    needed = streams_at_most(order.concurrency)
-    held, name = limits(raise_descriptors(), tls=tls)[0]
+def _check_limits(order: LoadOrder, *, tls: bool) -> None:
+    needed = count_most_streams(order.concurrency)
+    held, name = list_limits(raise_descriptors(), tls=tls)[0]
     if needed > held:
         raise BadInput(
             f"--concurrency {order.concurrency} needs {needed} streams at once, and this process can hold {held}:"
@@ -150,10 +150,10 @@ def _check_limits(order: Order, *, tls: bool) -> None:
     tell(f"{needed} streams at most; this process can hold {held}, {name} ends first")
 
 
-async def _model(order: Order, target: Target) -> str:
+async def _choose_model(order: LoadOrder, target: Target) -> str:
     if order.model is not None:
         return order.model
-    model = await offered_model(order.url, target)
+    model = await fetch_model(order.url, target)
     longest = order.prompt_tokens.most + order.output_tokens.most
     if model.most_tokens is not None and longest > model.most_tokens:
         raise BadInput(
@@ -163,7 +163,7 @@ async def _model(order: Order, target: Target) -> str:
     return model.name
 
 
-def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
+def _build_parts(order: LoadOrder, target: Target, clock: SystemClock) -> Parts:
     here = is_here(target.address[0])
     return Parts(
         engine=PageReader(
@@ -174,22 +174,22 @@ def _parts(order: Order, target: Target, clock: SystemClock) -> Parts:
         ),
         gpus=Gpus(monotonic=clock.monotonic, call_timeout_seconds=GPU_TIMEOUT_SECONDS)
         if here or order.gpus != AUTO
-        else Elsewhere(Source.NVML, Reason.NO_DEVICES),
-        processes=Processes(engine_port=port_of(order.page), monotonic=clock.monotonic)
+        else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
+        processes=Processes(engine_port=find_port(order.page), monotonic=clock.monotonic)
         if here
-        else Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
-        probe=None if order.probe_dir is None or not here else Probe(order.probe_dir, parse=parse_probe),
+        else UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
+        probe=None if order.probe_dir is None or not here else ProbeReader(order.probe_dir, parse=parse_probe),
         clock=clock,
     )
 
 
-def _bodies(order: Order, model: str) -> Callable[[], bytes]:
+def _make_bodies(order: LoadOrder, model: str) -> Callable[[], bytes]:
     random = Random(SystemRandom().random())  # noqa: S311 - not for secrets
     prompts = Prompts(shared_ratio=order.shared_ratio, random=random)
 
     def body() -> bytes:
         prompt = prompts.of(order.prompt_tokens.drawn(random.random()))
-        return request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
+        return build_request_body(order.api, model, prompt, order.output_tokens.drawn(random.random()))
 
     return body
 

@@ -10,17 +10,17 @@ from typing import Any, Final
 
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.shape import GROWING_SECONDS, LEAKING_SECONDS
-from vllm_headroom.model import Failure, Metric, called
-from vllm_headroom.units import duration, size
+from vllm_headroom.model import Failure, Metric, name_device
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import LeakState, Source
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history.counter import Histogram
 from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import Watch
-from vllm_headroom_tools.load.run import SHARES, Labels, Observed, Span, Stage
+from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.load.run import SHARES, Labels, Observation, SeriesSummary, Stage
 from vllm_headroom_tools.load.stream import Outcome
-from vllm_headroom_tools.load.target import Order
-from vllm_headroom_tools.terminal import paragraphs
+from vllm_headroom_tools.load.target import LoadOrder
+from vllm_headroom_tools.terminal import join_paragraphs
 
 TOLERATED_RATIO: Final = 0.01
 """Of the requests that may fail: one connection that breaks among hundreds says nothing of the server."""
@@ -35,7 +35,7 @@ class LeakVerdict(StrEnum):
     CANNOT_TELL = "cannot_tell"
 
 
-def growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
+def judge_growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
     """Return what a course over so many seconds amounts to, and why: a short one that saw nothing is no proof."""
     if course.leaking:
         return LeakVerdict.LEAKING, "even growth that load does not explain"
@@ -43,7 +43,8 @@ def growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
         return LeakVerdict.GROWING, "growth that load does not explain, not yet for long enough to call it a leak"
     if span_seconds < LEAKING_SECONDS:
         return LeakVerdict.CANNOT_TELL, (
-            f"{duration(span_seconds)} is too short, an early warning takes {GROWING_SECONDS / 60:.0f} minutes of"
+            f"{format_duration(span_seconds)} is too short, an early warning takes"
+            f" {GROWING_SECONDS / 60:.0f} minutes of"
             f" growth or more and an alarm about {LEAKING_SECONDS / 60:.0f}"
         )
     if course.state is LeakState.STABLE:
@@ -51,7 +52,7 @@ def growth(course: Course, span_seconds: float) -> tuple[LeakVerdict, str]:
     return LeakVerdict.CANNOT_TELL, f"the detector ended in state {course.state}"
 
 
-def verdict(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
+def judge_load(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Conclusion:
     """Return whether it is good; a load that was cut short cannot be."""
     if is_faulty:
         return Conclusion.NOT_GOOD
@@ -59,7 +60,7 @@ def verdict(outcomes: Counter[Outcome], *, is_faulty: bool, stopped: bool) -> Co
     return Conclusion.CANNOT_TELL if unsure else Conclusion.GOOD
 
 
-def faults(
+def list_faults(
     outcomes: Counter[Outcome], ended: str | None, memory: Iterable[Mapping[str, Any]], *, stopped: bool
 ) -> Iterator[str]:
     """Yield what is not good: of the requests, of how the engine ended meanwhile, and of the series of memory."""
@@ -76,7 +77,7 @@ def faults(
     for series in memory:
         if series["verdict"] is LeakVerdict.LEAKING:
             on_gpu = "gpu" in series
-            whose = called(series["gpu"], series["uuid"]) if on_gpu else f"host memory of {series['process']}"
+            whose = name_device(series["gpu"], series["uuid"]) if on_gpu else f"host memory of {series['process']}"
             yield f"{whose} leaks"
 
 
@@ -85,46 +86,46 @@ ENGINE_DIED: Final = "the engine died: its web server says so"
 NOT_CHOSEN: Final = "it cannot be told which of them are the engine's: name them with --gpus"
 
 
-def document(
-    order: Order, model: str, steps: Sequence[Stage], whole: Observed, watch: Watch, *, stopped: bool
+def build_document(
+    order: LoadOrder, model: str, steps: Sequence[Stage], whole: Observation, watch: LeakReplay, *, stopped: bool
 ) -> dict[str, Any]:
     """Return the object, in which None is what is unknown; `whole` has seen all, and the detector in `watch` too."""
     outcomes = sum((step.tally.outcomes for step in steps), Counter[Outcome]())
     texts = sum((step.tally.texts for step in steps), Counter[tuple[Outcome, str]]())
     gpus = [
-        {"gpu": int(index), "uuid": uuid} | _memory_document(span, whole, watch.course(uuid))
+        {"gpu": int(index), "uuid": uuid} | _describe_memory(span, whole, watch.course(uuid))
         for (index, uuid), span in sorted(whole.held.items())
     ]
     host = [
-        {"process": role} | _memory_document(span, whole, watch.course(role))
+        {"process": role} | _describe_memory(span, whole, watch.course(role))
         for (role,), span in sorted(whole.host.items())
     ]
     ended = whole.ended or (ENGINE_DIED if any(step.tally.engine_dead for step in steps) else None)
-    found = list(faults(outcomes, ended, (*gpus, *host), stopped=stopped))
+    found = list(list_faults(outcomes, ended, (*gpus, *host), stopped=stopped))
     return {
-        "verdict": verdict(outcomes, is_faulty=bool(found), stopped=stopped),
+        "verdict": judge_load(outcomes, is_faulty=bool(found), stopped=stopped),
         "faults": found,
         "interrupted": stopped,
         "target": str(order.url),
         "model": model,
         "asked": str(order),
-        "requests": _requests(outcomes),
+        "requests": _count_requests(outcomes),
         "said": [{"outcome": outcome, "text": text, "count": count} for (outcome, text), count in texts.most_common()],
-        "steps": [_step(step) for step in steps],
+        "steps": [_describe_step(step) for step in steps],
         "preemptions": whole.grown(catalog.ENGINE_PREEMPTIONS),
         "gpus": gpus,
         "host": host,
-        "unread": list(_unread(whole, str(order.page))),
+        "unread": list(_list_unread(whole, str(order.page))),
         "samples": whole.samples,
         "trace": str(order.trace),
     }
 
 
-def _requests(outcomes: Counter[Outcome]) -> dict[str, int]:
+def _count_requests(outcomes: Counter[Outcome]) -> dict[str, int]:
     return {"began": outcomes.total()} | {str(outcome): outcomes[outcome] for outcome in Outcome}
 
 
-def _step(step: Stage) -> dict[str, Any]:
+def _describe_step(step: Stage) -> dict[str, Any]:
     tally, observed = step.tally, step.observed
     tokens = None if tally.uncounted else tally.generation_tokens
     return {
@@ -132,41 +133,41 @@ def _step(step: Stage) -> dict[str, Any]:
         "clients": step.clients,
         "seconds": step.seconds,
         "streams_most": tally.most_streams,
-        "requests": _requests(tally.outcomes),
-        "time_to_first_token_seconds": _quantiles(tally.to_first),
-        "time_per_output_token_seconds": _quantiles(tally.per_token),
-        "inter_token_seconds": _quantiles(tally.between),
-        "end_to_end_seconds": _quantiles(tally.to_end),
+        "requests": _count_requests(tally.outcomes),
+        "time_to_first_token_seconds": _read_quantiles(tally.to_first),
+        "time_per_output_token_seconds": _read_quantiles(tally.per_token),
+        "inter_token_seconds": _read_quantiles(tally.between),
+        "end_to_end_seconds": _read_quantiles(tally.to_end),
         "prompt_tokens": None if tally.uncounted else tally.prompt_tokens,
         "generation_tokens": tokens,
-        "generation_tokens_per_second": _rate(tokens, tally.served_seconds),
-        "requests_per_second": _rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
-        "own_delay_seconds": _quantiles(tally.delays),
-        "engine": _engine(observed),
-        "gpus": [_gpu_document(labels, observed) for labels in sorted(observed.held)],
+        "generation_tokens_per_second": _compute_rate(tokens, tally.served_seconds),
+        "requests_per_second": _compute_rate(tally.outcomes[Outcome.SUCCEEDED], tally.served_seconds),
+        "own_delay_seconds": _read_quantiles(tally.delays),
+        "engine": _describe_engine(observed),
+        "gpus": [_describe_gpu(labels, observed) for labels in sorted(observed.held)],
         "host": [{"process": role, "most_bytes": span.most} for (role,), span in observed.host.items()],
     }
 
 
-def _rate(count: int | None, seconds: float) -> float | None:
+def _compute_rate(count: int | None, seconds: float) -> float | None:
     return count / seconds if count and seconds else None
 
 
-def _engine(observed: Observed) -> dict[str, float | None]:
+def _describe_engine(observed: Observation) -> dict[str, float | None]:
     return {
-        "running_most": _most(observed, catalog.ENGINE_RUNNING),
-        "waiting_most": _most(observed, catalog.ENGINE_WAITING),
-        "kv_used_ratio_most": _most(observed, catalog.ENGINE_KV_USED),
+        "running_most": _find_most(observed, catalog.ENGINE_RUNNING),
+        "waiting_most": _find_most(observed, catalog.ENGINE_WAITING),
+        "kv_used_ratio_most": _find_most(observed, catalog.ENGINE_KV_USED),
         "preemptions": observed.grown(catalog.ENGINE_PREEMPTIONS),
     }
 
 
-def _most(observed: Observed, metric: Metric) -> float | None:
+def _find_most(observed: Observation, metric: Metric) -> float | None:
     span = observed.engine(metric)
     return None if span is None else span.most
 
 
-def _gpu_document(labels: Labels, observed: Observed) -> dict[str, Any]:
+def _describe_gpu(labels: Labels, observed: Observation) -> dict[str, Any]:
     index, uuid = labels
     return {
         "gpu": int(index),
@@ -176,11 +177,11 @@ def _gpu_document(labels: Labels, observed: Observed) -> dict[str, Any]:
     }
 
 
-def _memory_document(span: Span, whole: Observed, course: Course) -> dict[str, Any]:
+def _describe_memory(span: SeriesSummary, whole: Observation, course: Course) -> dict[str, Any]:
     """Return one series over the whole run: how it changed, and what the detector says of it."""
     delta_bytes, finished = span.last - span.first, whole.grown(catalog.ENGINE_FINISHED)
     leak = None if course.last is None else course.last.bytes_per_request
-    judged, reason = growth(course, whole.seconds)
+    judged, reason = judge_growth(course, whole.seconds)
     return {
         "before_bytes": span.first,
         "most_bytes": span.most,
@@ -195,7 +196,7 @@ def _memory_document(span: Span, whole: Observed, course: Course) -> dict[str, A
     }
 
 
-def _unread(whole: Observed, page: str) -> Iterator[str]:
+def _list_unread(whole: Observation, page: str) -> Iterator[str]:
     for source, (count, failure) in whole.failures.items():
         why = f"{page} ({failure.reason})" if source is Source.ENGINE else failure.message
         yield f"{source} in {count} of {whole.samples} samples: {why}"
@@ -204,12 +205,12 @@ def _unread(whole: Observed, page: str) -> Iterator[str]:
         yield f"nvml: {NOT_CHOSEN}"
 
 
-def _quantiles(values: Histogram) -> dict[str, float | None]:
+def _read_quantiles(values: Histogram) -> dict[str, float | None]:
     return {name: values.quantile(share) for name, share in QUANTILES.items()}
 
 
-Found = Mapping[str, Any]
-Row = tuple[str, Callable[[Found], str]]
+Document = Mapping[str, Any]
+Row = tuple[str, Callable[[Document], str]]
 """A label, and the cell below each step."""
 
 NAMES: Final = {
@@ -244,24 +245,24 @@ LATE_SECONDS: Final = 0.05
 """When this process is that late in one case of a hundred, its own delay shows in the figures."""
 
 
-def text(found: Found) -> Iterator[str]:
+def render_text(found: Document) -> Iterator[str]:
     """Yield everything there is to tell, the steps side by side."""
     memory, steps = [*found["gpus"], *found["host"]], found["steps"]
     parts = (
         [f"{found['target']}, model {found['model']}: {found['asked']}."],
         [
             label.ljust(LABEL_WIDTH) + "".join(cell(step).rjust(CELL_WIDTH) for step in steps)
-            for label, cell in _rows(steps, found["requests"])
+            for label, cell in _list_rows(steps, found["requests"])
         ],
-        [*map(_memory_text, memory), *dict.fromkeys(map(_growth, memory))],
+        [*map(_format_memory, memory), *dict.fromkeys(map(_format_growth, memory))],
         [f"Not read: {each}" for each in found["unread"]],
-        list(_said(found["said"])),
-        list(_end(found)),
+        list(_list_answers(found["said"])),
+        list(_list_conclusions(found)),
     )
-    yield from paragraphs(parts)
+    yield from join_paragraphs(parts)
 
 
-def _rows(steps: Sequence[Found], requests: Found) -> Iterator[Row]:
+def _list_rows(steps: Sequence[Document], requests: Document) -> Iterator[Row]:
     yield "step", lambda step: f"{step['share']:.0%}"
     yield "clients", lambda step: str(step["clients"])
     yield "streams open at once", lambda step: str(step["streams_most"])
@@ -269,27 +270,30 @@ def _rows(steps: Sequence[Found], requests: Found) -> Iterator[Row]:
     yield "requests", lambda step: str(step["requests"]["began"])
     for outcome, name in NAMES.items():
         if requests[outcome] or outcome is Outcome.SUCCEEDED:
-            yield f"  {name}", partial(_count, outcome)
+            yield f"  {name}", partial(_format_count, outcome)
     for field, name in LATENCIES.items():
         for share in ("p50", "p95", "p99"):
-            yield f"{name}, {share}", partial(_latency, field, share)
-    yield "tokens of a request, in + out", _tokens
-    yield "tokens generated per second", lambda step: _number(step["generation_tokens_per_second"])
-    yield "requests per second", lambda step: _number(step["requests_per_second"])
-    yield "running, at most", lambda step: _number(step["engine"]["running_most"])
-    yield "waiting, at most", lambda step: _number(step["engine"]["waiting_most"])
-    yield "KV cache used, at most", lambda step: _share(step["engine"]["kv_used_ratio_most"])
-    yield "preemptions", lambda step: _number(step["engine"]["preemptions"])
+            yield f"{name}, {share}", partial(_format_latency, field, share)
+    yield "tokens of a request, in + out", _format_tokens
+    yield "tokens generated per second", lambda step: _format_number(step["generation_tokens_per_second"])
+    yield "requests per second", lambda step: _format_number(step["requests_per_second"])
+    yield "running, at most", lambda step: _format_number(step["engine"]["running_most"])
+    yield "waiting, at most", lambda step: _format_number(step["engine"]["waiting_most"])
+    yield "KV cache used, at most", lambda step: _format_share(step["engine"]["kv_used_ratio_most"])
+    yield "preemptions", lambda step: _format_number(step["engine"]["preemptions"])
     for gpu, uuid in dict.fromkeys((gpu["gpu"], gpu["uuid"]) for step in steps for gpu in step["gpus"]):
-        yield f"{called(gpu, uuid)} held, at most", partial(_gpu_text, uuid, "held_most_bytes")
-        yield f"{called(gpu, uuid)} held per running request", partial(_gpu_text, uuid, "bytes_per_running_request")
+        yield f"{name_device(gpu, uuid)} held, at most", partial(_format_gpu, uuid, "held_most_bytes")
+        yield (
+            f"{name_device(gpu, uuid)} held per running request",
+            partial(_format_gpu, uuid, "bytes_per_running_request"),
+        )
 
 
-def _count(outcome: Outcome, step: Found) -> str:
+def _format_count(outcome: Outcome, step: Document) -> str:
     return str(step["requests"][outcome])
 
 
-def _latency(field: str, share: str, step: Found) -> str:
+def _format_latency(field: str, share: str, step: Document) -> str:
     seconds = step[field][share]
     if seconds is None:
         return UNKNOWN
@@ -297,54 +301,54 @@ def _latency(field: str, share: str, step: Found) -> str:
     return f"{seconds / unit:.3g} {name}"
 
 
-def _tokens(step: Found) -> str:
+def _format_tokens(step: Document) -> str:
     served, prompt, generated = step["requests"][Outcome.SUCCEEDED], step["prompt_tokens"], step["generation_tokens"]
     return f"{prompt / served:.0f} + {generated / served:.0f}" if served and prompt is not None else UNKNOWN
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"  # noqa: PLR2004 - three digits
 
 
-def _share(value: float | None) -> str:
+def _format_share(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.1%}"
 
 
-def _gpu_text(uuid: str, field: str, step: Found) -> str:
+def _format_gpu(uuid: str, field: str, step: Document) -> str:
     value = next((gpu[field] for gpu in step["gpus"] if gpu["uuid"] == uuid), None)
-    return UNKNOWN if value is None else size(value)
+    return UNKNOWN if value is None else format_size(value)
 
 
-def _memory_text(series: Found) -> str:
+def _format_memory(series: Document) -> str:
     delta, rate = series["delta_bytes"], series["delta_bytes_per_thousand_requests"]
-    change = f"{'+' if delta >= 0 else ''}{size(delta)}"
-    told = "" if rate is None else f", {size(rate)} per thousand requests"
-    before, most, after = (size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
-    return f"{_name(series)}: {before} before, {most} at most, {after} after: {change}{told}"
+    change = f"{'+' if delta >= 0 else ''}{format_size(delta)}"
+    told = "" if rate is None else f", {format_size(rate)} per thousand requests"
+    before, most, after = (format_size(series[field]) for field in ("before_bytes", "most_bytes", "after_bytes"))
+    return f"{_name_series(series)}: {before} before, {most} at most, {after} after: {change}{told}"
 
 
-def _name(series: Found) -> str:
+def _name_series(series: Document) -> str:
     return f"GPU {series['gpu']} ({series['uuid']})" if "gpu" in series else f"Host memory of {series['process']}"
 
 
-def _growth(series: Found) -> str:
+def _format_growth(series: Document) -> str:
     if series["verdict"] == "cannot_tell":
         return f"Whether it leaks cannot be told: {series['reason']}"
     leak = series["leak_bytes_per_thousand_requests"]
-    told = "" if leak is None else f", {size(leak)} per thousand requests by the detector"
-    return f"{_name(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{told}"
+    told = "" if leak is None else f", {format_size(leak)} per thousand requests by the detector"
+    return f"{_name_series(series)}: {GROWTHS[series['verdict']]}: {series['reason']}{told}"
 
 
-def _said(said: Sequence[Found]) -> Iterator[str]:
+def _list_answers(said: Sequence[Document]) -> Iterator[str]:
     if said:
         yield "What was said of those that did not succeed:"
     for each in said:
         yield f"{each['count']:>7} x {NAMES[each['outcome']]}: {each['text']}"
 
 
-def _end(found: Found) -> Iterator[str]:
+def _list_conclusions(found: Document) -> Iterator[str]:
     late = [step["own_delay_seconds"]["p99"] for step in found["steps"]]
     worst = max((seconds for seconds in late if seconds is not None), default=0.0)
     if worst > LATE_SECONDS:
@@ -354,11 +358,11 @@ def _end(found: Found) -> Iterator[str]:
     elif len(found["steps"]) < len(SHARES):
         yield "It ended at --max-requests, before the other steps."
     yield f"Trace of {found['samples']} samples: vllm-headroom replay {found['trace']}"
-    reasons = "; ".join(found["faults"]) or _otherwise(found)
+    reasons = "; ".join(found["faults"]) or _explain_verdict(found)
     yield f"{found['verdict'].replace('_', ' ').upper()}: {reasons}."
 
 
-def _otherwise(found: Found) -> str:
+def _explain_verdict(found: Document) -> str:
     requests = found["requests"]
     if requests[Outcome.NOT_SENT]:
         return f"{requests[Outcome.NOT_SENT]} requests could not be sent by this machine"

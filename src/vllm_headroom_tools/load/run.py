@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Final
 from msgspec import Struct
 
 from vllm_headroom import catalog
-from vllm_headroom.daemon.life import every
+from vllm_headroom.daemon.life import run_every
 from vllm_headroom.daemon.parts import GPU_TIMEOUT_SECONDS, Parts
-from vllm_headroom.daemon.sampler import Sampler, closed
-from vllm_headroom.derive import LEAK, derivations
+from vllm_headroom.daemon.sampler import Sampler, close_all
+from vllm_headroom.derive import LEAK, build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.readings import gpu_labels
+from vllm_headroom.derive.readings import label_gpu
 from vllm_headroom.model import EnginePage, Failure, Metric, Sample, Snapshot
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom.trace.entries import HEADER, line
+from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import tell
 from vllm_headroom_tools.history.counter import Histogram
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 from vllm_headroom_tools.load.clients import Clients, Pace
 from vllm_headroom_tools.load.stream import Outcome, Tally
-from vllm_headroom_tools.progress import bar, move
-from vllm_headroom_tools.terminal import draws
+from vllm_headroom_tools.progress import start_bar, update_bar
+from vllm_headroom_tools.terminal import is_terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -44,7 +44,7 @@ Labels = tuple[str, ...]
 """Index and UUID of a GPU, or the role of processes."""
 
 MEDIAN: Final = 0.5
-GONE: Final = "the engine is gone: its page refuses connections"
+ENGINE_GONE: Final = "the engine is gone: its page refuses connections"
 COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
     catalog.ENGINE_RUNNING: add,
     catalog.ENGINE_WAITING: add,
@@ -55,7 +55,7 @@ COMBINED: Final[dict[Metric, Callable[[float, float], float]]] = {
 """How the figures of several engines are one: of KV caches the fullest counts."""
 
 
-class Span(Struct):
+class SeriesSummary(Struct):
     """A figure over time: its first, newest and highest value, and whether it ever fell."""
 
     first: float
@@ -64,17 +64,17 @@ class Span(Struct):
     fell: bool = False
 
 
-class Spans(dict[Labels, Span]):
+class SeriesSummaries(dict[Labels, SeriesSummary]):
     """The span of each series of one figure."""
 
     def take(self, labels: Labels, value: float) -> None:
         """Take the next value of a series."""
-        span = self.setdefault(labels, Span(value, value, value))
+        span = self.setdefault(labels, SeriesSummary(value, value, value))
         span.fell = span.fell or value < span.last
         span.last, span.most = value, max(span.most, value)
 
 
-class Observed:
+class Observation:
     """Takes the samples of a stretch; what none of them told is absent.
 
     `failures` has, of each source that failed, in how many of the samples, and the newest failure.
@@ -85,9 +85,9 @@ class Observed:
         self.failures: dict[Source, tuple[int, Failure]] = {}
         self.first: Snapshot | None = None
         self.last: Snapshot | None = None
-        self.held = Spans()
-        self.host = Spans()
-        self._engine = Spans()
+        self.held = SeriesSummaries()
+        self.host = SeriesSummaries()
+        self._engine = SeriesSummaries()
         self._per_request: defaultdict[Labels, Histogram] = defaultdict(Histogram)
 
     def take(self, snapshot: Snapshot, samples: Iterable[Sample]) -> None:
@@ -95,7 +95,7 @@ class Observed:
         self._note(snapshot)
         for gpu in snapshot.devices:
             if gpu.held_bytes is not None:
-                self.held.take(gpu_labels(gpu), gpu.held_bytes)
+                self.held.take(label_gpu(gpu), gpu.held_bytes)
         engine: defaultdict[str, float] = defaultdict(float)
         for sample in samples:
             name = sample.metric.name
@@ -115,7 +115,7 @@ class Observed:
             count, _ = self.failures.get(failure.source, (0, failure))
             self.failures[failure.source] = (count + 1, failure)
 
-    def engine(self, metric: Metric) -> Span | None:
+    def engine(self, metric: Metric) -> SeriesSummary | None:
         """Return the span of one of the engine's figures; None where the engine did not tell it."""
         return self._engine.get((metric.name,))
 
@@ -139,8 +139,8 @@ class Observed:
         if not isinstance(first, EnginePage) or last is None:
             return None
         if isinstance(last, Failure):
-            return GONE if last.reason is Reason.UNREACHABLE else None
-        began, ends = _starts(first), _starts(last)
+            return ENGINE_GONE if last.reason is Reason.UNREACHABLE else None
+        began, ends = _list_starts(first), _list_starts(last)
         return "the engine was restarted meanwhile" if began and ends and began != ends else None
 
     def bytes_per_request(self, labels: Labels) -> float | None:
@@ -148,7 +148,7 @@ class Observed:
         return self._per_request[labels].quantile(MEDIAN) if labels in self._per_request else None
 
 
-def _starts(page: EnginePage) -> frozenset[float]:
+def _list_starts(page: EnginePage) -> frozenset[float]:
     return frozenset(engine.started_at_seconds for engine in page.engines if engine.started_at_seconds is not None)
 
 
@@ -158,14 +158,14 @@ UNLIMITED: Final = 2**63
 RECORD_SECONDS: Final = 10.0
 """A line takes microseconds, but this process may be short of CPU beside an engine that is not (seen: 4 s late)."""
 
-ELSEWHERE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
+OTHER_MACHINE: Final = "the server's host is another machine: run this beside vLLM, or name its GPUs here with --gpus"
 
 
-class Elsewhere:
+class UnavailableSource:
     """Stands in for NVML, or for /proc, where its GPUs or processes would not be the server's."""
 
     def __init__(self, source: Source, reason: Reason) -> None:
-        self._failure = Failure(source=source, reason=reason, message=ELSEWHERE)
+        self._failure = Failure(source=source, reason=reason, message=OTHER_MACHINE)
 
     async def read(self, _timeout_seconds: float, _page: object = None) -> Failure:
         """Return why there is none."""
@@ -183,9 +183,9 @@ class Sampling:
     """Samples `parts` every `interval_seconds` into `trace`; `whole` and the detector in `watch` see all of it."""
 
     def __init__(self, *, parts: Parts, selection: Selection, interval_seconds: float, trace: Path) -> None:
-        self.whole = Observed()
-        self.watch = Watch()
-        self._step = Observed()
+        self.whole = Observation()
+        self.watch = LeakReplay()
+        self._step = Observation()
         self._parts = parts
         self._interval_seconds = interval_seconds
         self._turn = asyncio.Lock()
@@ -193,7 +193,7 @@ class Sampling:
             sources=parts,
             parse=parse_engines,
             selection=selection,
-            derivations=tuple(each for each in derivations() if each is not LEAK),  # `watch` has the detector
+            derivations=tuple(each for each in build_derivations() if each is not LEAK),  # `watch` has the detector
             clock=parts.clock,
             gpu_timeout_seconds=GPU_TIMEOUT_SECONDS,
         )
@@ -201,9 +201,9 @@ class Sampling:
 
     async def run(self) -> None:
         """Sample until cancelled."""
-        await every(self._interval_seconds, self.tick, self._parts.clock)
+        await run_every(self._interval_seconds, self.tick, self._parts.clock)
 
-    async def look(self, step: Observed) -> None:
+    async def look(self, step: Observation) -> None:
         """Let `step` take what is sampled from now on, a sample of this moment first."""
         self._step = step
         await self.tick()
@@ -221,14 +221,14 @@ class Sampling:
 
     async def close(self) -> None:
         """Let go of what is read."""
-        await closed(self._parts.engine, self._parts.gpus)
+        await close_all(self._parts.engine, self._parts.gpus)
 
 
-def new_trace(file: Path) -> None:
+def create_trace(file: Path) -> None:
     """Begin a trace; raises BadInput where there is a file or none can be made."""
     try:
         with file.open("xb") as stream:
-            stream.write(line(HEADER))
+            stream.write(encode_line(HEADER))
     except FileExistsError as error:
         raise BadInput(f"--trace {file}: is there already: name another file") from error
     except OSError as error:
@@ -247,8 +247,8 @@ class Screen:
 
     def begin(self, title: str, seconds: float) -> None:
         """Show that a step begins."""
-        if draws(sys.stderr):
-            self._bar = bar(title, seconds, transient=False)
+        if is_terminal(sys.stderr):
+            self._bar = start_bar(title, seconds, transient=False)
             return
         self._next_seconds = LINE_SECONDS
         tell(f"{title}, {seconds:g} s")
@@ -256,23 +256,23 @@ class Screen:
     def show(self, tally: Tally, elapsed_seconds: float) -> None:
         """Show how far it has come, while there is a step, and if it is time for a line."""
         if self._bar is not None:
-            move(self._bar, elapsed_seconds, _counts(tally))
+            update_bar(self._bar, elapsed_seconds, _format_counts(tally))
         elif elapsed_seconds >= self._next_seconds:
             self._next_seconds += LINE_SECONDS
-            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}")
+            tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}")
 
     def end(self, tally: Tally, elapsed_seconds: float) -> None:
         """Show what it came to; its bar stays, full unless the step was cut short."""
         if self._bar is None:
             self._next_seconds = inf
-            tell(f"  {elapsed_seconds:3.0f} s  {_counts(tally)}; over")
+            tell(f"  {elapsed_seconds:3.0f} s  {_format_counts(tally)}; over")
             return
         self.show(tally, elapsed_seconds)
         self._bar.stop()
         self._bar = None
 
 
-def _counts(tally: Tally) -> str:
+def _format_counts(tally: Tally) -> str:
     good = tally.outcomes[Outcome.SUCCEEDED]
     out_of_memory = tally.outcomes[Outcome.OUT_OF_MEMORY]
     bad = tally.outcomes.total() - good - out_of_memory
@@ -283,7 +283,7 @@ def _counts(tally: Tally) -> str:
 SHARES: Final = (0.5, 0.75, 1.0, 1.2)
 """Below, near, at and beyond what was asked for: what breaks breaks in the last."""
 
-LOOK_SECONDS: Final = 0.1
+DELAY_SECONDS: Final = 0.1
 """How often it is measured how late this process comes to what it has to do."""
 
 SHOW_SECONDS: Final = 1.0
@@ -296,20 +296,20 @@ class Stage(Struct, frozen=True, kw_only=True):
     clients: int
     seconds: float
     tally: Tally
-    observed: Observed
+    observed: Observation
 
 
-def streams_at_most(concurrency: int) -> int:
+def count_most_streams(concurrency: int) -> int:
     """Return how many streams the largest step opens."""
-    return _clients(concurrency, max(SHARES))
+    return _count_clients(concurrency, max(SHARES))
 
 
-def _clients(concurrency: int, share: float) -> int:
+def _count_clients(concurrency: int, share: float) -> int:
     return ceil(round(concurrency * share, 6))
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class LoadRun:
     """Runs every step for `seconds`, until the clients are stopped or the pace's cap is reached."""
 
     concurrency: int
@@ -325,16 +325,16 @@ class Run:
         done: list[Stage] = []
         self._tally = Tally(monotonic())
         async with asyncio.TaskGroup() as group:
-            aside = [group.create_task(each) for each in (self.sampling.run(), self._delays(), self._shown())]
+            aside = [group.create_task(each) for each in (self.sampling.run(), self._measure_delays(), self._shown())]
             for number, share in enumerate(SHARES, start=1):
-                if not self.clients.stopped and not self.pace.used_up:
+                if not self.clients.stopped and not self.pace.is_used_up:
                     done.append(await self._step(number, share))
             for task in aside:
                 task.cancel()
         return tuple(done)
 
     async def _step(self, number: int, share: float) -> Stage:
-        count, observed = _clients(self.concurrency, share), Observed()
+        count, observed = _count_clients(self.concurrency, share), Observation()
         await self.sampling.look(observed)
         tally = self._tally = Tally(monotonic())
         self.screen.begin(f"step {number}/{len(SHARES)}: {share:.0%}, {count} clients", self.seconds)
@@ -344,11 +344,11 @@ class Run:
         self.screen.end(tally, seconds)
         return Stage(share=share, clients=count, seconds=seconds, tally=tally, observed=observed)
 
-    async def _delays(self) -> None:
+    async def _measure_delays(self) -> None:
         """Measure how late the loop is: what comes late here looks late of the server."""
         while True:
-            due = monotonic() + LOOK_SECONDS
-            await asyncio.sleep(LOOK_SECONDS)
+            due = monotonic() + DELAY_SECONDS
+            await asyncio.sleep(DELAY_SECONDS)
             self._tally.delays.add(max(0.0, monotonic() - due))
 
     async def _shown(self) -> None:

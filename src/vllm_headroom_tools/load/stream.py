@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.history.counter import Histogram
-from vllm_headroom_tools.openai import error_of, json_object
+from vllm_headroom_tools.openai import find_error, parse_object
 
 OUT_OF_MEMORY: Final = re.compile(r"out of memory|OutOfMemory", re.IGNORECASE)
 """torch's "CUDA out of memory" and the name of its exception, HIP's, and CUDA's own "out of memory"."""
@@ -55,28 +55,28 @@ class Completion(Struct, frozen=True, kw_only=True):
     generation_tokens: int | None = None
 
 
-def refusal(status: int, body: bytes) -> Completion:
+def parse_refusal(status: int, body: bytes) -> Completion:
     """Return what a status other than 200 means."""
     text = body.decode(errors="replace")
-    said = error_of(json_object(text)) or text
+    said = find_error(parse_object(text)) or text
     otherwise = Outcome.REJECTED if status in BUSY else Outcome.FAILED
-    return _failed(said, f"{status}: {said}" if said else str(status), otherwise)
+    return _build_failure(said, f"{status}: {said}" if said else str(status), otherwise)
 
 
-def broken(said: str) -> Completion:
+def parse_error(said: str) -> Completion:
     """Return what an error within a stream means."""
-    return _failed(said, said, Outcome.FAILED)
+    return _build_failure(said, said, Outcome.FAILED)
 
 
-def shown(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return the beginning of a text, fit for a line of a terminal."""
     line = " ".join(text.split()).translate(CONTROLS)
     return line if len(line) <= LONGEST_TEXT else f"{line[:LONGEST_TEXT]}..."
 
 
-def _failed(said: str, text: str, otherwise: Outcome) -> Completion:
+def _build_failure(said: str, text: str, otherwise: Outcome) -> Completion:
     outcome = Outcome.OUT_OF_MEMORY if OUT_OF_MEMORY.search(said) else otherwise
-    return Completion(outcome=outcome, text=shown(text), engine_dead=ENGINE_DEAD.search(said) is not None)
+    return Completion(outcome=outcome, text=shorten_text(text), engine_dead=ENGINE_DEAD.search(said) is not None)
 
 
 DONE: Final = b"[DONE]"
@@ -84,7 +84,7 @@ LONGEST_LINE: Final = 2**20
 """Bytes; a stream without line ends need not be held in memory."""
 
 
-class NotUnderstood(Exception):  # noqa: N818 - it says what came
+class StreamError(Exception):
     """What is no stream of events as OpenAI's servers send them; the message is for the operator."""
 
 
@@ -115,15 +115,15 @@ class Stream:
             try:
                 said = json.loads(event)
             except (ValueError, RecursionError):
-                raise NotUnderstood("an event of its stream is no JSON") from None
+                raise StreamError("an event of its stream is no JSON") from None
             if not isinstance(said, dict):
-                raise NotUnderstood("an event of its stream is no JSON object")
+                raise StreamError("an event of its stream is no JSON object")
             self._take(said, now)
 
     def answer(self) -> Completion:
         """Return what it came to, now that it is over."""
         if self._error is not None:
-            return broken(self._error)
+            return parse_error(self._error)
         if not self._done:
             text = "it answered 200 with no stream of events" if self.first_seconds is None else "no [DONE] at the end"
             return Completion(outcome=Outcome.FAILED, text=text)
@@ -141,7 +141,7 @@ class Stream:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
         if len(self._rest) > LONGEST_LINE:
-            raise NotUnderstood(f"a line of its stream is longer than {LONGEST_LINE} bytes")
+            raise StreamError(f"a line of its stream is longer than {LONGEST_LINE} bytes")
 
     def _take(self, said: dict[str, Any], now: float) -> None:
         choices = said.get("choices")
@@ -151,14 +151,14 @@ class Stream:
             else:
                 self._gap(now - self._last_seconds)
             self._last_seconds = now
-            self._error = self._error or _broke(choices)
+            self._error = self._error or _find_broken_choice(choices)
         else:
-            self._error = self._error or error_of(said)
+            self._error = self._error or find_error(said)
         if isinstance(usage := said.get("usage"), dict):
             self._usage = usage
 
 
-def _broke(choices: object) -> str | None:
+def _find_broken_choice(choices: object) -> str | None:
     """Return that the server gave up a choice; None where it did not."""
     for choice in choices if isinstance(choices, list) else ():
         finish = choice.get("finish_reason") if isinstance(choice, dict) else None

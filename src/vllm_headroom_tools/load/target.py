@@ -16,11 +16,11 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.config.kinds import http_url
-from vllm_headroom.scrape.http.failures import no_answer, without_advice
-from vllm_headroom.scrape.http.reader import port_of, read_body
+from vllm_headroom.scrape.http.failures import explain_no_answer, strip_advice
+from vllm_headroom.scrape.http.reader import find_port, read_body
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.openai import Model, first_model
+from vllm_headroom_tools.openai import Model, parse_first_model
 
 LENGTHS: Final = re.compile(r"(\d{1,7})(?:\.\.(\d{1,7}))?", re.ASCII)
 
@@ -39,7 +39,7 @@ class Lengths(Struct, frozen=True, kw_only=True):
         return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
 
 
-def lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> Lengths:
     """Return the distribution of a text such as `512` or `256..2048`."""
     found = LENGTHS.fullmatch(text.strip())
     if found is None:
@@ -67,7 +67,7 @@ DIFFERENT_WORDS: Final = 5
 RING_WORDS: Final = 8192
 
 
-class Api(StrEnum):
+class CompletionApi(StrEnum):
     """How a completion is asked for."""
 
     COMPLETIONS = "completions"
@@ -99,13 +99,13 @@ def _cut(ring: list[str], begin: int, count: int) -> list[str]:
     return found
 
 
-def request_body(api: Api, model: str, prompt: str, output_tokens: int) -> bytes:
+def build_request_body(api: CompletionApi, model: str, prompt: str, output_tokens: int) -> bytes:
     """Return the body that asks for exactly so many tokens, streamed, with the server's own count of them at the end.
 
     `ignore_eos` is vLLM's: without it a model ends its answer when it likes.
     """
     asked: dict[str, Any] = (
-        {"prompt": prompt} if api is Api.COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
+        {"prompt": prompt} if api is CompletionApi.COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
     )
     how = {
         "model": model,
@@ -123,7 +123,7 @@ PATIENCE_SECONDS: Final = 15.0
 MOST_LIST_BYTES: Final = 2**20
 """Of the list of models, some 500 bytes each."""
 
-PATHS: Final = {Api.COMPLETIONS: "/v1/completions", Api.CHAT: "/v1/chat/completions"}
+PATHS: Final = {CompletionApi.COMPLETIONS: "/v1/completions", CompletionApi.CHAT: "/v1/chat/completions"}
 Address = tuple[str, int]
 
 
@@ -137,7 +137,7 @@ class Target(Struct, frozen=True, kw_only=True):
     tls: ssl.SSLContext | None
 
 
-def base_url(text: str) -> httpx.URL:
+def parse_base_url(text: str) -> httpx.URL:
     """Return an http or https URL without what OpenAI's clients write at its end (/v1); raises ValueError."""
     url = http_url(text)
     if url.query or url.userinfo:
@@ -145,18 +145,18 @@ def base_url(text: str) -> httpx.URL:
     return url.copy_with(path=url.path.rstrip("/").removesuffix("/v1"))
 
 
-def within(url: httpx.URL, path: str) -> httpx.URL:
+def join_path(url: httpx.URL, path: str) -> httpx.URL:
     """Return the URL of a path of the server."""
     return url.copy_with(path=url.path.rstrip("/") + path)
 
 
-async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
+async def find_target(url: httpx.URL, api: CompletionApi, tls: ssl.SSLContext | None, bearer: str | None) -> Target:
     """Return the first address of the host that takes a connection; raises BadInput where none does."""
-    loop, port = asyncio.get_running_loop(), port_of(url)
+    loop, port = asyncio.get_running_loop(), find_port(url)
     try:
         found = await loop.getaddrinfo(url.host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise BadInput(_no_answer(error, url)) from error
+        raise BadInput(_describe_failure(error, url)) from error
     problem: Exception = TimeoutError()
     for host in [str(place[0]) for *_, place in found]:
         try:
@@ -172,18 +172,18 @@ async def find(url: httpx.URL, api: Api, tls: ssl.SSLContext | None, bearer: str
         transport.abort()
         headers = [("Host", url.netloc.decode()), ("User-Agent", "vllm-headroom"), ("Content-Type", "application/json")]
         headers += [("Authorization", f"Bearer {bearer}")] if bearer else []
-        path = within(url, PATHS[api]).raw_path.decode()
+        path = join_path(url, PATHS[api]).raw_path.decode()
         return Target(address=(host, port), host=url.host, path=path, headers=tuple(headers), tls=tls)
-    raise BadInput(_no_answer(problem, url))
+    raise BadInput(_describe_failure(problem, url))
 
 
-def _no_answer(error: Exception, url: httpx.URL) -> str:
-    return f"{without_advice(no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
+def _describe_failure(error: Exception, url: httpx.URL) -> str:
+    return f"{strip_advice(explain_no_answer(error, str(url), PATIENCE_SECONDS))}: check that vLLM serves there"
 
 
-async def offered_model(url: httpx.URL, target: Target) -> Model:
+async def fetch_model(url: httpx.URL, target: Target) -> Model:
     """Return the first model that the server lists, asked as the target is; raises BadInput where it lists none."""
-    where = within(url, "/v1/models")
+    where = join_path(url, "/v1/models")
     try:
         async with (
             httpx.AsyncClient(verify=target.tls or True, trust_env=False, timeout=PATIENCE_SECONDS) as client,
@@ -191,23 +191,23 @@ async def offered_model(url: httpx.URL, target: Target) -> Model:
         ):
             body = await read_body(answer, MOST_LIST_BYTES)
     except httpx.HTTPError as error:
-        raise BadInput(f"{_no_answer(error, where)}, or name a --model") from error
+        raise BadInput(f"{_describe_failure(error, where)}, or name a --model") from error
     if answer.status_code != httpx.codes.OK:
         raise BadInput(
             f"{where} answers {answer.status_code}: name a --model, or an --engine-bearer-token-file if it asks for one"
         )
-    model = None if isinstance(body, Reason) else first_model(body)
+    model = None if isinstance(body, Reason) else parse_first_model(body)
     if model is None:
         raise BadInput(f"{where}: lists no model: name a --model")
     return model
 
 
-class Order(Struct, frozen=True, kw_only=True):
+class LoadOrder(Struct, frozen=True, kw_only=True):
     """Everything that is set; None where nothing is. `seconds` are a step's, `shared_ratio` is of each prompt."""
 
     url: httpx.URL
     metrics_url: str | None
-    api: Api
+    api: CompletionApi
     model: str | None
     concurrency: int
     seconds: float
@@ -227,7 +227,7 @@ class Order(Struct, frozen=True, kw_only=True):
     @property
     def page(self) -> httpx.URL:
         """Where the engine's page is."""
-        return httpx.URL(self.metrics_url) if self.metrics_url else within(self.url, "/metrics")
+        return httpx.URL(self.metrics_url) if self.metrics_url else join_path(self.url, "/metrics")
 
     def __str__(self) -> str:
         shared = f", {self.shared_ratio:.0%} of them shared" if self.shared_ratio else ""

@@ -15,12 +15,12 @@ from msgspec.structs import fields, replace
 from vllm_headroom.config.kinds import FILE, RATIO, Value, bounded, choice, size, tokens, whole
 from vllm_headroom.config.options import Parser
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom.units import GIB, VLLM_NUMBER, size_bytes, vllm_number
+from vllm_headroom.units import GIB, VLLM_NUMBER, parse_size, parse_vllm_number
 from vllm_headroom_tools.cli import Command
-from vllm_headroom_tools.plan.report import Planned, parts_of, planned_document, planned_text
-from vllm_headroom_tools.sizing.estimate import estimate, fits
+from vllm_headroom_tools.plan.report import Planned, build_planned_document, read_parts, render_planned
+from vllm_headroom_tools.sizing.estimate import can_start, estimate_memory
 from vllm_headroom_tools.sizing.footprint import KV_DTYPES, ModelShape
-from vllm_headroom_tools.sizing.model_config import NAME, checkpoint_bytes, parse_model_config, read_model
+from vllm_headroom_tools.sizing.model_config import NAME, count_checkpoint_bytes, parse_model_config, read_model
 from vllm_headroom_tools.sizing.quantisation import DTYPE_BYTES, QUANTISED_BYTES
 from vllm_headroom_tools.sizing.question import (
     BLOCK_TOKENS,
@@ -28,8 +28,8 @@ from vllm_headroom_tools.sizing.question import (
     TYPICAL_TOKENS,
     UTILIZATION,
     Question,
-    defaults,
-    unusable,
+    choose_defaults,
+    find_problem,
 )
 
 SIZES: Final = (
@@ -41,21 +41,21 @@ SIZES: Final = (
 )
 """Options that say a model's size, the fields of its configuration that they stand for, and their meaning."""
 
-ALONE: Final = ("layers", "kv_heads", "head_size")
+NEEDED_SIZES: Final = ("layers", "kv_heads", "head_size")
 """What the KV cache's size cannot be told without."""
 
 
-def question(given: argparse.Namespace) -> Question:
+def build_question(given: argparse.Namespace) -> Question:
     """Return what is asked; raises BadInput where that cannot be."""
-    shape = _shape(given)
+    shape = _read_shape(given)
     if isinstance(shape, str):
         raise BadInput(shape)
-    checkpoint, parameters = _weights(given, shape)
-    sequences, tokens = defaults(given.gpu_memory_bytes)
+    checkpoint, parameters = _read_weights(given, shape)
+    sequences, tokens = choose_defaults(given.gpu_memory_bytes)
     sequences = given.max_num_seqs or sequences
     told = {each.name: getattr(given, each.name) for each in fields(Question) if hasattr(given, each.name)}
     told |= {
-        "shape": _served(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
+        "shape": _apply_dtype(shape, given.dtype, given.quantization, language_model_only=given.language_model_only),
         "checkpoint_bytes": checkpoint,
         "parameters": parameters,
         "max_model_len": given.max_model_len or shape.max_model_len,
@@ -63,15 +63,15 @@ def question(given: argparse.Namespace) -> Question:
         "max_num_batched_tokens": given.max_num_batched_tokens or max(tokens, sequences),
         "max_loras": given.max_loras if given.enable_lora else 0,
         "cpu_offload_bytes": given.cpu_offload_gb * GIB,
-        "draft": _draft(given.draft_model_config),
+        "draft": _read_draft(given.draft_model_config),
     }
     asked = Question(**told)
-    if problem := unusable(asked):
+    if problem := find_problem(asked):
         raise BadInput(problem)
     return asked
 
 
-def _shape(given: argparse.Namespace) -> ModelShape | str:
+def _read_shape(given: argparse.Namespace) -> ModelShape | str:
     overrides = {field: getattr(given, name) for name, field, _ in SIZES if getattr(given, name) is not None}
     if given.kv_heads is not None:
         overrides["multi_query"] = False
@@ -79,26 +79,29 @@ def _shape(given: argparse.Namespace) -> ModelShape | str:
         shape = read_model(given.model_config, overrides)
         if isinstance(shape, str):
             return f"{given.model_config}: {shape}"
-        told = all(getattr(given, name) is not None for name in ALONE)
+        told = all(getattr(given, name) is not None for name in NEEDED_SIZES)
         return replace(shape, unknown_type=None) if told else shape
-    missing = [_flag(name) for name in ALONE if getattr(given, name) is None]
+    missing = [_name_flag(name) for name in NEEDED_SIZES if getattr(given, name) is None]
     if missing:
-        return f"needs --model-config, or without it {', '.join(map(_flag, ALONE))}; missing: {', '.join(missing)}"
+        return (
+            f"needs --model-config, or without it {', '.join(map(_name_flag, NEEDED_SIZES))};"
+            f" missing: {', '.join(missing)}"
+        )
     return parse_model_config("{}", overrides)
 
 
-def _draft(path: Path | None) -> ModelShape | None:
+def _read_draft(path: Path | None) -> ModelShape | None:
     shape = None if path is None else read_model(path)
     if isinstance(shape, str):
         raise BadInput(f"{path}: {shape}")
     return shape
 
 
-def _flag(name: str) -> str:
+def _name_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
+def _read_weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, int | None]:
     """Return the bytes of the weights and the number of parameters, as far as they are known without counting.
 
     Weights that are quantised in the file are served as they lie there; others in the dtype that is asked for.
@@ -106,7 +109,7 @@ def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, 
     if given.parameters is not None or given.model_config is None:
         return None, given.parameters
     path: Path = given.model_config
-    found = checkpoint_bytes(path if path.is_dir() else path.parent)
+    found = count_checkpoint_bytes(path if path.is_dir() else path.parent)
     if found is None:
         return None, None
     if shape.quantisation is None:
@@ -114,7 +117,7 @@ def _weights(given: argparse.Namespace, shape: ModelShape) -> tuple[int | None, 
     return (found, None) if given.quantization is None else (None, None)
 
 
-def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
+def _apply_dtype(shape: ModelShape, dtype: str, quantization: str | None, *, language_model_only: bool) -> ModelShape:
     """Return the shape as it is served: in the dtype and with the quantisation that were asked for, if any."""
     changed: dict[str, Any] = {}
     if language_model_only:
@@ -127,7 +130,7 @@ def _served(shape: ModelShape, dtype: str, quantization: str | None, *, language
         if shape.quantisation is None:
             changed["weight_bytes_per_parameter"] = size
     served = replace(shape, **changed)
-    return served if quantization is None else served.quantised(quantization, QUANTISED_BYTES[quantization])
+    return served if quantization is None else served.apply_quantisation(quantization, QUANTISED_BYTES[quantization])
 
 
 DESCRIPTION: Final = """\
@@ -161,7 +164,7 @@ MOST_PARAMETERS: Final = 10**14
 MOST_GIBIBYTES: Final = 2**20
 
 
-def options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     card = "of one card in all"
     parser.add_argument("--gpu-memory", dest="gpu_memory_bytes", metavar="SIZE", type=size("80GiB"), help=card)
@@ -172,32 +175,32 @@ def options(parser: Parser) -> None:
     )
     probe = "a file of the probe in a worker that serves this model: what it measured, beside what is planned"
     parser.add_argument("--probe", metavar="FILE", type=FILE, help=probe)
-    _model(parser.add_argument_group("the model"))
-    _engine(parser.add_argument_group("what vLLM is told, by its own names"))
+    _add_model(parser.add_argument_group("the model"))
+    _add_engine(parser.add_argument_group("what vLLM is told, by its own names"))
 
 
-def _model(group: argparse._ArgumentGroup) -> None:
+def _add_model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model-config", metavar="PATH", type=FILE, help=f"its {NAME}, or the folder of it and the weights")
     add("--draft-model-config", metavar="PATH", type=FILE, help="the same of the model that speculates")
     for name, _, meaning in SIZES:
         add(f"--{name.replace('_', '-')}", metavar="N", type=COUNT, help=f"{meaning}, instead of the file's")
-    parameters = Value(read=_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
+    parameters = Value(read=_parse_parameters, accepts="a number of parameters, such as 70600000000 or 70.6B")
     add("--parameters", metavar="N", type=parameters, help="such as 70.6B, instead of counting them")
-    _choice(group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto")
-    _choice(group, ("-q", "--quantization"), sorted(QUANTISED_BYTES), "of the weights, instead of the file's")
+    _add_choice(group, ("--dtype",), DTYPES, "of what is not quantised; auto is 16 bits", default="auto")
+    _add_choice(group, ("-q", "--quantization"), sorted(QUANTISED_BYTES), "of the weights, instead of the file's")
 
 
-def _engine(group: argparse._ArgumentGroup) -> None:
+def _add_engine(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     share = f"default {UTILIZATION}, vLLM's since 0.20; before, 0.9"
     add("--gpu-memory-utilization", metavar="RATIO", type=RATIO, default=UTILIZATION, help=share)
     cache = Value(
-        read=lambda text: vllm_number(text) if VLLM_NUMBER.fullmatch(text) else size_bytes(text),
+        read=lambda text: parse_vllm_number(text) if VLLM_NUMBER.fullmatch(text) else parse_size(text),
         accepts="a size such as 20GiB, or as vLLM takes it, 20G",
     )
     add("--kv-cache-memory-bytes", metavar="SIZE", type=cache, help="of the KV cache, instead of a ratio of the card")
-    _choice(group, ("--kv-cache-dtype",), ("auto", *KV_DTYPES), "auto is the model's own", default="auto")
+    _add_choice(group, ("--kv-cache-dtype",), ("auto", *KV_DTYPES), "auto is the model's own", default="auto")
     add("-tp", "--tensor-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-pp", "--pipeline-parallel-size", metavar="N", type=COUNT, default=1, help="default 1")
     add("-dp", "--data-parallel-size", metavar="N", type=COUNT, default=1, help="engines, which share the experts")
@@ -220,7 +223,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     add("--enforce-eager", action="store_true", help="without CUDA graphs")
 
 
-def _choice(
+def _add_choice(
     group: argparse._ArgumentGroup,
     flags: Sequence[str],
     names: Sequence[str],
@@ -231,7 +234,7 @@ def _choice(
     group.add_argument(*flags, metavar="NAME", type=kind, default=default, help=f"{meaning}: {kind.accepts}")
 
 
-def _parameters(text: str) -> int:
+def _parse_parameters(text: str) -> int:
     found = PARAMETERS.fullmatch(text)
     number = int(Decimal(found[1]) * 1000 ** THOUSANDS[found[2].upper()]) if found and len(text) <= len("x" * 20) else 0
     if not 1 <= number <= MOST_PARAMETERS:
@@ -243,19 +246,19 @@ STATUS: Final = {True: 0, False: 1, None: 2}
 
 
 def _run(given: Namespace) -> Planned:
-    found = estimate(question(given))
+    found = estimate_memory(build_question(given))
     if found is None:
         raise BadInput("the KV cache's dtype is not known here")
-    return Planned(estimate=found, measured=None if given.probe is None else parts_of(Path(given.probe)))
+    return Planned(estimate=found, measured=None if given.probe is None else read_parts(Path(given.probe)))
 
 
 COMMAND: Final[Command[Planned]] = Command(
     usage="%(prog)s --model-config PATH --gpu-memory SIZE [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
-    options=options,
+    options=add_options,
     run=_run,
-    text=planned_text,
-    document=planned_document,
-    status=lambda found: STATUS[fits(found.estimate)],
+    text=render_planned,
+    document=build_planned_document,
+    status=lambda found: STATUS[can_start(found.estimate)],
 )

@@ -12,37 +12,50 @@ from msgspec import Struct
 from vllm_headroom.model import EngineParts
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom.units import GIB, gib
-from vllm_headroom_tools.plan.verdict import changes, notes, spread, unknown, verdict
-from vllm_headroom_tools.sizing.estimate import LIBRARIES, Estimate, Range, fits, longest, most
+from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.plan.verdict import explain_verdict, find_changes, format_range, list_notes, list_unknown
+from vllm_headroom_tools.sizing.estimate import (
+    LIBRARIES,
+    MemoryEstimate,
+    Range,
+    can_start,
+    list_longest,
+    list_most_sequences,
+)
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.question import UTILIZATION
-from vllm_headroom_tools.terminal import paragraphs, wrapped
+from vllm_headroom_tools.terminal import join_paragraphs, wrap_text
 
 BILLION: Final = 10**9
 UNKNOWN: Final = "not known"
 
 
-def text(found: Estimate) -> Iterator[str]:
+def render_text(found: MemoryEstimate) -> Iterator[str]:
     """Yield the whole answer."""
-    parts = (_heading(found), _memory(found), _cache(found), _tables(found), _answer(found))
-    yield from paragraphs(parts)
+    parts = (
+        _format_heading(found),
+        _format_memory(found),
+        _format_cache(found),
+        _format_tables(found),
+        _format_answer(found),
+    )
+    yield from join_paragraphs(parts)
 
 
-def _heading(found: Estimate) -> Iterator[str]:
+def _format_heading(found: MemoryEstimate) -> Iterator[str]:
     question, shape = found.question, found.question.shape
-    yield f"The model: {', '.join(_model(shape))}."
+    yield f"The model: {', '.join(_describe_model(shape))}."
     spread = (
         ("tensor", question.tensor_parallel_size),
         ("pipeline", question.pipeline_parallel_size),
         ("data", question.data_parallel_size),
     )
     ways = ", ".join(f"{name} parallel {count}" for name, count in spread if count > 1)
-    card = "size not given" if question.gpu_memory_bytes is None else gib(question.gpu_memory_bytes)
+    card = "size not given" if question.gpu_memory_bytes is None else format_gib(question.gpu_memory_bytes)
     yield f"On {question.gpus} GPU{'s' if question.gpus > 1 else ''}, {card}{f' each, {ways}' if ways else ''}."
 
 
-def _model(shape: ModelShape) -> Iterator[str]:
+def _describe_model(shape: ModelShape) -> Iterator[str]:
     yield f"{shape.layers} layers"
     if shape.attention_heads is not None:
         yield f"{shape.attention_heads} attention heads"
@@ -57,34 +70,34 @@ def _model(shape: ModelShape) -> Iterator[str]:
     yield shape.quantisation or f"{shape.dtype_bytes * 8:.0f} bits"
 
 
-def _memory(found: Estimate) -> Iterator[str]:
+def _format_memory(found: MemoryEstimate) -> Iterator[str]:
     question = found.question
     yield f"{'Of each GPU':<44}GiB"
     if found.budget is not None:
         usual = "vLLM's default since 0.20" if question.gpu_memory_utilization == UTILIZATION else ""
-        yield _line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
-    yield _line("weights", found.weights, _weights_source(found))
+        yield _format_line(f"budget, {question.gpu_memory_utilization:g} of the card", found.budget, usual)
+    yield _format_line("weights", found.weights, _name_weights_source(found))
     if question.max_loras:
-        yield _line(
+        yield _format_line(
             "  of them for LoRA", question.adapters_bytes, f"{question.max_loras} of rank {question.max_lora_rank}"
         )
     if question.cpu_offload_bytes:
-        yield _line("  beside them on the host", question.cpu_offload_bytes)
+        yield _format_line("  beside them on the host", question.cpu_offload_bytes)
     batch, logits = f"{question.max_num_batched_tokens:,} tokens", f"the logits of {question.max_num_seqs:,} sequences"
     items = f", {question.encoder_items} images" if question.largest else ""
-    yield _line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
-    yield _line("CUDA graphs", found.graphs)
-    yield _line("CUDA libraries", LIBRARIES)
+    yield _format_line("activations", found.activations, f"{batch} in a batch{items}, or {logits}")
+    yield _format_line("CUDA graphs", found.graphs)
+    yield _format_line("CUDA libraries", LIBRARIES)
     left = (
         None if found.kv_cache is None else Range(low=max(0.0, found.kv_cache.low), high=max(0.0, found.kv_cache.high))
     )
-    yield _line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
+    yield _format_line("KV cache", left, "as told" if question.kv_cache_memory_bytes else "what is left")
     besides = ("CUDA context", *(("NCCL",) if question.gpus > 1 else ()))
     besides += ("the system", "vLLM's own processes") if question.unified_memory else ()
-    yield _line("beside the budget", found.outside, ", ".join(besides))
+    yield _format_line("beside the budget", found.outside, ", ".join(besides))
 
 
-def _weights_source(found: Estimate) -> str:
+def _name_weights_source(found: MemoryEstimate) -> str:
     question = found.question
     if question.checkpoint_bytes is not None:
         return "from the checkpoint's size"
@@ -93,21 +106,21 @@ def _weights_source(found: Estimate) -> str:
     return "parameters counted from the configuration" if found.weights is not None else ""
 
 
-def _line(name: str, amount: float | Range | None, remark: str = "") -> str:
-    return f"  {name:<28}{shown(amount):>17}  {remark}".rstrip()
+def _format_line(name: str, amount: float | Range | None, remark: str = "") -> str:
+    return f"  {name:<28}{format_amount(amount):>17}  {remark}".rstrip()
 
 
-def shown(amount: float | Range | None) -> str:
+def format_amount(amount: float | Range | None) -> str:
     """Return an amount of memory in GiB."""
     if isinstance(amount, Range):
-        return spread(amount)
+        return format_range(amount)
     return UNKNOWN if amount is None else f"{amount / GIB:,.2f}"
 
 
-def _cache(found: Estimate) -> Iterator[str]:
+def _format_cache(found: MemoryEstimate) -> Iterator[str]:
     question, bound = found.question, "at most " if found.question.shape.windowed_layers else ""
     layout, length, sequences = found.layout, question.max_model_len, question.max_num_seqs
-    part = "" if question.shape.keeps_every_token else f" in {layout.block_layers} layers"
+    part = "" if question.shape.has_every_token else f" in {layout.block_layers} layers"
     block = f"{layout.block_bytes:,} per block of {layout.block_tokens}{part}"
     yield "KV cache"
     if not layout.block_bytes:
@@ -117,7 +130,7 @@ def _cache(found: Estimate) -> Iterator[str]:
     if question.gpus > 1:
         yield f"  {bound}{found.engine_bytes_per_token:,} bytes per token on all GPUs together"
     if length is not None:
-        size, blocks = gib(sequences * found.sequence_bytes(length)), sequences * layout.blocks(length)
+        size, blocks = format_gib(sequences * found.count_sequence_bytes(length)), sequences * layout.blocks(length)
         yield f"  {sequences:,} x {length:,} tokens (max_num_seqs x max_model_len) take {size}, {blocks:,} blocks"
     if not found.blocks:
         return
@@ -130,17 +143,17 @@ def _cache(found: Estimate) -> Iterator[str]:
             yield f"  {floor(at_once * 10) / 10:,.1f} sequences of {tokens:,} tokens ({name}) at once"
 
 
-def _tables(found: Estimate) -> Iterator[str]:
+def _format_tables(found: MemoryEstimate) -> Iterator[str]:
     if not found.blocks:
         return
-    by_sequences, by_length = longest(found), most(found)
+    by_sequences, by_length = list_longest(found), list_most_sequences(found)
     yield "The largest that fits at once"
-    yield from _table(("max_num_seqs", "max_model_len"), by_sequences)
+    yield from _format_table(("max_num_seqs", "max_model_len"), by_sequences)
     yield ""
-    yield from _table(("max_model_len", "max_num_seqs"), by_length)
+    yield from _format_table(("max_model_len", "max_num_seqs"), by_length)
 
 
-def _table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[str]:
+def _format_table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[str]:
     cells = list(rows)
     widths = [max(len(f"{number:,}") for number in pair) for pair in cells]
     for place, name in enumerate(head):
@@ -148,12 +161,12 @@ def _table(head: tuple[str, str], rows: Iterable[tuple[int, int]]) -> Iterator[s
         yield f"  {name:<15}{numbers}"
 
 
-def _answer(found: Estimate) -> Iterator[str]:
-    for sentence in (*notes(found), verdict(found)):
-        yield from wrapped("", sentence)
-    if fits(found) is True or found.kv_cache is None:
+def _format_answer(found: MemoryEstimate) -> Iterator[str]:
+    for sentence in (*list_notes(found), explain_verdict(found)):
+        yield from wrap_text("", sentence)
+    if can_start(found) is True or found.kv_cache is None:
         return
-    tried = changes(found)
+    tried = find_changes(found)
     yield "Any of these would make it fit:" if tried else "No change of one or two settings would make it fit."
     for change in tried:
         yield f"  {' '.join(f'{option} {value}' for option, value in change.settings):<56}  {change.price}"
@@ -175,17 +188,17 @@ SETTINGS: Final = (
 )
 
 
-def document(found: Estimate) -> dict[str, Any]:
+def build_document(found: MemoryEstimate) -> dict[str, Any]:
     """Return the answer: bytes are of each GPU unless their name says otherwise, and null is what is not known."""
-    question, answer = found.question, fits(found)
+    question, answer = found.question, can_start(found)
     return {
         "fits": answer,
-        "verdict": verdict(found),
-        "unknown": unknown(found),
-        "notes": notes(found),
+        "verdict": explain_verdict(found),
+        "unknown": list_unknown(found),
+        "notes": list_notes(found),
         "changes": [
             {"settings": dict(each.settings), "price": each.price}
-            for each in (() if answer is True else changes(found))
+            for each in (() if answer is True else find_changes(found))
         ],
         **{name: getattr(question, name) for name in SETTINGS},
         "block_size": found.layout.block_tokens,
@@ -198,32 +211,36 @@ def document(found: Estimate) -> dict[str, Any]:
         "unknown_architecture": question.shape.unknown_type,
         "budget_bytes": None if found.budget is None else int(found.budget),
         "encoder_items": question.encoder_items,
-        "activation_bytes": _bounds(found.activations),
-        "cuda_graph_bytes": _bounds(found.graphs),
-        "library_bytes": _bounds(LIBRARIES),
-        "outside_budget_bytes": _bounds(found.outside),
-        **_kv_cache(found),
+        "activation_bytes": _split_range(found.activations),
+        "cuda_graph_bytes": _split_range(found.graphs),
+        "library_bytes": _split_range(LIBRARIES),
+        "outside_budget_bytes": _split_range(found.outside),
+        **_describe_kv_cache(found),
     }
 
 
-def _kv_cache(found: Estimate) -> dict[str, Any]:
+def _describe_kv_cache(found: MemoryEstimate) -> dict[str, Any]:
     question = found.question
     length, sequences = question.max_model_len, question.max_num_seqs
     return {
-        "kv_cache_bytes": _bounds(found.kv_cache),
+        "kv_cache_bytes": _split_range(found.kv_cache),
         "kv_capacity_tokens": found.capacity_tokens,
         "kv_capacity_blocks": found.blocks,
-        "sequence_bytes": None if length is None else found.sequence_bytes(length),
+        "sequence_bytes": None if length is None else found.count_sequence_bytes(length),
         "sequences_at_max_model_len": None if length is None else found.sequences(length),
         "sequences_at_typical_len": found.sequences(question.typical_len),
-        "all_at_once_bytes": None if length is None else sequences * found.sequence_bytes(length),
+        "all_at_once_bytes": None if length is None else sequences * found.count_sequence_bytes(length),
         "all_at_once_blocks": None if length is None else sequences * found.layout.blocks(length),
-        "largest_max_model_len": [{"max_num_seqs": count, "max_model_len": size} for count, size in longest(found)],
-        "largest_max_num_seqs": [{"max_model_len": size, "max_num_seqs": count} for size, count in most(found)],
+        "largest_max_model_len": [
+            {"max_num_seqs": count, "max_model_len": size} for count, size in list_longest(found)
+        ],
+        "largest_max_num_seqs": [
+            {"max_model_len": size, "max_num_seqs": count} for size, count in list_most_sequences(found)
+        ],
     }
 
 
-def _bounds(amount: Range | None) -> dict[str, int] | None:
+def _split_range(amount: Range | None) -> dict[str, int] | None:
     return None if amount is None else {"low": int(amount.low), "high": int(amount.high)}
 
 
@@ -234,11 +251,11 @@ NO_PARTS: Final = "it is of a process without a GPU; take the file of a worker, 
 class Planned(Struct, frozen=True, kw_only=True):
     """A plan, and what a worker of the engine measured on its GPU; None where no file was given."""
 
-    estimate: Estimate
+    estimate: MemoryEstimate
     measured: EngineParts | None = None
 
 
-def parts_of(file: Path) -> EngineParts:
+def read_parts(file: Path) -> EngineParts:
     """Return what a file of the probe says of its worker; raises BadInput."""
     try:
         with file.open("rb") as stream:
@@ -252,29 +269,31 @@ def parts_of(file: Path) -> EngineParts:
     return found[0].parts
 
 
-def planned_text(found: Planned) -> Iterator[str]:
+def render_planned(found: Planned) -> Iterator[str]:
     """Yield the plan and, where something was measured, a table of both."""
-    yield from text(found.estimate)
+    yield from render_text(found.estimate)
     if found.measured is None:
         return
     yield ""
     yield f"{'Of each GPU, in GiB':<24}{'planned':>17}{'measured':>12}"
-    for name, planned, measured in _pairs(found.estimate, found.measured):
-        yield f"  {name:<22}{shown(planned):>17}{shown(measured):>12}"
+    for name, planned, measured in _pair_parts(found.estimate, found.measured):
+        yield f"  {name:<22}{format_amount(planned):>17}{format_amount(measured):>12}"
 
 
-def planned_document(found: Planned) -> dict[str, Any]:
+def build_planned_document(found: Planned) -> dict[str, Any]:
     """Return the plan, with `measured` in bytes where a file was given."""
     if found.measured is None:
-        return document(found.estimate)
-    pairs = _pairs(found.estimate, found.measured)
+        return build_document(found.estimate)
+    pairs = _pair_parts(found.estimate, found.measured)
     return {
-        **document(found.estimate),
+        **build_document(found.estimate),
         "measured": {f"{name.replace(' ', '_').lower()}_bytes": m for name, _, m in pairs},
     }
 
 
-def _pairs(planned: Estimate, measured: EngineParts) -> tuple[tuple[str, float | Range | None, int | None], ...]:
+def _pair_parts(
+    planned: MemoryEstimate, measured: EngineParts
+) -> tuple[tuple[str, float | Range | None, int | None], ...]:
     return (
         ("budget", planned.budget, measured.requested_bytes),
         ("weights", planned.weights, measured.weights_bytes),

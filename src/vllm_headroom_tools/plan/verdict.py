@@ -9,12 +9,19 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.units import GIB, gib
-from vllm_headroom_tools.sizing.estimate import LEFT_TO_THE_MACHINE_BYTES, Estimate, Range, estimate, fits, outside
-from vllm_headroom_tools.sizing.question import Question, unusable
+from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.sizing.estimate import (
+    LEFT_TO_THE_MACHINE_BYTES,
+    MemoryEstimate,
+    Range,
+    can_start,
+    estimate_memory,
+    estimate_outside,
+)
+from vllm_headroom_tools.sizing.question import Question, find_problem
 
 
-def unknown(found: Estimate) -> list[str]:
+def list_unknown(found: MemoryEstimate) -> list[str]:
     """Return what is not known and would be needed to tell whether it fits, each with the options that say it."""
     question = found.question
     kind = question.shape.unknown_type
@@ -22,57 +29,62 @@ def unknown(found: Estimate) -> list[str]:
         (None if kind else "", f"what models of type {kind!r} keep (--layers, --kv-heads and --head-size say it)"),
         (question.gpu_memory_bytes, "the card (--gpu-memory)"),
         (found.weights, "the weights (--parameters)"),
-        (None if question.more_weights else "", "the image or audio encoder's weights (--parameters)"),
-        (None if question.more_activations else "", "its largest image or sound (else --language-model-only)"),
+        (None if question.has_more_weights else "", "the image or audio encoder's weights (--parameters)"),
+        (None if question.has_more_activations else "", "its largest image or sound (else --language-model-only)"),
         (found.activations, "the activations (--hidden-size and --vocabulary)"),
         (question.max_model_len, "the length (--max-model-len)"),
     )
     return [name for value, name in needs if value is None]
 
 
-def verdict(found: Estimate) -> str:
+def explain_verdict(found: MemoryEstimate) -> str:
     """Return whether vLLM starts, and why."""
-    answer, missing = fits(found), unknown(found)
+    answer, missing = can_start(found), list_unknown(found)
     if answer:
-        return f"It fits: vLLM starts. {_all_at_once(found)}"
+        return f"It fits: vLLM starts. {_explain_concurrency(found)}"
     if answer is False:
-        return f"It does not fit: {_obstacle(found)}."
+        return f"It does not fit: {_explain_obstacle(found)}."
     if missing:
         return f"Cannot tell whether it fits: not known {'is' if len(missing) == 1 else 'are'} {', '.join(missing)}."
-    return f"Too close to call: {_margin(found)}."
+    return f"Too close to call: {_explain_margin(found)}."
 
 
-def spread(amount: Range) -> str:
+def format_range(amount: Range) -> str:
     """Return a range as a number of GiB, or two."""
     low = f"{amount.low / GIB:,.2f}"
     return low if amount.low == amount.high else f"{low} to {amount.high / GIB:,.2f}"
 
 
-def _obstacle(found: Estimate) -> str:
+def _explain_obstacle(found: MemoryEstimate) -> str:
     question, kv_cache, overhead = found.question, found.kv_cache, found.overhead
     card, budget, length = question.gpu_memory_bytes or 0, found.budget, question.max_model_len or 1
     if budget is not None and overhead is not None and kv_cache is not None and kv_cache.high <= 0:
         rest = (found.weights or 0) + overhead.low
-        return f"weights and activations need at least {gib(rest)} of each GPU, and the budget is {gib(budget)}"
-    if kv_cache is not None and kv_cache.high < found.sequence_bytes(length):
-        needed, left = gib(found.sequence_bytes(length)), gib(kv_cache.high)
+        return (
+            f"weights and activations need at least {format_gib(rest)} of each GPU, and the"
+            f" budget is {format_gib(budget)}"
+        )
+    if kv_cache is not None and kv_cache.high < found.count_sequence_bytes(length):
+        needed, left = format_gib(found.count_sequence_bytes(length)), format_gib(kv_cache.high)
         return f"one sequence of {length:,} tokens needs {needed} of KV cache, of at most {left}"
     if budget is not None:
-        leaves = f"the budget leaves {gib(card - budget)} of the"
+        leaves = f"the budget leaves {format_gib(card - budget)} of the"
         if question.unified_memory:
-            return f"{leaves} machine, and it needs {spread(found.outside)} GiB: vLLM would start, and it would hang"
-        return f"{leaves} card, and {spread(found.outside)} GiB lie outside of it"
-    return f"weights, activations and the KV cache are more than the card's {gib(card)}"
+            return (
+                f"{leaves} machine, and it needs {format_range(found.outside)} GiB: vLLM would start, and it would hang"
+            )
+        return f"{leaves} card, and {format_range(found.outside)} GiB lie outside of it"
+    return f"weights, activations and the KV cache are more than the card's {format_gib(card)}"
 
 
-def _margin(found: Estimate) -> str:
+def _explain_margin(found: MemoryEstimate) -> str:
     if found.kv_cache is None or found.budget is None:
         return "with the higher estimates it is more than the card has"
-    needed = gib(found.sequence_bytes(found.question.max_model_len or 1))
-    return f"{spread(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
+    needed = format_gib(found.count_sequence_bytes(found.question.max_model_len or 1))
+    return f"{format_range(found.kv_cache)} GiB are left for the KV cache, and one sequence needs {needed}"
 
 
-def _all_at_once(found: Estimate) -> str:
+def _explain_concurrency(found: MemoryEstimate) -> str:
     length, sequences = found.question.max_model_len or 1, found.question.max_num_seqs
     if not found.layout.block_bytes:
         return "It keeps nothing of a sequence: there is no KV cache."
@@ -85,12 +97,12 @@ def _all_at_once(found: Estimate) -> str:
     )
 
 
-def notes(found: Estimate) -> list[str]:
+def list_notes(found: MemoryEstimate) -> list[str]:
     """Return where the figures are bounds, and what one might not expect of them."""
-    return [*_layers(found), *_copies(found), *_left_out(found)]
+    return [*_note_layers(found), *_note_copies(found), *_note_omissions(found)]
 
 
-def _layers(found: Estimate) -> Iterator[str]:
+def _note_layers(found: MemoryEstimate) -> Iterator[str]:
     shape, ranks = found.question.shape, found.question.tensor_parallel_size
     if shape.windowed_layers:
         yield (
@@ -109,7 +121,7 @@ def _layers(found: Estimate) -> Iterator[str]:
         )
 
 
-def _copies(found: Estimate) -> Iterator[str]:
+def _note_copies(found: MemoryEstimate) -> Iterator[str]:
     shape, ranks = found.question.shape, found.question.tensor_parallel_size
     if shape.latent_width is not None and ranks > 1:
         yield "Latent attention keeps its whole vector on every GPU: tensor parallelism does not divide the KV cache."
@@ -117,28 +129,30 @@ def _copies(found: Estimate) -> Iterator[str]:
         yield f"{ranks} GPUs share {count} KV heads: each is kept {ranks // count} times."
 
 
-def _left_out(found: Estimate) -> Iterator[str]:
+def _note_omissions(found: MemoryEstimate) -> Iterator[str]:
     question, card, budget = found.question, found.question.gpu_memory_bytes, found.budget
     if question.shape.unknown_type is not None:
         yield (
             f"Nobody has checked models of type {question.shape.unknown_type!r} to keep what vLLM keeps of them: the"
             " figures take their layers for those of a usual decoder."
         )
-    if question.more_weights:
+    if question.has_more_weights:
         yield "The weights are the language model's alone: an image or audio encoder's come on top."
-    if question.more_activations:
+    if question.has_more_activations:
         yield "What vLLM's profiling takes of the encoder comes on top of the activations."
     if question.draft is not None:
         yield "The draft model is counted whole; one that shares its embeddings takes less."
     if question.unified_memory:
         offloaded = "; weights that are offloaded lie in the same memory" if question.cpu_offload_bytes else ""
         yield (
-            f"{gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its system and to vLLM's own"
+            f"{format_gib(LEFT_TO_THE_MACHINE_BYTES)} of the machine's one memory are left to its"
+            f" system and to vLLM's own"
             f" processes{offloaded}. Swap and zram count as no room."
         )
     elif card is not None and budget is not None and found.outside.low <= card - budget < found.outside.high:
         yield (
-            f"Beside its budget vLLM takes {spread(found.outside)} GiB of the card, and {gib(card - budget)} are left"
+            f"Beside its budget vLLM takes {format_range(found.outside)} GiB of the card, and"
+            f" {format_gib(card - budget)} are left"
             " for that."
         )
 
@@ -161,42 +175,42 @@ class Saving(Struct, frozen=True, kw_only=True):
     price: str
 
 
-def changes(found: Estimate) -> tuple[Saving, ...]:
+def find_changes(found: MemoryEstimate) -> tuple[Saving, ...]:
     """Return every setting that surely lets vLLM start, with the nearest value that does, the cheapest first.
 
     Where a shorter `max_model_len` alone is not enough, also each setting that does together with one.
     """
     good: dict[tuple[str, ...], Saving] = {}
-    for change, question in (*_shorter(found.question), *_candidates(found.question)):
+    for change, question in (*_shorten(found.question), *_list_candidates(found.question)):
         kind = tuple(option for option, _ in change.settings)
-        if kind not in good and _starts(question):
+        if kind not in good and _can_start(question):
             good[kind] = change
     return tuple(good.values())
 
 
-def _starts(question: Question) -> bool:
-    found = None if unusable(question) else estimate(question)
-    return found is not None and fits(found) is True
+def _can_start(question: Question) -> bool:
+    found = None if find_problem(question) else estimate_memory(question)
+    return found is not None and can_start(found) is True
 
 
-def _candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
-    enough = any(_starts(shorter) for _, shorter in _shorter(question))
+def _list_candidates(question: Question) -> Iterator[tuple[Saving, Question]]:
+    enough = any(_can_start(shorter) for _, shorter in _shorten(question))
     for option, value, price, changed in (
-        *_fewer_sequences(question),
-        *_other_share(question),
-        *_rounded(question),
-        *_wider(question),
+        *_reduce_sequences(question),
+        *_change_share(question),
+        *_round_values(question),
+        *_widen(question),
     ):
         yield Saving(settings=((option, value),), price=price), changed
-        for change, shorter in () if enough or unusable(changed) else _shorter(changed):
+        for change, shorter in () if enough or find_problem(changed) else _shorten(changed):
             yield (
                 Saving(settings=((option, value), *change.settings), price=f"{price}; {change.price}"),
                 shorter,
             )
 
 
-def _shorter(question: Question) -> Iterator[tuple[Saving, Question]]:
-    found, asked = estimate(question), question.max_model_len
+def _shorten(question: Question) -> Iterator[tuple[Saving, Question]]:
+    found, asked = estimate_memory(question), question.max_model_len
     longest = (found.longest(1) if found else None) or 0
     if asked is not None and SMALLEST_LENGTH <= longest < asked:
         settings = (("--max-model-len", str(longest)),)
@@ -206,7 +220,7 @@ def _shorter(question: Question) -> Iterator[tuple[Saving, Question]]:
         )
 
 
-def _fewer_sequences(question: Question) -> Iterator[Option]:
+def _reduce_sequences(question: Question) -> Iterator[Option]:
     """Yield ever fewer sequences at once: sampling needs room for the logits of each."""
     sequences = question.max_num_seqs // 2
     while sequences >= 1:
@@ -214,11 +228,11 @@ def _fewer_sequences(question: Question) -> Iterator[Option]:
         sequences //= 2
 
 
-def _other_share(question: Question) -> Iterator[Option]:
+def _change_share(question: Question) -> Iterator[Option]:
     """Yield a larger share of the card; of a machine's one memory all but what it needs, be that more or less."""
     card = question.gpu_memory_bytes
     if question.unified_memory and card is not None and question.kv_cache_memory_bytes is None:
-        share = floor((card - outside(question).high) / card * 100) / 100
+        share = floor((card - estimate_outside(question).high) / card * 100) / 100
         if share > 0:
             price = "the system and vLLM's own processes keep what they need"
             yield "--gpu-memory-utilization", str(share), price, replace(question, gpu_memory_utilization=share)
@@ -228,15 +242,20 @@ def _other_share(question: Question) -> Iterator[Option]:
         yield "--gpu-memory-utilization", str(HIGHEST_UTILIZATION), price, changed
 
 
-def _rounded(question: Question) -> Iterator[Option]:
+def _round_values(question: Question) -> Iterator[Option]:
     shape, dtype = question.shape, question.kv_cache_dtype
     if dtype in {"float16", "bfloat16"} or (dtype == "auto" and shape.kv_dtype_bytes >= SIXTEEN_BITS):
         yield "--kv-cache-dtype", "fp8", "keys and values are rounded", replace(question, kv_cache_dtype="fp8")
     if shape.quantisation is None:
-        yield "--quantization", "fp8", "weights are rounded", replace(question, shape=shape.quantised("fp8", 1.0))
+        yield (
+            "--quantization",
+            "fp8",
+            "weights are rounded",
+            replace(question, shape=shape.apply_quantisation("fp8", 1.0)),
+        )
 
 
-def _wider(question: Question) -> Iterator[Option]:
+def _widen(question: Question) -> Iterator[Option]:
     for ranks in range(question.tensor_parallel_size + 1, MOST_RANKS + 1):
         wider = replace(question, tensor_parallel_size=ranks)
         yield "--tensor-parallel-size", str(ranks), f"{wider.gpus} GPUs instead of {question.gpus}", wider

@@ -10,27 +10,27 @@ from typing import Final
 
 from vllm_headroom.config.kinds import FILE, Value
 from vllm_headroom.config.options import BadOptions, Parser
-from vllm_headroom.trace.parse import BadInput, recorded
+from vllm_headroom.trace.parse import BadInput, read_trace
 from vllm_headroom_tools.cli import Command, save
 from vllm_headroom_tools.history.curves import Curves
-from vllm_headroom_tools.postmortem.facts import Circumstances, header_of, trace_of
+from vllm_headroom_tools.postmortem.facts import Circumstances, find_trace, read_header
 from vllm_headroom_tools.postmortem.follow import Follower
-from vllm_headroom_tools.postmortem.report import Postmortem, Timeline, document, text
+from vllm_headroom_tools.postmortem.report import Postmortem, Timeline, build_document, render_text
 from vllm_headroom_tools.postmortem.rules import (
     Diagnosis,
     EndCause,
     Sureness,
-    burst,
-    crash,
-    hang,
-    idle,
-    killed,
-    leak,
-    neighbour,
-    never_fitted,
-    stopped,
+    diagnose_burst,
+    diagnose_crash,
+    diagnose_hang,
+    diagnose_idle_end,
+    diagnose_kill,
+    diagnose_leak,
+    diagnose_neighbour,
+    diagnose_start,
+    diagnose_stop,
 )
-from vllm_headroom_tools.progress import reading
+from vllm_headroom_tools.progress import track_lines
 
 DESCRIPTION: Final = """\
 Says in one page what happened before the engine ended, and why: out of GPU
@@ -52,15 +52,15 @@ Example:
 """
 
 RULES: Final[tuple[Callable[[Circumstances], Diagnosis | None], ...]] = (
-    killed,
-    never_fitted,
-    neighbour,
-    leak,
-    burst,
-    hang,
-    stopped,
-    idle,
-    crash,
+    diagnose_kill,
+    diagnose_start,
+    diagnose_neighbour,
+    diagnose_leak,
+    diagnose_burst,
+    diagnose_hang,
+    diagnose_stop,
+    diagnose_idle_end,
+    diagnose_crash,
 )
 """Of findings that are as sure as each other, the first counts."""
 
@@ -93,17 +93,17 @@ PLACE: Final = Value(read=FILE.read, accepts="the path of a file or a folder")
 NO_PLACE: Final = f"needs a FILE or a FOLDER, or {STATE_DIR} in the environment"
 
 
-def options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     parser.add_argument("place", metavar="FILE", nargs="?", type=PLACE, help="an incident, a trace, or a folder")
     parser.add_argument("--html", metavar="FILE", type=FILE, help="write the page, with its curves, into one file")
 
 
-def report_of(file: Path) -> Postmortem:
+def build_report(file: Path) -> Postmortem:
     """Return the post-mortem of a trace; raises BadInput."""
-    known = header_of(file)
+    known = read_header(file)
     follower, timeline, curves = Follower(known), Timeline(), Curves()
-    for snapshot in recorded(str(file), reading):
+    for snapshot in read_trace(str(file), track_lines):
         timeline.step(follower.step(snapshot), follower.watch)
         curves.step(snapshot)
     if not (known or follower.watch.samples):
@@ -113,7 +113,7 @@ def report_of(file: Path) -> Postmortem:
         findings=judge(follower.facts, told=bool(known) or follower.silent),
         facts=follower.facts,
         known=known,
-        timeline=timeline.moments(known),
+        timeline=timeline.list_entries(known),
         curves=curves,
     )
 
@@ -122,11 +122,11 @@ def _run(given: Namespace) -> Postmortem:
     place = given.place or os.environ.get(STATE_DIR)
     if not place:
         raise BadOptions(NO_PLACE)
-    report = report_of(trace_of(Path(place)))
+    report = build_report(find_trace(Path(place)))
     if given.html is not None:
-        from vllm_headroom_tools.postmortem.report import page  # noqa: PLC0415 - only here is a page's style needed
+        from vllm_headroom_tools.postmortem.report import build_page  # noqa: PLC0415 - only here is a page's style needed
 
-        save(given.html, page(report), "--html ")
+        save(given.html, build_page(report), "--html ")
     return report
 
 
@@ -134,9 +134,9 @@ COMMAND: Final[Command[Postmortem]] = Command(
     usage="%(prog)s [OPTION]... [FILE or FOLDER]",
     description=DESCRIPTION,
     epilog=EXAMPLES,
-    options=options,
+    options=add_options,
     run=_run,
-    text=text,
-    document=document,
+    text=render_text,
+    document=build_document,
     status=lambda _: 0,
 )

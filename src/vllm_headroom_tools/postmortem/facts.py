@@ -9,13 +9,13 @@ from typing import Any, Final
 from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import SHRUNK_RATIO, TIGHT_BYTES
-from vllm_headroom.derive.readings import together
+from vllm_headroom.derive.readings import sum_known
 from vllm_headroom.derive.verdicts import GPU_LOST
 from vllm_headroom.model import Device, EngineReading
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, What, incidents_in, known_of
-from vllm_headroom.trace.parse import YEAR_10000, BadInput, lines_of
-from vllm_headroom.units import size
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, IncidentKind, list_incidents, parse_known
+from vllm_headroom.trace.parse import YEAR_10000, BadInput, read_lines
+from vllm_headroom.units import format_size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 from vllm_headroom_tools.history.course import Moment
 
@@ -53,7 +53,7 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     @property
     def lost_bytes(self) -> int | None:
         """How much less room there was at the end."""
-        return more(self.last_room_bytes, self.first_room_bytes)
+        return subtract(self.last_room_bytes, self.first_room_bytes)
 
     def share(self, n_bytes: int | None) -> float:
         """Return how much of the lost room an amount accounts for; 0 where that is not known."""
@@ -62,10 +62,10 @@ class GpuAtEnd(Device, frozen=True, kw_only=True):
     @property
     def others_bytes(self) -> int | None:
         """How much more others held at the end."""
-        return more(self.first_other_bytes, self.last_other_bytes)
+        return subtract(self.first_other_bytes, self.last_other_bytes)
 
 
-def more(before: int | None, after: int | None) -> int | None:
+def subtract(before: int | None, after: int | None) -> int | None:
     """Return how much more the second amount is."""
     return None if before is None or after is None else after - before
 
@@ -82,7 +82,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     is what was said then of GPUs that could not be read.
     """
 
-    what: What
+    what: IncidentKind
     seconds: float
     reason: ExitReason | None = None
     began_seconds: float | None = None
@@ -104,7 +104,7 @@ class Circumstances(Struct, frozen=True, kw_only=True):
     @property
     def running(self) -> float | None:
         """The requests that ran when the page was last seen."""
-        return together(engine.running for engine in self.engines)
+        return sum_known(engine.running for engine in self.engines)
 
     @property
     def worst(self) -> GpuAtEnd | None:
@@ -121,15 +121,15 @@ class Circumstances(Struct, frozen=True, kw_only=True):
 
 
 MOST_SHOWN: Final = 100
-Known = Mapping[str, Any]
+Header = Mapping[str, Any]
 
 
-def trace_of(given: Path) -> Path:
+def find_trace(given: Path) -> Path:
     """Return the trace to look into: a file itself, of a folder its newest incident; raises BadInput."""
     if not given.is_dir():
         return given
     try:
-        found = incidents_in(given / INCIDENTS) or incidents_in(given)
+        found = list_incidents(given / INCIDENTS) or list_incidents(given)
     except OSError as error:
         raise BadInput(f"{given}: cannot be read: {error.strerror}") from error
     if found:
@@ -139,59 +139,66 @@ def trace_of(given: Path) -> Path:
     raise BadInput(f"{given}: has no incident, which is set aside when a life of the engine ends or stalls{hint}")
 
 
-def header_of(file: Path) -> Known:
+def read_header(file: Path) -> Header:
     """Return what is known of an incident; nothing where the file is another trace. Raises BadInput."""
     try:
         with file.open("rb") as stream:
-            known = known_of(next(lines_of(stream), b""))
+            known = parse_known(next(read_lines(stream), b""))
     except OSError as error:
         raise BadInput(f"{file}: cannot be read: {error.strerror}") from error
     if known is None:
         return {}
     time = known.get("t")
-    if not isinstance(time, int | float) or not 0 <= time < YEAR_10000 or str(known.get("what")) not in set(What):
-        raise BadInput(f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(What)}")
+    if (
+        not isinstance(time, int | float)
+        or not 0 <= time < YEAR_10000
+        or str(known.get("what")) not in set(IncidentKind)
+    ):
+        raise BadInput(
+            f"{file}: line 1: the header of an incident has a time `t`, and `what`: {' or '.join(IncidentKind)}"
+        )
     return known
 
 
-def exit_reason(known: Known) -> ExitReason | None:
+def find_exit_reason(known: Header) -> ExitReason | None:
     """Return the first end's reason that the daemon counted."""
-    reasons = [each.get("reason") for each in (known, *records(known, "events"))]
+    reasons = [each.get("reason") for each in (known, *read_records(known, "events"))]
     return next((reason for told in reasons for reason in ExitReason if told == reason), None)
 
 
-def header_age(known: Known) -> float | None:
+def read_progress_age(known: Header) -> float | None:
     """Return for how long nothing had moved at a stall; what a canary waits for is in no trace."""
     age = known.get("progress_age_seconds")
     return float(age) if isinstance(age, int | float) and 0 <= age <= LARGEST else None
 
 
-def header_leaks(known: Known) -> dict[str, LeakState]:
+def read_leaks(known: Header) -> dict[str, LeakState]:
     """Return what the leak detector said of each GPU, by UUID."""
-    leaks = records(before(known), "leaks")
+    leaks = read_records(read_before(known), "leaks")
     return {
         str(each.get("uuid")): state for each in leaks for state in LeakState if str(state) == str(each.get("state"))
     }
 
 
-def header_xids(known: Known) -> tuple[int, ...]:
+def read_xids(known: Header) -> tuple[int, ...]:
     """Return the XIDs shortly before the end."""
-    return tuple(each["xid"] for each in records(known, "xids") if isinstance(each.get("xid"), int))
+    return tuple(each["xid"] for each in read_records(known, "xids") if isinstance(each.get("xid"), int))
 
 
-def header_ooms(known: Known) -> tuple[str, ...]:
+def read_ooms(known: Header) -> tuple[str, ...]:
     """Return the OutOfMemoryErrors that torch raised shortly before the end, by the probe."""
     return tuple(
-        f"torch raised OutOfMemoryError on {each.get('uuid')}: {_told(each, 'asked')} asked, {_told(each, 'free')} free"
-        + ("" if each.get("reserved") is None else f", {_told(each, 'reserved')} its own")
-        + ("" if each.get("allocated") is None else f", {_told(each, 'allocated')} in use")
-        for each in records(known, "ooms")
+        f"torch raised OutOfMemoryError on {each.get('uuid')}: {_format_amount(each, 'asked')}"
+        f" asked, {_format_amount(each, 'free')} free"
+        + ("" if each.get("reserved") is None else f", {_format_amount(each, 'reserved')} its own")
+        + ("" if each.get("allocated") is None else f", {_format_amount(each, 'allocated')} in use")
+        for each in read_records(known, "ooms")
     )
 
 
-def header_used(known: Known) -> dict[str, list[tuple[float, int]]]:
+def read_used(known: Header) -> dict[str, list[tuple[float, int]]]:
     """Return the looks at the memory in use between samples, by UUID of a GPU, each with its time."""
-    found = before(known).get("used")
+    found = read_before(known).get("used")
     looks = found.items() if isinstance(found, dict) else ()
     return {uuid: [(at, n) for at, n in filter(_is_look, seen)] for uuid, seen in looks if isinstance(seen, list)}
 
@@ -203,54 +210,54 @@ def _is_look(value: object) -> bool:
     return len(value) == 2 and 0 <= value[0] < YEAR_10000 and 0 <= value[1] <= LARGEST  # noqa: PLR2004 - as said
 
 
-def header_lost(known: Known) -> tuple[str, ...]:
+def read_lost_gpus(known: Header) -> tuple[str, ...]:
     """Return what was said of the engine's GPUs that could not be read."""
-    said = records(before(known), "verdicts")
+    said = read_records(read_before(known), "verdicts")
     return tuple(str(each["sentence"]) for each in said if each.get("alert") == GPU_LOST and each.get("sentence"))
 
 
-def sentences(known: Known) -> tuple[str, ...]:
+def read_sentences(known: Header) -> tuple[str, ...]:
     """Return the verdicts then."""
-    return tuple(str(each["sentence"]) for each in records(before(known), "verdicts") if each.get("sentence"))
+    return tuple(str(each["sentence"]) for each in read_records(read_before(known), "verdicts") if each.get("sentence"))
 
 
-def holders(known: Known) -> Iterator[str]:
+def list_holders(known: Header) -> Iterator[str]:
     """Yield who held what on the GPUs."""
-    for each in records(before(known), "holders"):
-        yield f"{each.get('uuid')} pid {each.get('pid')} {_told(each, 'used')}"
+    for each in read_records(read_before(known), "holders"):
+        yield f"{each.get('uuid')} pid {each.get('pid')} {_format_amount(each, 'used')}"
 
 
-def probed(known: Known) -> Iterator[str]:
+def list_torch_memory(known: Header) -> Iterator[str]:
     """Yield what torch held on each GPU, by the probe's last files."""
-    for process in records(before(known), "probe"):
-        for each in records(process, "devices"):
+    for process in read_records(read_before(known), "probe"):
+        for each in read_records(process, "devices"):
             held = (
-                f"{word} {_told(each, f'{word}_bytes')}"
+                f"{word} {_format_amount(each, f'{word}_bytes')}"
                 for word in ("allocated", "reserved")
                 if f"{word}_bytes" in each
             )
             yield f"{each.get('uuid')} pid {process.get('pid')} {process.get('role')}: {', '.join(held)}"
 
 
-def _told(found: Known, name: str) -> str:
+def _format_amount(found: Header, name: str) -> str:
     """Return an amount of memory in words, for the driver does not tell each."""
     n_bytes = found.get(name)
-    return size(n_bytes) if type(n_bytes) is int and 0 <= n_bytes <= LARGEST else "an amount not known"
+    return format_size(n_bytes) if type(n_bytes) is int and 0 <= n_bytes <= LARGEST else "an amount not known"
 
 
-def log_lines(known: Known) -> tuple[str, ...]:
+def read_log_lines(known: Header) -> tuple[str, ...]:
     """Return the last lines of the daemon's log."""
     lines = known.get("log")
     return tuple(map(str, lines[-MOST_SHOWN:])) if isinstance(lines, list) else ()
 
 
-def before(known: Known) -> Known:
+def read_before(known: Header) -> Header:
     """Return what was known before it."""
     found = known.get("before")
     return found if isinstance(found, dict) else {}
 
 
-def records(known: Known, side: str) -> tuple[Known, ...]:
+def read_records(known: Header, side: str) -> tuple[Header, ...]:
     """Return the objects of a list in the header."""
     found = known.get(side)
     return tuple(each for each in found[-MOST_SHOWN:] if isinstance(each, dict)) if isinstance(found, list) else ()

@@ -9,8 +9,8 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.derive.life.lives import TIGHT_BYTES
-from vllm_headroom.trace.incidents import What
-from vllm_headroom.units import GIB, duration, size
+from vllm_headroom.trace.incidents import IncidentKind
+from vllm_headroom.units import GIB, format_duration, format_size
 from vllm_headroom.vocabulary import ExitReason, LeakState
 from vllm_headroom_tools.postmortem.facts import Circumstances, GpuAtEnd
 
@@ -115,27 +115,27 @@ LITTLE_RATIO: Final = 0.08
 """Less of the card than what vLLM leaves free by default: the start went as far as it could."""
 
 
-def never_fitted(facts: Circumstances) -> Diagnosis | None:
+def diagnose_start(facts: Circumstances) -> Diagnosis | None:
     """Fit where an engine ended before it served, with little left, or with others on its GPU."""
     gpu = facts.worst
-    if facts.what is not What.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
+    if facts.what is not IncidentKind.ENDED or facts.served or gpu is None or gpu.last_room_bytes is None:
         return None
     others = gpu.last_other_bytes or 0
     little = gpu.total_bytes is not None and gpu.last_room_bytes < LITTLE_RATIO * gpu.total_bytes
     if others < OTHERS_BYTES and not little:
         return None
-    told = (f"others held {size(others)} of it",) if others >= OTHERS_BYTES else ()
+    told = (f"others held {format_size(others)} of it",) if others >= OTHERS_BYTES else ()
     return Diagnosis(
         cause=EndCause.NEVER_FITTED,
         sureness=Sureness.SURE if gpu.last_room_bytes <= TIGHT_BYTES else Sureness.LIKELY,
-        sentence=f"A start that never fitted: it ended after {duration(facts.seen_seconds)} and had not served.",
-        evidence=(left(gpu), *told),
+        sentence=f"A start that never fitted: it ended after {format_duration(facts.seen_seconds)} and had not served.",
+        evidence=(describe_room(gpu), *told),
     )
 
 
-def leak(facts: Circumstances) -> Diagnosis | None:
+def diagnose_leak(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine's memory grew over all its time; sure by the alarm, where nothing else took it."""
-    gpu = _ran_out(facts)
+    gpu = _find_full_gpu(facts)
     if gpu is None or gpu.share(gpu.jumped_bytes) >= MOSTLY or gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
     says = gpu.leak in (LeakState.LEAKING, LeakState.GROWING)
@@ -147,43 +147,47 @@ def leak(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.LEAK,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if says else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory by a leak: the engine grew until {gpu.called} was full.",
-        evidence=tuple(_leaked(facts, gpu)),
+        evidence=tuple(_list_leak_evidence(facts, gpu)),
     )
 
 
-def neighbour(facts: Circumstances) -> Diagnosis | None:
+def diagnose_neighbour(facts: Circumstances) -> Diagnosis | None:
     """Fit where what others took is most of the room that was lost, or, where that is not told, where one came."""
-    gpu = _ran_out(facts)
+    gpu = _find_full_gpu(facts)
     if gpu is not None and gpu.others_bytes is None and gpu.joined:
-        return _joined(gpu)
+        return _diagnose_newcomer(gpu)
     if gpu is None or gpu.others_bytes is None or gpu.share(gpu.others_bytes) < MOSTLY:
         return None
     sure = gpu.is_full and gpu.share(gpu.others_bytes) >= NEARLY_ALL
     return Diagnosis(
         cause=EndCause.NEIGHBOUR,
         sureness=Sureness.SURE if sure else Sureness.LIKELY,
-        sentence=f"Out of GPU memory by a neighbour: other processes took {size(gpu.others_bytes)} of {gpu.called}.",
+        sentence=f"Out of GPU memory by a neighbour: other processes took"
+        f" {format_size(gpu.others_bytes)} of {gpu.called}.",
         evidence=(
-            left(gpu),
-            f"others held {size(gpu.last_other_bytes or 0)}, {size(gpu.first_other_bytes or 0)} before",
+            describe_room(gpu),
+            f"others held {format_size(gpu.last_other_bytes or 0)}, {format_size(gpu.first_other_bytes or 0)} before",
         ),
     )
 
 
-def _joined(gpu: GpuAtEnd) -> Diagnosis:
+def _diagnose_newcomer(gpu: GpuAtEnd) -> Diagnosis:
     return Diagnosis(
         cause=EndCause.NEIGHBOUR,
         sureness=Sureness.LIKELY,
         sentence=f"Out of GPU memory by a neighbour: another process had come to {gpu.called}.",
-        evidence=(left(gpu), "what it took is not told: the sidecar could not tell the processes on the GPU apart"),
+        evidence=(
+            describe_room(gpu),
+            "what it took is not told: the sidecar could not tell the processes on the GPU apart",
+        ),
     )
 
 
-def burst(facts: Circumstances) -> Diagnosis | None:
+def diagnose_burst(facts: Circumstances) -> Diagnosis | None:
     """Fit where the room went within the last minutes, or where little enough was left for one allocation to fail."""
-    gpu = _ran_out(facts)
+    gpu = _find_full_gpu(facts)
     if gpu is None:
-        return _perhaps(facts)
+        return _diagnose_possible_burst(facts)
     share = gpu.share(gpu.jumped_bytes)
     if gpu.share(gpu.others_bytes) >= MOSTLY:
         return None
@@ -194,17 +198,17 @@ def burst(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.BURST,
         sureness=Sureness.SURE if sure else Sureness.LIKELY if share >= MOSTLY else Sureness.POSSIBLE,
         sentence=f"Out of GPU memory in a burst: {gpu.called} was filled within minutes.",
-        evidence=tuple(_burst(facts, gpu)),
+        evidence=tuple(_list_burst_evidence(facts, gpu)),
     )
 
 
-def _ran_out(facts: Circumstances) -> GpuAtEnd | None:
-    return facts.full if facts.what is What.ENDED and facts.served else None
+def _find_full_gpu(facts: Circumstances) -> GpuAtEnd | None:
+    return facts.full if facts.what is IncidentKind.ENDED and facts.served else None
 
 
-def _perhaps(facts: Circumstances) -> Diagnosis | None:
+def _diagnose_possible_burst(facts: Circumstances) -> Diagnosis | None:
     gpu = facts.worst
-    if facts.what is not What.ENDED or not facts.served:
+    if facts.what is not IncidentKind.ENDED or not facts.served:
         return None
     if facts.ooms:
         text = "Out of GPU memory in a burst: torch was refused what it asked for."
@@ -216,39 +220,43 @@ def _perhaps(facts: Circumstances) -> Diagnosis | None:
     return Diagnosis(
         cause=EndCause.BURST,
         sureness=Sureness.POSSIBLE,
-        sentence=f"Out of GPU memory in a burst, perhaps: {size(gpu.last_room_bytes)} were left on {gpu.called}.",
-        evidence=(left(gpu), "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then"),
+        sentence=f"Out of GPU memory in a burst, perhaps: {format_size(gpu.last_room_bytes)} were"
+        f" left on {gpu.called}.",
+        evidence=(
+            describe_room(gpu),
+            "an allocation that fails shows in no figure: vLLM's log has OutOfMemoryError then",
+        ),
     )
 
 
-def _leaked(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
-    yield left(gpu)
+def _list_leak_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
+    yield describe_room(gpu)
     if gpu.grown_bytes is not None:
-        yield f"the engine grew by {size(gpu.grown_bytes)} in {duration(facts.seen_seconds)}"
+        yield f"the engine grew by {format_size(gpu.grown_bytes)} in {format_duration(facts.seen_seconds)}"
     if gpu.leak in (LeakState.LEAKING, LeakState.GROWING):
         yield f"the leak detector said {gpu.leak}"
     else:
         yield f"the leak detector said {gpu.leak}, so it may be high-water marks that add up, and no leak"
     if gpu.leaked is not None and gpu.leaked.bytes_per_request is not None:
-        yield f"{size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
+        yield f"{format_size(1000 * gpu.leaked.bytes_per_request)} per thousand requests"
 
 
-def _burst(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
-    yield left(gpu)
+def _list_burst_evidence(facts: Circumstances, gpu: GpuAtEnd) -> Iterator[str]:
+    yield describe_room(gpu)
     if gpu.jumped_bytes is not None:
-        yield f"the engine took {size(gpu.jumped_bytes)} more than minutes before"
+        yield f"the engine took {format_size(gpu.jumped_bytes)} more than minutes before"
     if facts.running is not None:
         usual = "" if facts.usual_running is None else f", {facts.usual_running:.0f} before"
         yield f"{facts.running:.0f} requests ran{usual}"
     yield f"the leak detector said {gpu.leak}"
 
 
-def left(gpu: GpuAtEnd) -> str:
+def describe_room(gpu: GpuAtEnd) -> str:
     """Return how much room a GPU had left."""
     if gpu.last_room_bytes is None:
         return f"what was left on {gpu.called} is not known"
-    before = "" if gpu.first_room_bytes is None else f", {size(max(0, gpu.first_room_bytes))} at first"
-    return f"{size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
+    before = "" if gpu.first_room_bytes is None else f", {format_size(max(0, gpu.first_room_bytes))} at first"
+    return f"{format_size(max(0, gpu.last_room_bytes))} were left on {gpu.called}{before}"
 
 
 FATAL_XIDS: Final = frozenset({13, 31, 48, 62, 74, 79, 94, 95, 119, 120})
@@ -263,7 +271,7 @@ SHUT_SECONDS: Final = 15.0
 ANSWERED: Final = "its page went on to answer; in vLLM's development mode one that was paused looks the same"
 
 
-def killed(facts: Circumstances) -> Diagnosis | None:
+def diagnose_kill(facts: Circumstances) -> Diagnosis | None:
     """Fit where the kernel counted a kill in the engine's container as this life ended."""
     if facts.reason is not ExitReason.OOM_KILLED:
         return None
@@ -271,26 +279,26 @@ def killed(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.KILLED,
         sureness=Sureness.SURE,
         sentence="Killed by the kernel: the host's memory, not the GPU's, had run out.",
-        evidence=("the kernel counted a kill for want of memory in the engine's container then", ran(facts)),
+        evidence=("the kernel counted a kill for want of memory in the engine's container then", describe_work(facts)),
     )
 
 
-def hang(facts: Circumstances) -> Diagnosis | None:
+def diagnose_hang(facts: Circumstances) -> Diagnosis | None:
     """Fit where nothing moved though there was work; surely where its page went on to say so."""
-    if facts.hung_seconds is None or not facts.served or _is_told_to_end(facts):
+    if facts.hung_seconds is None or not facts.served or _is_shutting_down(facts):
         return None
     page = ANSWERED if facts.answered else "its page did not answer, and its processes lived"
     return Diagnosis(
         cause=EndCause.HANG,
         sureness=Sureness.SURE if facts.answered and facts.running else Sureness.LIKELY,
-        sentence=f"A hang: the engine had work and nothing moved for {duration(facts.hung_seconds)}.",
-        evidence=(*facts.lost, ran(facts), page),
+        sentence=f"A hang: the engine had work and nothing moved for {format_duration(facts.hung_seconds)}.",
+        evidence=(*facts.lost, describe_work(facts), page),
     )
 
 
-def crash(facts: Circumstances) -> Diagnosis | None:
+def diagnose_crash(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine ended at work, or in pieces, with memory left; surely only with an XID."""
-    stalled = facts.what is What.STALLED and not facts.broken
+    stalled = facts.what is IncidentKind.STALLED and not facts.broken
     if (
         facts.full is not None
         or facts.ooms
@@ -309,25 +317,28 @@ def crash(facts: Circumstances) -> Diagnosis | None:
         cause=EndCause.CRASH,
         sureness=Sureness.SURE if fatal else Sureness.LIKELY if likely else Sureness.POSSIBLE,
         sentence=f"{whole}: a GPU of it could not be read any more." if facts.lost else whole + rest,
-        evidence=tuple(_crashed(facts)),
+        evidence=tuple(_list_crash_evidence(facts)),
     )
 
 
-def stopped(facts: Circumstances) -> Diagnosis | None:
+def diagnose_stop(facts: Circumstances) -> Diagnosis | None:
     """Fit where the server closed its port, let its core go and lived on."""
-    if not _is_told_to_end(facts):
+    if not _is_shutting_down(facts):
         return None
     return Diagnosis(
         cause=EndCause.STOPPED,
         sureness=Sureness.LIKELY,
         sentence="An end that was asked for: the server closed its port, let its core go and waited.",
-        evidence=(ran(facts), "vLLM that is told to end cuts off what runs and waits until its clients hang up"),
+        evidence=(
+            describe_work(facts),
+            "vLLM that is told to end cuts off what runs and waits until its clients hang up",
+        ),
     )
 
 
-def idle(facts: Circumstances) -> Diagnosis | None:
+def diagnose_idle_end(facts: Circumstances) -> Diagnosis | None:
     """Fit where the engine had nothing to do when it ended, whole and with memory left; who ended it is not seen."""
-    if facts.what is not What.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
+    if facts.what is not IncidentKind.ENDED or not facts.served or facts.idle_seconds is None or facts.broken:
         return None
     if facts.full is not None or facts.hung_seconds is not None or facts.lost or FATAL_XIDS & set(facts.xids):
         return None
@@ -337,30 +348,30 @@ def idle(facts: Circumstances) -> Diagnosis | None:
         sureness=Sureness.LIKELY if (facts.unseen_seconds or 0.0) <= UNSEEN_SECONDS else Sureness.POSSIBLE,
         sentence="Ended while idle: it was stopped or killed, or crashed, which look the same from here.",
         evidence=(
-            f"nothing had run or waited for {duration(facts.idle_seconds)} when its page was last seen",
-            *(() if gpu is None else (left(gpu),)),
+            f"nothing had run or waited for {format_duration(facts.idle_seconds)} when its page was last seen",
+            *(() if gpu is None else (describe_room(gpu),)),
         ),
     )
 
 
-def _is_told_to_end(facts: Circumstances) -> bool:
+def _is_shutting_down(facts: Circumstances) -> bool:
     return facts.served and facts.shut_seconds is not None and facts.shut_seconds >= SHUT_SECONDS
 
 
-def _crashed(facts: Circumstances) -> Iterator[str]:
+def _list_crash_evidence(facts: Circumstances) -> Iterator[str]:
     yield from facts.lost
     for xid in facts.xids:
         yield f"the driver reported XID {xid}"
     if facts.broken:
         yield "a process that it cannot serve without went before the others"
-    yield ran(facts)
+    yield describe_work(facts)
     if facts.worst is not None:
-        yield left(facts.worst)
+        yield describe_room(facts.worst)
     if not facts.xids and not facts.broken and facts.running:
         yield "a restart that was meant, in the midst of requests, looks the same"
 
 
-def ran(facts: Circumstances) -> str:
+def describe_work(facts: Circumstances) -> str:
     """Return what the engine did when its page was last seen."""
     if facts.running is None:
         return "what it did then is not known" if facts.served else "its page had not answered yet"

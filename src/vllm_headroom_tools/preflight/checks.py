@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from vllm_headroom.model import Failure, GpuMemory, GpuReading, HostMemory, Shm
 from vllm_headroom.scrape.nvml.device import GpuFaults
-from vllm_headroom.units import GIB, MIB, gib
+from vllm_headroom.units import GIB, MIB, format_gib
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.sizing.estimate import LEFT_TO_THE_MACHINE_BYTES
@@ -26,7 +26,7 @@ MOST_OWN_BYTES: Final = 6 * GIB // 10
 MOST_OWN_BYTES_IN_PARALLEL: Final = GIB
 
 
-class Ask(Struct, frozen=True, kw_only=True):
+class MemoryRequest(Struct, frozen=True, kw_only=True):
     """What vLLM is told: a share of each GPU, bytes on each GPU, or both; and its tensor-parallel size."""
 
     utilization_ratio: float | None
@@ -39,13 +39,13 @@ class Ask(Struct, frozen=True, kw_only=True):
         return MOST_OWN_BYTES_IN_PARALLEL if self.tensor_parallel_size > 1 else MOST_OWN_BYTES
 
 
-def asked_bytes(ask: Ask, memory: GpuMemory) -> int:
+def compute_asked_bytes(ask: MemoryRequest, memory: GpuMemory) -> int:
     """Return what has to be free: vLLM refuses to start with less (vllm/v1/worker/utils.py: request_memory)."""
     ratio = ask.utilization_ratio
     return max(0 if ratio is None else ceil(ratio * memory.usable_bytes), ask.bytes_per_gpu or 0)
 
 
-def highest_utilization(ask: Ask, memory: GpuMemory) -> float | None:
+def compute_highest_utilization(ask: MemoryRequest, memory: GpuMemory) -> float | None:
     """Return the highest gpu_memory_utilization that would surely work now, rounded down to 0.01; None for none."""
     available = memory.machine_available_bytes
     free_bytes = (
@@ -105,87 +105,95 @@ LARGER_SHM: Final = (
 )
 
 
-def failure_of(failure: Failure, gpu: int | None = None) -> Finding:
+def report_failure(failure: Failure, gpu: int | None = None) -> Finding:
     """Return what it means that NVML, or one GPU, failed; its message ends in what to do."""
     verdict = Conclusion.NOT_GOOD if failure.reason in CERTAIN else Conclusion.CANNOT_TELL
     silent = failure.reason is Reason.TIMEOUT
     return Finding(Kind.DRIVER, verdict, failure.message, gpu=gpu, may_pass=silent)
 
 
-def memory(device: GpuReading, ask: Ask, held_by: str) -> Iterator[Finding]:
+def check_memory(device: GpuReading, ask: MemoryRequest, held_by: str) -> Iterator[Finding]:
     """Compare what is free with what vLLM asks for and takes besides; `held_by` says who has the rest."""
     if device.failure is not None:
-        yield failure_of(device.failure, device.index)
+        yield report_failure(device.failure, device.index)
     elif device.memory is None:
         text = "the driver tells no memory of this GPU"
-        yield _of(device, Conclusion.CANNOT_TELL, text, "look at what `free` calls available")
-    elif (spare_bytes := device.memory.free_bytes - asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
-        yield _too_little(device, device.memory, ask, held_by)
+        yield _report_memory(device, Conclusion.CANNOT_TELL, text, "look at what `free` calls available")
+    elif (spare_bytes := device.memory.free_bytes - compute_asked_bytes(ask, device.memory)) < LEAST_OWN_BYTES:
+        yield _report_shortage(device, device.memory, ask, held_by)
     else:
-        yield from _close(device, ask, spare_bytes)
-        yield from _of_the_machine(device, device.memory, ask)
+        yield from _check_margin(device, ask, spare_bytes)
+        yield from _check_machine(device, device.memory, ask)
 
 
-def _of_the_machine(device: GpuReading, memory: GpuMemory, ask: Ask) -> Iterator[Finding]:
+def _check_machine(device: GpuReading, memory: GpuMemory, ask: MemoryRequest) -> Iterator[Finding]:
     """Tell what is left to the machine where the GPU works on the machine's memory: vLLM would start all the same."""
     if memory.machine_available_bytes is None:
         return
-    left_bytes = memory.machine_available_bytes - asked_bytes(ask, memory) - ask.most_own_bytes
+    left_bytes = memory.machine_available_bytes - compute_asked_bytes(ask, memory) - ask.most_own_bytes
     if left_bytes >= LEFT_TO_THE_MACHINE_BYTES:
         return
     text = (
-        f"this GPU works on the machine's memory, and vLLM would leave {gib(max(0, left_bytes))} of it to the system"
-        f" and to its own processes: {gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
+        f"this GPU works on the machine's memory, and vLLM would leave"
+        f" {format_gib(max(0, left_bytes))} of it to the system"
+        f" and to its own processes: {format_gib(LEFT_TO_THE_MACHINE_BYTES)} are the least, or it swaps and hangs"
     )
-    highest = highest_utilization(ask, memory)
+    highest = compute_highest_utilization(ask, memory)
     less = "end what else runs there" if highest is None else f"start with --gpu-memory-utilization {highest:.2f}"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, f"{less}; or --ignore host", gpu=device.index)
 
 
-def swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
+def check_swap(device: GpuReading, swap_bytes: int | None) -> Iterator[Finding]:
     """Say of swap, zram included, that it is no room for what lies on a GPU that works on the machine's memory."""
-    if device.memory is not None and device.memory.unified and swap_bytes:
-        text = f"the machine's {gib(swap_bytes)} of swap and zram count as no room: it would hang before they are full"
+    if device.memory is not None and device.memory.is_unified and swap_bytes:
+        text = (
+            f"the machine's {format_gib(swap_bytes)} of swap and zram count as no room: it would"
+            f" hang before they are full"
+        )
         yield Finding(Kind.HOST, Conclusion.GOOD, text, gpu=device.index)
 
 
-def _too_little(device: GpuReading, memory: GpuMemory, ask: Ask, held_by: str) -> Finding:
-    asked, usable = asked_bytes(ask, memory), memory.usable_bytes
+def _report_shortage(device: GpuReading, memory: GpuMemory, ask: MemoryRequest, held_by: str) -> Finding:
+    asked, usable = compute_asked_bytes(ask, memory), memory.usable_bytes
     if asked + LEAST_OWN_BYTES > usable:
         text = (
-            f"vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more that it takes before it looks, and"
-            f" this GPU has {gib(usable)} in all"
+            f"vLLM asks for {format_gib(asked)} besides the {format_gib(LEAST_OWN_BYTES)} or more"
+            f" that it takes before it looks, and"
+            f" this GPU has {format_gib(usable)} in all"
         )
-        return _of(device, Conclusion.NOT_GOOD, text, "ask for less")
+        return _report_memory(device, Conclusion.NOT_GOOD, text, "ask for less")
     text = (
-        f"{gib(memory.free_bytes)} are free, and vLLM asks for {gib(asked)} besides the {gib(LEAST_OWN_BYTES)} or more"
-        f" that it takes before it looks: {gib(asked + LEAST_OWN_BYTES - memory.free_bytes)} are missing{held_by}"
+        f"{format_gib(memory.free_bytes)} are free, and vLLM asks for {format_gib(asked)} besides"
+        f" the {format_gib(LEAST_OWN_BYTES)} or more"
+        f" that it takes before it looks: {format_gib(asked + LEAST_OWN_BYTES - memory.free_bytes)}"
+        f" are missing{held_by}"
     )
-    return _of(device, Conclusion.NOT_GOOD, text, _less(ask, memory), may_pass=True)
+    return _report_memory(device, Conclusion.NOT_GOOD, text, _suggest_less(ask, memory), may_pass=True)
 
 
-def _less(ask: Ask, memory: GpuMemory) -> str:
+def _suggest_less(ask: MemoryRequest, memory: GpuMemory) -> str:
     wait = "wait for what a process that has ended gives back (--wait 120s), or end what holds the rest"
-    highest = highest_utilization(ask, memory)
+    highest = compute_highest_utilization(ask, memory)
     if highest is None or ask.utilization_ratio is None:
         return wait
     return f"{wait}; or start with --gpu-memory-utilization {highest:.2f}"
 
 
-def _close(device: GpuReading, ask: Ask, spare_bytes: int) -> Iterator[Finding]:
+def _check_margin(device: GpuReading, ask: MemoryRequest, spare_bytes: int) -> Iterator[Finding]:
     if spare_bytes < ask.most_own_bytes:
         text = (
-            f"it is close: {gib(spare_bytes)} are left beside what vLLM asks for, and it takes {gib(LEAST_OWN_BYTES)}"
-            f" to {gib(ask.most_own_bytes)} before it looks"
+            f"it is close: {format_gib(spare_bytes)} are left beside what vLLM asks for, and it"
+            f" takes {format_gib(LEAST_OWN_BYTES)}"
+            f" to {format_gib(ask.most_own_bytes)} before it looks"
         )
-        yield _of(device, Conclusion.GOOD, text, "should it refuse, ask for a little less")
+        yield _report_memory(device, Conclusion.GOOD, text, "should it refuse, ask for a little less")
 
 
-def _of(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
+def _report_memory(device: GpuReading, verdict: Conclusion, text: str, fix: str, *, may_pass: bool = False) -> Finding:
     return Finding(Kind.MEMORY, verdict, text, fix, gpu=device.index, may_pass=may_pass)
 
 
-def faults(faults: GpuFaults) -> Iterator[Finding]:
+def check_faults(faults: GpuFaults) -> Iterator[Finding]:
     """Tell what waits for a reset, or for a new GPU: NVIDIA's GPU memory error management guide."""
     reset = (
         f"reset it while nothing runs on it (nvidia-smi --gpu-reset -i {faults.index}, on the node), or reboot the node"
@@ -206,47 +214,48 @@ def faults(faults: GpuFaults) -> Iterator[Finding]:
         yield Finding(Kind.ECC, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore ecc", gpu=faults.index)
 
 
-def unanswered(device: GpuReading) -> Finding:
+def report_unanswered(device: GpuReading) -> Finding:
     """Tell that a GPU which was read did not answer about its faults."""
     text = "the GPU did not say in time whether a reset is due: look for Xid lines in the node's kernel log"
     return Finding(Kind.ECC, Conclusion.CANNOT_TELL, text, gpu=device.index, may_pass=True)
 
 
-def host_memory(host: HostMemory | None, ask: Ask) -> Iterator[Finding]:
+def check_host_memory(host: HostMemory | None, ask: MemoryRequest) -> Iterator[Finding]:
     """Compare what is left of the container's memory, or the machine's, with what vLLM's processes hold themselves."""
     needed_bytes = HOST_BYTES_PER_PROCESS * (2 + ask.tensor_parallel_size)
     room_bytes = None if host is None else host.room_bytes
     if host is None or host.limit_bytes is None or room_bytes is None or room_bytes >= needed_bytes:
         return
     text = (
-        f"{gib(room_bytes)} of {gib(host.limit_bytes)} of host memory are left, and vLLM's server, core and workers"
-        f" hold {gib(needed_bytes)} or more: the kernel would kill it while it starts"
+        f"{format_gib(room_bytes)} of {format_gib(host.limit_bytes)} of host memory are left, and"
+        f" vLLM's server, core and workers"
+        f" hold {format_gib(needed_bytes)} or more: the kernel would kill it while it starts"
     )
     fix = "raise the container's memory limit, or end what else takes memory here; or --ignore host"
     yield Finding(Kind.HOST, Conclusion.NOT_GOOD, text, fix, may_pass=True)
 
 
-def shared_memory(shm: Shm | None) -> Iterator[Finding]:
+def check_shared_memory(shm: Shm | None) -> Iterator[Finding]:
     """Compare /dev/shm with what several processes of vLLM need."""
     if shm is None:
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, "there is no /dev/shm", LARGER_SHM)
         return
-    told = f"{_mib(shm.free_bytes)} of the {_mib(shm.total_bytes)} of /dev/shm are free"
+    told = f"{_format_mib(shm.free_bytes)} of the {_format_mib(shm.total_bytes)} of /dev/shm are free"
     if shm.free_bytes < LEAST_SHM_BYTES:
-        text = f"{told}, and vLLM needs {_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
+        text = f"{told}, and vLLM needs {_format_mib(LEAST_SHM_BYTES)} free for tensor parallelism"
         left = shm.total_bytes >= ENOUGH_SHM_BYTES
         fix = "remove what a killed instance left there (vllm_*, psm_*, nccl-*)" if left else LARGER_SHM
         yield Finding(Kind.SHM, Conclusion.NOT_GOOD, text, f"{fix}; or --ignore shm")
     elif shm.free_bytes < ENOUGH_SHM_BYTES:
-        text = f"{told}: NVIDIA asks for {_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
+        text = f"{told}: NVIDIA asks for {_format_mib(ENOUGH_SHM_BYTES)} where NCCL uses it"
         yield Finding(Kind.SHM, Conclusion.GOOD, text, LARGER_SHM)
 
 
-def _mib(n_bytes: int) -> str:
+def _format_mib(n_bytes: int) -> str:
     return f"{n_bytes // MIB} MiB"
 
 
-class Wanted(Struct, frozen=True, kw_only=True):
+class GpuChoice(Struct, frozen=True, kw_only=True):
     """What is said of vLLM's GPUs, None where nothing is.
 
     `named` are NVML's indices or UUIDs; `visible` is CUDA_VISIBLE_DEVICES, whose indices are CUDA's, and
@@ -259,24 +268,26 @@ class Wanted(Struct, frozen=True, kw_only=True):
     count: int | None = None
 
 
-def choose(devices: tuple[GpuReading, ...], wanted: Wanted) -> tuple[tuple[GpuReading, ...], tuple[Finding, ...]]:
+def choose_gpus(
+    devices: tuple[GpuReading, ...], wanted: GpuChoice
+) -> tuple[tuple[GpuReading, ...], tuple[Finding, ...]]:
     """Return the GPUs that vLLM will use, and what speaks against that choice.
 
     Those that are named; else, of those that CUDA_VISIBLE_DEVICES leaves, the first `count`, as vLLM takes them.
     """
     if wanted.named is not None:
-        chosen, missing = _matching(devices, wanted.named)
-        return chosen, (*_missing(missing, devices, "--gpus"), *_too_few(chosen, wanted.count or 1))
-    chosen, missing = (devices, ()) if wanted.visible is None else _matching(devices, wanted.visible)
+        chosen, missing = _match_gpus(devices, wanted.named)
+        return chosen, (*_check_missing(missing, devices, "--gpus"), *_check_count(chosen, wanted.count or 1))
+    chosen, missing = (devices, ()) if wanted.visible is None else _match_gpus(devices, wanted.visible)
     by_index = wanted.visible is not None and any(name.isdecimal() for name in wanted.visible)
     first = chosen[: wanted.count]
-    findings = (*_missing(missing, devices, "CUDA_VISIBLE_DEVICES"), *_too_few(first, wanted.count or 1))
+    findings = (*_check_missing(missing, devices, "CUDA_VISIBLE_DEVICES"), *_check_count(first, wanted.count or 1))
     if (by_index and len(chosen) < len(devices)) or len(first) < len(chosen):
-        findings += tuple(_order_unknown(devices, in_slot_order=wanted.in_slot_order))
+        findings += tuple(_check_order(devices, in_slot_order=wanted.in_slot_order))
     return first, findings
 
 
-def identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
+def check_identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
     """Tell that GPUs which are to work in parallel differ; those that cannot be read are told of elsewhere."""
     kinds = {(device.name, device.memory.total_bytes) for device in devices if device.memory is not None}
     if len(kinds) <= 1:
@@ -290,22 +301,22 @@ def identical(devices: Sequence[GpuReading]) -> Iterator[Finding]:
     yield Finding(Kind.IDENTICAL, Conclusion.NOT_GOOD, text, fix)
 
 
-def _matching(
+def _match_gpus(
     devices: tuple[GpuReading, ...], names: tuple[str, ...]
 ) -> tuple[tuple[GpuReading, ...], tuple[str, ...]]:
-    found = [(name, [device for device in devices if _is(device, name)]) for name in names]
+    found = [(name, [device for device in devices if _is_named(device, name)]) for name in names]
     chosen = dict.fromkeys(device for _, matching in found for device in matching)
     return tuple(chosen), tuple(name for name, matching in found if not matching)
 
 
-def _is(device: GpuReading, name: str) -> bool:
+def _is_named(device: GpuReading, name: str) -> bool:
     """Tell whether this is its index or its UUID, of which CUDA takes the beginning too."""
     if name.isdecimal():
         return device.index == int(name)
     return device.uuid.casefold().startswith(name.casefold())
 
 
-def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
+def _check_missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: str) -> Iterator[Finding]:
     if names:
         visible = ", ".join(f"{device.index} ({device.uuid})" for device in devices)
         text = f"{given_by} names GPUs that are not visible: {', '.join(names)}"
@@ -313,14 +324,14 @@ def _missing(names: tuple[str, ...], devices: tuple[GpuReading, ...], given_by: 
         yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
 
 
-def _too_few(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
+def _check_count(chosen: tuple[GpuReading, ...], count: int) -> Iterator[Finding]:
     if len(chosen) < count:
         text = f"vLLM needs {count} GPUs, and {len(chosen)} are there for it"
         fix = "lower --tensor-parallel-size, or give this container more GPUs"
         yield Finding(Kind.GPUS, Conclusion.NOT_GOOD, text, fix)
 
 
-def _order_unknown(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
+def _check_order(devices: tuple[GpuReading, ...], *, in_slot_order: bool) -> Iterator[Finding]:
     if not in_slot_order and len({device.name for device in devices}) > 1:
         text = "which of these different GPUs vLLM takes cannot be told: CUDA counts the fastest first, NVML by slot"
         fix = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, here and for vLLM, or name the GPUs with --gpus"

@@ -18,13 +18,13 @@ from vllm_headroom.daemon import logs
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
-from vllm_headroom.units import duration_seconds
+from vllm_headroom.units import parse_duration
 from vllm_headroom_tools.cli import Command, tell
-from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import look
-from vllm_headroom_tools.preflight.report import Clearance, document, judge, judge_wake, text
+from vllm_headroom_tools.preflight.report import Clearance, build_document, judge, judge_wake, render_text
 
-WAIT: Final = Value(read=duration_seconds, accepts="a duration such as 120s or 2m")
+WAIT: Final = Value(read=parse_duration, accepts="a duration such as 120s or 2m")
 DEFAULT_UTILIZATION: Final = 0.92
 """vLLM's own since 0.20 (vllm/config/cache.py); 0.9 before."""
 
@@ -56,7 +56,7 @@ Example:
 """
 
 
-def options(parser: Parser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options to the parser."""
     add = parser.add_argument
     ratio = f"as vLLM's; {DEFAULT_UTILIZATION} without it and --bytes (before vLLM 0.20 the default was 0.9)"
@@ -77,7 +77,7 @@ def options(parser: Parser) -> None:
     add("--ignore", metavar="WHAT", default=[], type=choice([str(kind) for kind in IGNORABLE]), help=ignore)
 
 
-async def settled(
+async def wait_until_settled(
     look: Callable[[], Awaitable[Clearance]], wait_seconds: float, say: Callable[[str], None]
 ) -> Clearance:
     """Return the first report that waiting cannot better, or the last one.
@@ -98,44 +98,44 @@ async def settled(
     return replace(report, waited_seconds=now() - began)
 
 
-def _wanted(given: Namespace, environ: Mapping[str, str]) -> Wanted:
+def _read_choice(given: Namespace, environ: Mapping[str, str]) -> GpuChoice:
     """Return which GPUs are meant; raises BadOptions where CUDA_VISIBLE_DEVICES, or HIP's, does not say."""
     variable = "CUDA_VISIBLE_DEVICES" if "CUDA_VISIBLE_DEVICES" in environ else "HIP_VISIBLE_DEVICES"
     count, visible = given.tensor_parallel_size, environ.get(variable)
     in_slot_order = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if isinstance(given.gpus, tuple):
-        return Wanted(named=given.gpus, count=count)
+        return GpuChoice(named=given.gpus, count=count)
     if visible is None or given.gpus == "all":
-        return Wanted(count=count, in_slot_order=in_slot_order)
+        return GpuChoice(count=count, in_slot_order=in_slot_order)
     names = tuple(name.strip() for name in visible.split(",") if name.strip())
     if not all(GPU.fullmatch(name) for name in names):
         raise BadOptions(f"{variable}: got {visible!r}, accepts GPU indices or UUIDs; --gpus takes its place")
-    return Wanted(visible=names, count=count, in_slot_order=in_slot_order)
+    return GpuChoice(visible=names, count=count, in_slot_order=in_slot_order)
 
 
-def _port(url: str | None) -> int:
+def _read_port(url: str | None) -> int:
     """Return the port of the engine that is looked for; without one it is asked who is there, not whose that is."""
     if url is None:
         return 0
     import httpx  # noqa: PLC0415 - a start needs no HTTP client
 
-    from vllm_headroom.scrape.http.reader import port_of  # noqa: PLC0415 - as above
+    from vllm_headroom.scrape.http.reader import find_port  # noqa: PLC0415 - as above
 
-    return port_of(httpx.URL(url))
+    return find_port(httpx.URL(url))
 
 
-async def _page(url: str) -> EnginePage | Failure:
+async def _read_page(url: str) -> EnginePage | Failure:
     from vllm_headroom.scrape.http.reader import PageReader  # noqa: PLC0415 - as above
-    from vllm_headroom_tools.look import understood  # noqa: PLC0415 - a start needs no HTTP client
+    from vllm_headroom_tools.look import fetch_engines  # noqa: PLC0415 - a start needs no HTTP client
 
-    return await understood(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
+    return await fetch_engines(PageReader(url=url, timeout_seconds=PATIENCE_SECONDS))
 
 
 async def _run(given: Namespace) -> Clearance:
     logs.configure("logfmt", "error")  # the readers log what is told here in full
-    wanted = _wanted(given, os.environ)
+    wanted = _read_choice(given, os.environ)
     plain = given.gpu_memory_utilization is None and given.bytes is None and given.engine_url is None
-    ask = Ask(
+    ask = MemoryRequest(
         utilization_ratio=DEFAULT_UTILIZATION if plain else given.gpu_memory_utilization,
         bytes_per_gpu=given.bytes,
         tensor_parallel_size=given.tensor_parallel_size or 1,
@@ -143,16 +143,16 @@ async def _run(given: Namespace) -> Clearance:
     ignored = frozenset(Kind(name) for name in given.ignore)
     gpus = Gpus(monotonic=time.monotonic, call_timeout_seconds=DEVICE_SECONDS, process_interval_seconds=0.0)
     url = given.engine_url
-    processes = Processes(engine_port=_port(url), proc=PROC, monotonic=time.monotonic)
+    processes = Processes(engine_port=_read_port(url), proc=PROC, monotonic=time.monotonic)
 
     async def report() -> Clearance:
         conditions = await look(gpus, processes, proc=PROC, shm=SHM, timeout_seconds=PATIENCE_SECONDS)
         if url is None:
             return judge(conditions, ask, wanted, ignored)
-        return judge_wake(conditions, await _page(url), ask)
+        return judge_wake(conditions, await _read_page(url), ask)
 
     try:
-        return await settled(report, given.wait, tell)
+        return await wait_until_settled(report, given.wait, tell)
     finally:
         await gpus.close()
 
@@ -161,9 +161,9 @@ COMMAND: Final[Command[Clearance]] = Command(
     usage="%(prog)s [OPTION]...",
     description=DESCRIPTION,
     epilog=EXAMPLES,
-    options=options,
+    options=add_options,
     run=_run,
-    text=text,
-    document=document,
+    text=render_text,
+    document=build_document,
     status=lambda report: report.verdict.status,
 )

@@ -9,13 +9,13 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.attribution import WHO, leftovers, pids_are_true, process_memory_is_true
-from vllm_headroom.derive.host_memory import ContainerState, container
+from vllm_headroom.derive.attribution import FATE_TEXTS, are_pids_true, find_leftovers, is_process_memory_true
+from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.model import Failure, GpuReading, GpuReadings, HostMemory, ProcessReadings, Shm
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.nvml.device import GpuFaults
-from vllm_headroom.scrape.proc.files import entry, own_pid
-from vllm_headroom.scrape.proc.host import reading_of, shm_of
+from vllm_headroom.scrape.proc.files import read_entry, read_own_pid
+from vllm_headroom.scrape.proc.host import read_process_host, read_shm
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.worker import Worker
 
@@ -55,15 +55,15 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
     """Look once; takes no longer than `timeout_seconds` for each reading of the GPUs, and does not raise."""
     readings = await gpus.read(timeout_seconds)
     if isinstance(readings, Failure):
-        return Conditions(readings=readings, faults=(), holders={}, shm=shm_of(shm))
+        return Conditions(readings=readings, faults=(), holders={}, shm=read_shm(shm))
     faults = await gpus.faults(timeout_seconds)
     listed = await processes.read(PROCESSES_SECONDS)
     return Conditions(
         readings=readings,
         faults=faults,
-        holders=await _holders(readings, listed, proc),
-        shm=shm_of(shm),
-        host=host_here(proc),
+        holders=await _find_holders(readings, listed, proc),
+        shm=read_shm(shm),
+        host=read_host_here(proc),
         swap_bytes=None
         if isinstance(listed, Failure) or listed.host.machine is None
         else listed.host.machine.swap_bytes,
@@ -71,36 +71,36 @@ async def look(gpus: Gpus, processes: Processes, *, proc: Path, shm: Path, timeo
     )
 
 
-def host_here(proc: Path) -> HostMemory | None:
+def read_host_here(proc: Path) -> HostMemory | None:
     """Return the memory of the container that this runs in, or of the machine where that has no limit."""
     try:
-        reading = reading_of(proc, own_pid(proc))
+        reading = read_process_host(proc, read_own_pid(proc))
     except (OSError, ValueError):
         return None
     alone = ProcessReadings(engine=(), visible_pids=frozenset(), sees_host_pids=False, host=reading)
-    return container(ContainerState(), alone, limit_bytes=None)[1]
+    return update_container(ContainerState(), alone, limit_bytes=None)[1]
 
 
-async def _holders(
+async def _find_holders(
     readings: GpuReadings, listed: ProcessReadings | Failure, proc: Path
 ) -> dict[str, tuple[Holder, ...]]:
     names: dict[int, str] = {}
-    if not isinstance(listed, Failure) and pids_are_true(readings, listed):
+    if not isinstance(listed, Failure) and are_pids_true(readings, listed):
         pids = {process.pid for device in readings.devices for process in device.processes or ()}
-        names = await _names(proc, pids & listed.visible_pids)
+        names = await _read_names(proc, pids & listed.visible_pids)
         everything = chain.from_iterable(device.processes or () for device in readings.devices)
-        for left in leftovers(everything, listed, frozenset(), memory_is_true=False):
+        for left in find_leftovers(everything, listed, frozenset(), memory_is_true=False):
             named = names.get(left.pid)
-            names[left.pid] = f"{named}, {WHO[left.fate]}" if named else ENDED
-    memory_is_true = process_memory_is_true(readings, listed)
+            names[left.pid] = f"{named}, {FATE_TEXTS[left.fate]}" if named else ENDED
+    memory_is_true = is_process_memory_true(readings, listed)
     return {
-        device.uuid: _holders_of(device, names, memory_is_true=memory_is_true)
+        device.uuid: _list_holders(device, names, memory_is_true=memory_is_true)
         for device in readings.devices
         if device.processes is not None
     }
 
 
-def _holders_of(device: GpuReading, names: Mapping[int, str], *, memory_is_true: bool) -> tuple[Holder, ...]:
+def _list_holders(device: GpuReading, names: Mapping[int, str], *, memory_is_true: bool) -> tuple[Holder, ...]:
     return tuple(
         Holder(
             pid=process.pid,
@@ -111,12 +111,12 @@ def _holders_of(device: GpuReading, names: Mapping[int, str], *, memory_is_true:
     )
 
 
-async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
+async def _read_names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
     """Return what each process calls itself; none where a process stuck in the driver does not let its name be read."""
 
     def read() -> dict[int, str]:
-        found = ((pid, entry(proc, pid)) for pid in pids)
-        return {pid: process_name(each.command) for pid, each in found if each is not None}
+        found = ((pid, read_entry(proc, pid)) for pid in pids)
+        return {pid: name_process(each.command) for pid, each in found if each is not None}
 
     worker = Worker[dict[int, str]]("names")
     try:
@@ -127,7 +127,7 @@ async def _names(proc: Path, pids: Iterable[int]) -> dict[int, str]:
         worker.stop()
 
 
-def process_name(command: tuple[str, ...]) -> str:
+def name_process(command: tuple[str, ...]) -> str:
     """Return a process's program and, of an interpreter, the script or module; never its arguments."""
     program = command[0].rpartition("/")[2] or command[0]
     if not program.startswith("python") or len(command) == 1:

@@ -9,20 +9,20 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from vllm_headroom.derive.readings import awake, together
+from vllm_headroom.derive.readings import awake, sum_known
 from vllm_headroom.model import EnginePage, Failure, GpuMemory, GpuReading
-from vllm_headroom.units import GIB, gib
-from vllm_headroom_tools.conclusion import Conclusion, worst
+from vllm_headroom.units import GIB, format_gib
+from vllm_headroom_tools.conclusion import Conclusion, find_worst
 from vllm_headroom_tools.preflight import checks
 from vllm_headroom_tools.preflight.checks import (
-    Ask,
     Finding,
+    GpuChoice,
     Kind,
-    Wanted,
-    asked_bytes,
-    choose,
-    highest_utilization,
-    identical,
+    MemoryRequest,
+    check_identical,
+    choose_gpus,
+    compute_asked_bytes,
+    compute_highest_utilization,
 )
 from vllm_headroom_tools.preflight.look import Conditions, Holder
 
@@ -54,7 +54,7 @@ class Clearance(Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> Conclusion:
         """Whether vLLM would start: one certain hindrance is enough, whatever else cannot be told."""
-        return worst(finding.verdict for finding in self.findings)
+        return find_worst(finding.verdict for finding in self.findings)
 
     @property
     def hindrances(self) -> tuple[Finding, ...]:
@@ -73,16 +73,16 @@ class Clearance(Struct, frozen=True, kw_only=True):
         return None if None in ratios else min((ratio for ratio in ratios if ratio is not None), default=None)
 
 
-def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[Kind]) -> Clearance:
+def judge(conditions: Conditions, ask: MemoryRequest, wanted: GpuChoice, ignored: Collection[Kind]) -> Clearance:
     """Return what speaks against starting vLLM; what is `ignored` remains as a remark."""
     if isinstance(conditions.readings, Failure):
-        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
-    devices, found = choose(conditions.readings.devices, wanted)
-    gpus = tuple(gpu_report(device, conditions, ask) for device in devices)
-    findings = [*found, *(finding for gpu in gpus for finding in _findings(gpu, conditions, ask))]
-    findings += checks.host_memory(conditions.host, ask)
+        return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
+    devices, found = choose_gpus(conditions.readings.devices, wanted)
+    gpus = tuple(build_gpu_report(device, conditions, ask) for device in devices)
+    findings = [*found, *(finding for gpu in gpus for finding in _check_gpu(gpu, conditions, ask))]
+    findings += checks.check_host_memory(conditions.host, ask)
     if ask.tensor_parallel_size > 1:
-        findings += (*identical(devices), *checks.shared_memory(conditions.shm))
+        findings += (*check_identical(devices), *checks.check_shared_memory(conditions.shm))
     told = tuple(
         replace(each, verdict=Conclusion.GOOD, text=f"{each.text} (ignored)") if each.kind in ignored else each
         for each in dict.fromkeys(findings)
@@ -90,59 +90,59 @@ def judge(conditions: Conditions, ask: Ask, wanted: Wanted, ignored: Collection[
     return Clearance(conditions=conditions, findings=told, gpus=gpus)
 
 
-def held_by(gpu: GpuReport) -> str:
+def describe_holders(gpu: GpuReport) -> str:
     """Return who has the memory of a GPU, as the end of a sentence; nothing where that is not known."""
-    told = [f"{held or 'an unknown share'} by {who}" for held, who in shares(gpu)]
+    told = [f"{held or 'an unknown share'} by {who}" for held, who in list_shares(gpu)]
     return f"; held: {', '.join(told)}" if told else ""
 
 
-def shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
+def list_shares(gpu: GpuReport) -> Iterator[tuple[str, str]]:
     """Yield how much of a GPU is held, nothing where that is not known, and by whom."""
     for holder in gpu.holders or ():
         who = f"pid {holder.pid}" if holder.name is None else f"{holder.name} (pid {holder.pid})"
-        yield "" if holder.used_bytes is None else gib(holder.used_bytes), who
+        yield "" if holder.used_bytes is None else format_gib(holder.used_bytes), who
     if gpu.unlisted_bytes is not None and gpu.unlisted_bytes >= WORTH_A_WORD_BYTES:
-        yield gib(gpu.unlisted_bytes), "no process listed here"
+        yield format_gib(gpu.unlisted_bytes), "no process listed here"
 
 
-def gpu_report(device: GpuReading, conditions: Conditions, ask: Ask) -> GpuReport:
+def build_gpu_report(device: GpuReading, conditions: Conditions, ask: MemoryRequest) -> GpuReport:
     """Return what is known of a GPU that is asked for so much."""
     memory, holders = device.memory, conditions.holders.get(device.uuid)
     return GpuReport(
         reading=device,
-        asked_bytes=None if memory is None else asked_bytes(ask, memory),
-        highest_utilization_ratio=None if memory is None else highest_utilization(ask, memory),
+        asked_bytes=None if memory is None else compute_asked_bytes(ask, memory),
+        highest_utilization_ratio=None if memory is None else compute_highest_utilization(ask, memory),
         holders=holders,
-        unlisted_bytes=None if memory is None else _unlisted(memory, holders),
+        unlisted_bytes=None if memory is None else _count_unlisted(memory, holders),
     )
 
 
-def _unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | None:
+def _count_unlisted(memory: GpuMemory, holders: tuple[Holder, ...] | None) -> int | None:
     known = [holder.used_bytes for holder in holders or () if holder.used_bytes is not None]
     if holders is None or len(known) < len(holders) or memory.reserved_bytes is None:
         return None
     return max(0, memory.used_bytes - sum(known))
 
 
-def _findings(gpu: GpuReport, conditions: Conditions, ask: Ask) -> Iterator[Finding]:
-    yield from checks.memory(gpu.reading, ask, held_by(gpu))
-    yield from checks.swap(gpu.reading, conditions.swap_bytes)
+def _check_gpu(gpu: GpuReport, conditions: Conditions, ask: MemoryRequest) -> Iterator[Finding]:
+    yield from checks.check_memory(gpu.reading, ask, describe_holders(gpu))
+    yield from checks.check_swap(gpu.reading, conditions.swap_bytes)
     if gpu.reading.failure is None:
         told = [faults for faults in conditions.faults if faults.index == gpu.reading.index]
-        yield from checks.faults(told[0]) if told else (checks.unanswered(gpu.reading),)
+        yield from checks.check_faults(told[0]) if told else (checks.report_unanswered(gpu.reading),)
 
 
-SPOKEN: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
+VERDICT_WORDS: Final = {Conclusion.GOOD: "GO", Conclusion.NOT_GOOD: "NO GO", Conclusion.CANNOT_TELL: "CANNOT TELL"}
 
 
-def text(report: Clearance) -> Iterator[str]:
+def render_text(report: Clearance) -> Iterator[str]:
     """Yield what a person reads."""
     for gpu in report.gpus:
-        yield from _gpu(gpu)
+        yield from _format_gpu(gpu)
     waited = f" after {report.waited_seconds:.0f} s" if report.waited_seconds >= 1 else ""
-    yield f"{SPOKEN[report.verdict]}{waited}"
+    yield f"{VERDICT_WORDS[report.verdict]}{waited}"
     for finding, after in zip_longest(report.findings, report.findings[1:]):
-        yield _finding(finding)
+        yield _format_finding(finding)
         if finding.fix is not None and (after is None or after.fix != finding.fix):
             yield f"    {finding.fix}"
     highest = report.highest_utilization_ratio
@@ -150,25 +150,25 @@ def text(report: Clearance) -> Iterator[str]:
         yield f"The highest --gpu-memory-utilization that would work now is {highest:.2f}."
 
 
-def _gpu(gpu: GpuReport) -> Iterator[str]:
+def _format_gpu(gpu: GpuReport) -> Iterator[str]:
     reading, memory = gpu.reading, gpu.reading.memory
     name = f"GPU {reading.index} ({reading.uuid or 'UUID not known'}) {reading.name}".rstrip()
     if memory is None or gpu.asked_bytes is None:
         yield f"{name}: memory not known"
         return
-    free, usable = gib(memory.free_bytes), gib(memory.usable_bytes)
-    yield f"{name}: {free} free of {usable}, vLLM asks for {gib(gpu.asked_bytes)}"
-    yield from (f"  {held or '?':>10}  {who}" for held, who in shares(gpu))
+    free, usable = format_gib(memory.free_bytes), format_gib(memory.usable_bytes)
+    yield f"{name}: {free} free of {usable}, vLLM asks for {format_gib(gpu.asked_bytes)}"
+    yield from (f"  {held or '?':>10}  {who}" for held, who in list_shares(gpu))
 
 
-def _finding(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     unsure = "cannot tell: " if finding.verdict is Conclusion.CANNOT_TELL else ""
     note = "note: " if finding.verdict is Conclusion.GOOD else ""
     of = "" if finding.gpu is None else f"GPU {finding.gpu}: "
     return f"  {note}{unsure}{of}{finding.text}"
 
 
-def document(report: Clearance) -> dict[str, Any]:
+def build_document(report: Clearance) -> dict[str, Any]:
     """Return the same for scripts; bytes, ratios and seconds, null where unknown."""
     conditions = report.conditions
     return {
@@ -176,7 +176,7 @@ def document(report: Clearance) -> dict[str, Any]:
         "highest_gpu_memory_utilization": report.highest_utilization_ratio,
         "waited_seconds": round(report.waited_seconds, 1),
         "driver_version": None if isinstance(conditions.readings, Failure) else conditions.readings.driver_version,
-        "gpus": [_gpu_document(gpu) for gpu in report.gpus],
+        "gpus": [_describe_gpu(gpu) for gpu in report.gpus],
         "shm": conditions.shm and asdict(conditions.shm),
         "host": conditions.host
         and {"used_bytes": conditions.host.used_bytes, "limit_bytes": conditions.host.limit_bytes},
@@ -187,7 +187,7 @@ def document(report: Clearance) -> dict[str, Any]:
     }
 
 
-def _gpu_document(gpu: GpuReport) -> dict[str, Any]:
+def _describe_gpu(gpu: GpuReport) -> dict[str, Any]:
     reading, memory = gpu.reading, gpu.reading.memory
     return {
         "gpu": reading.index,
@@ -204,47 +204,51 @@ def _gpu_document(gpu: GpuReport) -> dict[str, Any]:
     }
 
 
-UNTOLD: Final = "the engine does not say whether it sleeps: vLLM does from 0.11.1 on"
+NO_SLEEP_STATE: Final = "the engine does not say whether it sleeps: vLLM does from 0.11.1 on"
 NOT_SEEN: Final = "none of its processes is seen on a visible GPU"
 SEE_IT: Final = "run it where the engine runs: in its pod with shareProcessNamespace: true, or on the host"
 NO_SHARE: Final = "what it holds while it is awake is not told"
-SAY_IT: Final = "say it with --gpu-memory-utilization or --bytes; a sidecar's page knows it of an engine it saw awake"
+GIVE_SHARE: Final = (
+    "say it with --gpu-memory-utilization or --bytes; a sidecar's page knows it of an engine it saw awake"
+)
 
 
-def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: Ask) -> Clearance:
+def judge_wake(conditions: Conditions, page: EnginePage | Failure, ask: MemoryRequest) -> Clearance:
     """Return whether each GPU has free what the engine gave back for its sleep; `ask` is what the operator told.
 
     What it held is its share of the GPU within a GiB or two: activations come and go, and graphs lie beside it.
     """
     if isinstance(conditions.readings, Failure):
-        return Clearance(conditions=conditions, findings=(checks.failure_of(conditions.readings),))
-    told = _told(page, ask)
-    reports = (gpu_report(device, conditions, told or ask) for device in conditions.readings.devices)
+        return Clearance(conditions=conditions, findings=(checks.report_failure(conditions.readings),))
+    told = _find_request(page, ask)
+    reports = (build_gpu_report(device, conditions, told or ask) for device in conditions.readings.devices)
     gpus = tuple(gpu for gpu in reports if {each.pid for each in gpu.holders or ()} & conditions.engine_pids)
     shown = () if told is None else tuple(replace(gpu, highest_utilization_ratio=None) for gpu in gpus)
-    return Clearance(conditions=conditions, findings=_wake_findings(conditions, page, told, gpus), gpus=shown)
+    return Clearance(conditions=conditions, findings=_check_wake(conditions, page, told, gpus), gpus=shown)
 
 
-def _wake_findings(
-    conditions: Conditions, page: EnginePage | Failure, told: Ask | None, gpus: tuple[GpuReport, ...]
+def _check_wake(
+    conditions: Conditions, page: EnginePage | Failure, told: MemoryRequest | None, gpus: tuple[GpuReport, ...]
 ) -> tuple[Finding, ...]:
     if isinstance(page, Failure):
-        return (_unknown(page.message),)
+        return (_report_unknown(page.message),)
     sleeps = awake(page)
     if sleeps is None:
-        return (_unknown(UNTOLD),)
+        return (_report_unknown(NO_SLEEP_STATE),)
     if sleeps:
-        return (_remark(f"the engine is awake: there is nothing to wake{_room_for_weights(conditions)}"),)
+        return (_remark(f"the engine is awake: there is nothing to wake{_describe_room(conditions)}"),)
     if not gpus:
-        return (_unknown(NOT_SEEN, SEE_IT),)
+        return (_report_unknown(NOT_SEEN, SEE_IT),)
     if told is None:
-        return (_unknown(NO_SHARE, SAY_IT),)
-    return tuple(_of(gpu, told, conditions.engine_pids) for gpu in gpus)
+        return (_report_unknown(NO_SHARE, GIVE_SHARE),)
+    return tuple(_check_gpu_wake(gpu, told, conditions.engine_pids) for gpu in gpus)
 
 
-def _told(page: EnginePage | Failure, ask: Ask) -> Ask | None:
+def _find_request(page: EnginePage | Failure, ask: MemoryRequest) -> MemoryRequest | None:
     """Return what the engine takes: as the operator says, else as its page does; None where neither does."""
-    if isinstance(page, Failure) or ask != Ask(utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size):
+    if isinstance(page, Failure) or ask != MemoryRequest(
+        utilization_ratio=None, tensor_parallel_size=ask.tensor_parallel_size
+    ):
         return ask
     shares = {engine.gpu_memory_utilization_ratio for engine in page.engines}
     in_bytes = any(engine.kv_cache_memory_bytes for engine in page.engines)
@@ -252,31 +256,33 @@ def _told(page: EnginePage | Failure, ask: Ask) -> Ask | None:
     return None if in_bytes or share is None else replace(ask, utilization_ratio=share)
 
 
-def _of(gpu: GpuReport, told: Ask, engine_pids: frozenset[int]) -> Finding:
+def _check_gpu_wake(gpu: GpuReport, told: MemoryRequest, engine_pids: frozenset[int]) -> Finding:
     memory, index = gpu.reading.memory, gpu.reading.index
-    held = together(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
+    held = sum_known(each.used_bytes for each in gpu.holders or () if each.pid in engine_pids)
     if memory is None or held is None:
-        return replace(_unknown("what the engine holds of it cannot be told from here", SEE_IT), gpu=index)
-    to_wake = max(0, asked_bytes(told, memory) - held)
-    text = f"the engine sleeps and holds {gib(held)}; to wake takes about {gib(to_wake)}, and"
+        return replace(_report_unknown("what the engine holds of it cannot be told from here", SEE_IT), gpu=index)
+    to_wake = max(0, compute_asked_bytes(told, memory) - held)
+    text = f"the engine sleeps and holds {format_gib(held)}; to wake takes about {format_gib(to_wake)}, and"
     if to_wake <= memory.free_bytes:
-        return replace(_remark(f"{text} {gib(memory.free_bytes)} are free"), gpu=index)
-    text = f"{text} only {gib(memory.free_bytes)} are free: {gib(to_wake - memory.free_bytes)} are missing"
+        return replace(_remark(f"{text} {format_gib(memory.free_bytes)} are free"), gpu=index)
+    text = (
+        f"{text} only {format_gib(memory.free_bytes)} are free: {format_gib(to_wake - memory.free_bytes)} are missing"
+    )
     return Finding(
         Kind.MEMORY,
         Conclusion.NOT_GOOD,
-        f"{text}{held_by(gpu)}",
+        f"{text}{describe_holders(gpu)}",
         "end or move what else is there first: vLLM that wakes without room ends with an out-of-memory",
         gpu=index,
         may_pass=True,
     )
 
 
-def _room_for_weights(conditions: Conditions) -> str:
+def _describe_room(conditions: Conditions) -> str:
     host = conditions.host
     if host is None or host.limit_bytes is None or host.room_bytes is None:
         return ""
-    left = f"{gib(host.room_bytes)} of {gib(host.limit_bytes)} are left"
+    left = f"{format_gib(host.room_bytes)} of {format_gib(host.limit_bytes)} are left"
     return f"; sleep level 1 would put its weights into host memory, of which {left}"
 
 
@@ -284,5 +290,5 @@ def _remark(text: str) -> Finding:
     return Finding(Kind.ENGINE, Conclusion.GOOD, text)
 
 
-def _unknown(text: str, fix: str | None = None) -> Finding:
+def _report_unknown(text: str, fix: str | None = None) -> Finding:
     return Finding(Kind.ENGINE, Conclusion.CANNOT_TELL, text, fix)

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.sizing.footprint import KvLayout, bytes_per_token, kv_layout
+from vllm_headroom_tools.sizing.footprint import KvLayout, build_kv_layout, count_bytes_per_token
 from vllm_headroom_tools.sizing.question import Question
 
 LOGITS_BYTES: Final = 4
@@ -62,7 +62,7 @@ does not fail an allocation, it swaps and hangs (vllm-project/vllm#46307, NVIDIA
 """
 
 
-def activations(question: Question) -> Range | None:
+def estimate_activations(question: Question) -> Range | None:
     """Return the peak of vLLM's profiling run; None where the hidden size or the vocabulary is not known.
 
     The larger of three. A forward pass: the tokens of a batch x bytes of the dtype x (2 x hidden size for the residual,
@@ -84,14 +84,14 @@ def activations(question: Question) -> Range | None:
     longest = question.max_num_seqs * (question.max_model_len or question.max_num_batched_tokens)
     forward = min(question.max_num_batched_tokens, longest) * values * shape.dtype_bytes
     logits = question.max_num_seqs * vocabulary * LOGITS_BYTES
-    images, kept = _encoding(question, hidden)
+    images, kept = _estimate_encoding(question, hidden)
     return Range(
         low=max(images.low, kept + max(forward, LOGITS_LOW * logits)),
         high=max(images.high, kept + max(FORWARD_HIGH * forward, LOGITS_HIGH * logits)),
     )
 
 
-def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
+def _estimate_encoding(question: Question, hidden: int) -> tuple[Range, float]:
     """Return what the encoder takes of the largest items that vLLM profiles, and what its tokens take afterwards.
 
     A patch takes what a token does in the language model; whether tensor parallelism divides it, is each encoder's own.
@@ -105,7 +105,7 @@ def _encoding(question: Question, hidden: int) -> tuple[Range, float]:
     return Range(low=size * low, high=size * high), size * largest.tokens * largest.copies * hidden
 
 
-def outside(question: Question) -> Range:
+def estimate_outside(question: Question) -> Range:
     """Return what the engine takes of the card on top of its budget, and what a machine of one memory needs besides."""
     found = CONTEXT if question.gpus == 1 else CONTEXT + COMMUNICATION
     machine = LEFT_TO_THE_MACHINE_BYTES + question.cpu_offload_bytes
@@ -119,7 +119,7 @@ SEQUENCES: Final = (1, 4, 16, 64, 256, 1024)
 LENGTHS: Final = (1024, 4096, 16384, 65536, 262144)
 
 
-class Estimate(Struct, frozen=True, kw_only=True):
+class MemoryEstimate(Struct, frozen=True, kw_only=True):
     """What one GPU needs and has, all in bytes; None where it is not known.
 
     `kv_cache` is what is left for the KV cache: the low end with the highest overhead; both the same where it is told.
@@ -155,12 +155,12 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
         Where layers keep a window or a state, that is how many sequences of `max_model_len` fit, times this length.
         """
-        if self.blocks is None or self.question.shape.keeps_every_token:
+        if self.blocks is None or self.question.shape.has_every_token:
             return None if self.blocks is None else self.blocks * self.layout.block_tokens
         length = self.question.max_model_len
         return None if length is None else self.blocks * length // self.layout.blocks(length)
 
-    def sequence_bytes(self, tokens: int) -> int:
+    def count_sequence_bytes(self, tokens: int) -> int:
         """Return what a sequence of this many tokens takes."""
         return self.layout.blocks(tokens) * self.layout.block_bytes
 
@@ -175,30 +175,30 @@ class Estimate(Struct, frozen=True, kw_only=True):
         return None if self.blocks is None else self.layout.longest(self.blocks // sequences, ceiling)
 
 
-def estimate(question: Question) -> Estimate | None:
+def estimate_memory(question: Question) -> MemoryEstimate | None:
     """Return the estimate; None when the KV cache's dtype is not known here."""
-    layout, token = _layout(question), _bytes_per_token(question, spread=True)
-    engine = _bytes_per_token(question, spread=False)
+    layout, token = _build_layout(question), _count_bytes_per_token(question, spread=True)
+    engine = _count_bytes_per_token(question, spread=False)
     if layout is None or token is None or engine is None:
         return None
-    found = Estimate(
+    found = MemoryEstimate(
         question=question,
         layout=layout,
         bytes_per_token=token,
         engine_bytes_per_token=engine,
         weights=question.weights_bytes,
-        budget=_budget(question),
-        activations=activations(question),
+        budget=_compute_budget(question),
+        activations=estimate_activations(question),
         graphs=NOTHING if question.enforce_eager else GRAPHS,
-        outside=outside(question),
+        outside=estimate_outside(question),
         kv_cache=None,
     )
-    return replace(found, kv_cache=_kv_cache(found))
+    return replace(found, kv_cache=_compute_kv_cache(found))
 
 
-def _layout(question: Question) -> KvLayout | None:
+def _build_layout(question: Question) -> KvLayout | None:
     """Return the cut of the cache; a draft's layers, which keep every token too, make its blocks larger."""
-    found = kv_layout(
+    found = build_kv_layout(
         question.shape,
         block_tokens=question.block_size,
         in_flight_tokens=(question.pipeline_parallel_size + 1) * question.max_num_batched_tokens,
@@ -206,39 +206,39 @@ def _layout(question: Question) -> KvLayout | None:
         tensor_parallel=question.tensor_parallel_size,
         pipeline_parallel=question.pipeline_parallel_size,
     )
-    draft = _draft_bytes_per_token(question)
+    draft = _count_draft_bytes_per_token(question)
     if found is None or draft is None:
         return None
     return replace(found, block_bytes=found.block_bytes + draft * found.block_tokens)
 
 
-def _bytes_per_token(question: Question, *, spread: bool) -> int | None:
+def _count_bytes_per_token(question: Question, *, spread: bool) -> int | None:
     """Return the bytes of a token on the GPU that holds most, or on all GPUs of an engine together."""
     stages, ranks = question.pipeline_parallel_size, question.tensor_parallel_size
-    own = bytes_per_token(
+    own = count_bytes_per_token(
         question.shape,
         kv_dtype=question.kv_cache_dtype,
         tensor_parallel=ranks,
         pipeline_parallel=stages if spread else 1,
     )
-    draft = _draft_bytes_per_token(question)
+    draft = _count_draft_bytes_per_token(question)
     return None if own is None or draft is None else (own + draft) * (1 if spread else ranks)
 
 
-def _draft_bytes_per_token(question: Question) -> int | None:
+def _count_draft_bytes_per_token(question: Question) -> int | None:
     if question.draft is None:
         return 0
     ranks = question.tensor_parallel_size
-    return bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
+    return count_bytes_per_token(question.draft, kv_dtype=question.kv_cache_dtype, tensor_parallel=ranks)
 
 
-def _budget(question: Question) -> float | None:
+def _compute_budget(question: Question) -> float | None:
     if question.gpu_memory_bytes is None or question.kv_cache_memory_bytes is not None:
         return None
     return question.gpu_memory_bytes * question.gpu_memory_utilization
 
 
-def _kv_cache(found: Estimate) -> Range | None:
+def _compute_kv_cache(found: MemoryEstimate) -> Range | None:
     told, overhead = found.question.kv_cache_memory_bytes, found.overhead
     if told is not None:
         return Range(low=told, high=told)
@@ -248,7 +248,7 @@ def _kv_cache(found: Estimate) -> Range | None:
     return Range(low=left - overhead.high, high=left - overhead.low)
 
 
-def fits(found: Estimate) -> bool | None:
+def can_start(found: MemoryEstimate) -> bool | None:
     """Tell whether vLLM starts: one sequence of `max_model_len` fits, and everything is on the card.
 
     None where it starts with the low end of the estimates and not with the high one, or something is not known: such as
@@ -256,24 +256,24 @@ def fits(found: Estimate) -> bool | None:
     """
     if found.question.shape.unknown_type is not None:
         return None
-    surely, possibly = _starts(found, worst=True), _starts(found, worst=False)
+    surely, possibly = _has_room(found, worst=True), _has_room(found, worst=False)
     if possibly is False:
         return False
-    untold = found.question.more_weights or found.question.more_activations
+    untold = found.question.has_more_weights or found.question.has_more_activations
     return True if surely and not untold else None
 
 
-def _starts(found: Estimate, *, worst: bool) -> bool | None:
+def _has_room(found: MemoryEstimate, *, worst: bool) -> bool | None:
     length, room = found.question.max_model_len, found.kv_cache
-    needed = found.sequence_bytes(length or 1)
+    needed = found.count_sequence_bytes(length or 1)
     held = None if room is None else (room.low if worst else room.high) >= needed
-    checks = (held, _within_card(found, worst=worst))
+    checks = (held, _is_within_card(found, worst=worst))
     if False in checks:
         return False
     return None if None in checks or length is None else True
 
 
-def _within_card(found: Estimate, *, worst: bool) -> bool | None:
+def _is_within_card(found: MemoryEstimate, *, worst: bool) -> bool | None:
     """Tell whether budget and what lies outside of it are no more than the card has; vLLM refuses less free memory."""
     card, overhead, told = found.question.gpu_memory_bytes, found.overhead, found.question.kv_cache_memory_bytes
     if card is None:
@@ -286,14 +286,14 @@ def _within_card(found: Estimate, *, worst: bool) -> bool | None:
     return found.weights + told + (rest.high if worst else rest.low) <= card
 
 
-def longest(found: Estimate) -> list[tuple[int, int]]:
+def list_longest(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_num_seqs` the largest `max_model_len` that all can use up at once; 0 for none."""
     asked = found.question.max_num_seqs
     counts = sorted({count for count in SEQUENCES if count <= asked} | {asked})
     return [(count, length) for count in counts if (length := found.longest(count)) is not None]
 
 
-def most(found: Estimate) -> list[tuple[int, int]]:
+def list_most_sequences(found: MemoryEstimate) -> list[tuple[int, int]]:
     """Return for several `max_model_len`, up to what one sequence can have, how many can use it up at once."""
     limit, asked = found.longest(1) or 0, found.question.max_model_len
     lengths = sorted({length for length in LENGTHS if length <= limit} | ({asked} if asked is not None else set()))

@@ -62,7 +62,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return self.full_layers + self.windowed_layers
 
     @property
-    def keeps_every_token(self) -> bool:
+    def has_every_token(self) -> bool:
         """Whether all that the cache holds of a sequence grows with each token, so that bytes per token say it all."""
         return self.full_layers > 0 and self.windowed_layers == 0 and self.stateful_layers == 0
 
@@ -73,7 +73,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
             return None
         return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
 
-    def quantised(self, method: str, bytes_per_parameter: float) -> Self:
+    def apply_quantisation(self, method: str, bytes_per_parameter: float) -> Self:
         """Return the shape with this quantisation of all its layers."""
         return replace(
             self,
@@ -102,7 +102,7 @@ KV_DTYPES: Final = {
 """Bytes of a value and of each head's scales, by vLLM's name of the cache's dtype (0.32, config/cache.py)."""
 
 
-def bytes_per_token(
+def count_bytes_per_token(
     shape: ModelShape, *, kv_dtype: str = "auto", tensor_parallel: int = 1, pipeline_parallel: int = 1
 ) -> int | None:
     """Return the bytes of KV cache that a token takes on the GPU that holds most; None for a dtype not known here.
@@ -112,15 +112,15 @@ def bytes_per_token(
     repeated on each rank. Latent attention keeps one vector per layer, on every rank whole. Layers with a window count
     in full, and states not at all.
     """
-    layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed = count_layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     if layer is None or windowed is None:
         return None
     full, rest = ceil(shape.full_layers / pipeline_parallel), ceil(shape.windowed_layers / pipeline_parallel)
     return ceil(shape.kv_layers / pipeline_parallel) * layer if layer == windowed else full * layer + rest * windowed
 
 
-def layer_bytes(
+def count_layer_bytes(
     shape: ModelShape, heads: KvHeads | None = None, *, kv_dtype: str = "auto", tensor_parallel: int = 1
 ) -> int | None:
     """Return the bytes that one layer keeps of a token on each GPU; None for a dtype not known here.
@@ -138,7 +138,7 @@ def layer_bytes(
     return count * (ceil((kept.key_size + kept.value_size) * value_bytes) + scale_bytes)
 
 
-def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
+def count_engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -> int | None:
     """Return the bytes of KV cache that a token takes on all GPUs of an engine; None where they cannot be known.
 
     They are the same however the engine is spread over its `gpus` (None: not known), unless it could keep copies: of a
@@ -146,16 +146,16 @@ def engine_bytes_per_token(shape: ModelShape, kv_dtype: str, gpus: int | None) -
     is not known here, and where layers keep a window or a state, bytes per token do not say what the cache holds.
     """
     copied = gpus != 1 if shape.latent_width is not None else (gpus or 1) > shape.heads.count
-    certain = shape.keeps_every_token and shape.unknown_type is None and not copied
-    return bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
+    certain = shape.has_every_token and shape.unknown_type is None and not copied
+    return count_bytes_per_token(shape, kv_dtype=kv_dtype) if certain else None
 
 
-def token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | None] | None:
+def bind_token_bytes(shape: ModelShape | None) -> Callable[[str, int | None], int | None] | None:
     """Return `engine_bytes_per_token` of this model, None without one."""
-    return None if shape is None else partial(engine_bytes_per_token, shape)
+    return None if shape is None else partial(count_engine_bytes_per_token, shape)
 
 
-def weights_bytes(
+def count_weights_bytes(
     shape: ModelShape,
     *,
     total_bytes: float | None = None,
@@ -169,25 +169,25 @@ def weights_bytes(
     taken to divide everything: what it repeats (norms, routers, some projections) is about one per cent. Data
     parallelism repeats everything but experts. The first and the last pipeline stage hold an embedding each.
     """
-    total = model_bytes(shape) if total_bytes is None else total_bytes
+    total = count_model_bytes(shape) if total_bytes is None else total_bytes
     if total is None:
         return None
     embeddings = (shape.embeddings or 0) * shape.dtype_bytes
     one = embeddings if shape.tied_embeddings else embeddings / 2
     layers = max(0.0, total - embeddings)
-    layers *= 1 - _experts_share(shape) * (1 - 1 / data_parallel)
+    layers *= 1 - _compute_experts_share(shape) * (1 - 1 / data_parallel)
     ends = min(total, embeddings) if pipeline_parallel == 1 else one
     return ceil((layers / pipeline_parallel + ends) / tensor_parallel)
 
 
-def _experts_share(shape: ModelShape) -> float:
+def _compute_experts_share(shape: ModelShape) -> float:
     """Return the share of the layers' bytes that belongs to experts."""
     each, found = shape.weight_bytes_per_parameter or shape.dtype_bytes, shape.parameters
     counted = (found.total - found.plain) * each + found.plain * shape.dtype_bytes if found else 0
     return found.experts * each / counted if found and counted else 0.0
 
 
-def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
+def count_model_bytes(shape: ModelShape, parameters: int | None = None) -> float | None:
     """Return the bytes of the whole model, of `parameters` or as many as are counted; None where they cannot be.
 
     Embeddings, encoders, and what the quantisation leaves out, keep the model's dtype.
@@ -208,7 +208,7 @@ def model_bytes(shape: ModelShape, parameters: int | None = None) -> float | Non
     return (layers - plain) * each + (plain + shape.embeddings + others) * shape.dtype_bytes
 
 
-ALIKE: Final = 1.5
+PADDED_RATIO: Final = 1.5
 """Up to this ratio of their numbers, vLLM pads the rarer kind of layers to groups as large as the other's."""
 
 STATE_BLOCKS: Final = 2
@@ -257,7 +257,7 @@ class KvLayout(Struct, frozen=True, kw_only=True):
         return min(ceiling, low * self.block_tokens)
 
 
-def kv_layout(
+def build_kv_layout(
     shape: ModelShape,
     *,
     block_tokens: int,
@@ -276,36 +276,36 @@ def kv_layout(
     (platforms/interface.py, `_align_hybrid_block_size`); a state whose size is not known counts as no larger than a
     block.
     """
-    layer = layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
-    windowed_layer = layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    layer = count_layer_bytes(shape, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
+    windowed_layer = count_layer_bytes(shape, shape.windowed_heads, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel)
     if layer is None or windowed_layer is None:
         return None
     counts = [
         ceil(count / pipeline_parallel) for count in (shape.full_layers, shape.windowed_layers, shape.stateful_layers)
     ]
     there = [count for count in counts if count] or [0]
-    group = max(there) if max(there) < ALIKE * min(there) else min(there)
+    group = max(there) if max(there) < PADDED_RATIO * min(there) else min(there)
     full, windowed, stateful = (ceil(count / group) if count else 0 for count in counts)
-    tokens = _state_tokens(shape, layer, block_tokens, tensor_parallel)
+    tokens = _count_state_tokens(shape, layer, block_tokens, tensor_parallel)
     page = max(layer if full else 0, windowed_layer if windowed else 0) * tokens
     return KvLayout(
-        block_tokens=tokens * _times(page, layer * tokens),
+        block_tokens=tokens * _count_pages(page, layer * tokens),
         block_layers=group,
         block_bytes=group * page,
         full_groups=full,
         windowed_groups=windowed,
-        windowed_block_tokens=tokens * _times(page, windowed_layer * tokens),
+        windowed_block_tokens=tokens * _count_pages(page, windowed_layer * tokens),
         window_tokens=(shape.window_tokens or 0) - (0 if shape.chunked else 1) + in_flight_tokens,
         window_ends=0 if shape.chunked else 1,
         state_blocks=(STATE_BLOCKS + shape.state_checkpoints) * stateful,
     )
 
 
-def _state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor_parallel: int) -> int:
+def _count_state_tokens(shape: ModelShape, layer: int, block_tokens: int, tensor_parallel: int) -> int:
     least = max(block_tokens, LATENT_BLOCK) if shape.latent_width and shape.stateful_layers else block_tokens
     return least * max(1, ceil(ceil((shape.state_bytes or 0) / tensor_parallel) / layer / least))
 
 
-def _times(page: int, own: int) -> int:
+def _count_pages(page: int, own: int) -> int:
     """Return how many of its own pages a layer's page holds: those that do not divide it are padded to it."""
     return page // own if own and page and page % own == 0 else 1

@@ -13,7 +13,7 @@ LARGEST: Final = 10**9
 """No size of a model comes near it, and arithmetic stays exact."""
 
 
-def whole(config: Config, *names: str) -> int | None:
+def read_whole(config: Config, *names: str) -> int | None:
     """Return the first field that is set, of a list the largest; None for none, and for 0, which switches things off.
 
     Raises ValueError when it is no whole number.
@@ -29,15 +29,15 @@ def whole(config: Config, *names: str) -> int | None:
     return None
 
 
-def needed(config: Config, *names: str) -> int:
+def read_needed(config: Config, *names: str) -> int:
     """Return the field as `whole` does; raises ValueError when there is none."""
-    value = whole(config, *names)
+    value = read_whole(config, *names)
     if value is None:
         raise ValueError(f"{names[0]} is missing")
     return value
 
 
-def part(config: Config, *names: str) -> Config:
+def read_part(config: Config, *names: str) -> Config:
     """Return the first field that is a mapping, an empty one for none."""
     return next((found for name in names if isinstance(found := config.get(name), dict)), {})
 
@@ -63,14 +63,14 @@ STATE_BYTES: Final = 4
 """Of a value in a state of 32 bits: Nemotron-H's, unless it says otherwise (model_executor/models/config.py)."""
 
 
-def kinds(config: Config, layers: int) -> list[str]:
+def list_kinds(config: Config, layers: int) -> list[str]:
     """Return each layer's kind, from the list, the letters, the pattern or the window that the configuration has.
 
     Raises ValueError at a kind whose cache is not known here, and at more layers than any model has.
     """
     if layers > MOST_LAYERS:
         raise ValueError(f"{layers} layers are more than any model has")
-    found = _listed(config) or _patterned(config, layers)
+    found = _read_listed(config) or _follow_pattern(config, layers)
     unknown = sorted({kind for kind in found if kind not in KINDS})
     if unknown:
         raise ValueError(f"how much a layer of kind {unknown[0]!r} keeps is not known here")
@@ -78,18 +78,18 @@ def kinds(config: Config, layers: int) -> list[str]:
         raise ValueError(f"it has {layers} layers and tells {len(found)}")
     if not any(kind in STATEFUL for kind in found) and any(name.startswith(("mamba_", "ssm_")) for name in config):
         raise ValueError("which of its layers keep a state is not known here")
-    shared = whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
+    shared = read_whole(config, "num_kv_shared_layers") or 0  # the last ones read the cache of others (Gemma 3n)
     return found[: layers - shared]
 
 
-def window(config: Config) -> int | None:
+def read_window(config: Config) -> int | None:
     """Return the window in tokens, where it is in use: some configurations name one and switch it off."""
     if config.get("use_sliding_window") is False:
         return None
-    return whole(config, "sliding_window", "attention_chunk_size")
+    return read_whole(config, "sliding_window", "attention_chunk_size")
 
 
-def _listed(config: Config) -> list[str]:
+def _read_listed(config: Config) -> list[str]:
     listed = config.get("layer_types") or config.get("layers_block_type")
     letters = config.get("hybrid_override_pattern")
     if isinstance(letters, str):
@@ -103,43 +103,45 @@ def _listed(config: Config) -> list[str]:
     return [str(kind) for kind in listed] if isinstance(listed, list) else []
 
 
-def _patterned(config: Config, layers: int) -> list[str]:
-    windowed = window(config) is not None
-    every = whole(config, "sliding_window_pattern") if windowed else whole(config, "full_attention_interval")
+def _follow_pattern(config: Config, layers: int) -> list[str]:
+    windowed = read_window(config) is not None
+    every = read_whole(config, "sliding_window_pattern") if windowed else read_whole(config, "full_attention_interval")
     if every is not None:
         other = "sliding_attention" if windowed else "linear_attention"
         return ["full_attention" if number % every == 0 else other for number in range(1, layers + 1)]
-    period = whole(config, "attn_layer_period")
+    period = read_whole(config, "attn_layer_period")
     if period is not None:
-        offset = whole(config, "attn_layer_offset") or 0
+        offset = read_whole(config, "attn_layer_offset") or 0
         return ["full_attention" if number % period == offset else "mamba" for number in range(layers)]
     return ["sliding_attention" if windowed else "full_attention"] * layers
 
 
-def state_bytes(config: Config) -> int | None:
+def count_state_bytes(config: Config) -> int | None:
     """Return the bytes of one sequence in one layer; None for a kind that is not known here.
 
     A state and the last inputs of a convolution (vLLM 0.32, model_executor/layers/mamba/mamba_utils.py,
     `MambaStateShapeCalculator`): the gated delta net of Qwen3-Next, Mamba-2 by its two namings, Mamba-1 of Jamba.
     """
     if "linear_num_value_heads" in config:
-        keys = needed(config, "linear_num_key_heads") * needed(config, "linear_key_head_dim")
-        heads, size = needed(config, "linear_num_value_heads"), needed(config, "linear_value_head_dim")
-        inputs, state = 2 * keys + heads * size, heads * size * needed(config, "linear_key_head_dim")
-        return _bytes(config, state, inputs, whole(config, "linear_conv_kernel_dim"))
-    heads_found = whole(config, *MAMBA_2_HEADS)
+        keys = read_needed(config, "linear_num_key_heads") * read_needed(config, "linear_key_head_dim")
+        heads, size = read_needed(config, "linear_num_value_heads"), read_needed(config, "linear_value_head_dim")
+        inputs, state = 2 * keys + heads * size, heads * size * read_needed(config, "linear_key_head_dim")
+        return _count_bytes(config, state, inputs, read_whole(config, "linear_conv_kernel_dim"))
+    heads_found = read_whole(config, *MAMBA_2_HEADS)
     if heads_found is not None:
-        width = heads_found * needed(config, "mamba_d_head", "mamba_head_dim")
-        size = needed(config, "mamba_d_state", "ssm_state_size")
-        inputs = width + 2 * (whole(config, "mamba_n_groups", "n_groups") or 1) * size
-        return _bytes(config, width * size, inputs, whole(config, "mamba_d_conv", "conv_kernel"))
+        width = heads_found * read_needed(config, "mamba_d_head", "mamba_head_dim")
+        size = read_needed(config, "mamba_d_state", "ssm_state_size")
+        inputs = width + 2 * (read_whole(config, "mamba_n_groups", "n_groups") or 1) * size
+        return _count_bytes(config, width * size, inputs, read_whole(config, "mamba_d_conv", "conv_kernel"))
     if "mamba_expand" in config:
-        width = needed(config, "mamba_expand") * needed(config, "hidden_size")
-        return _bytes(config, width * needed(config, "mamba_d_state"), width, whole(config, "mamba_d_conv"))
+        width = read_needed(config, "mamba_expand") * read_needed(config, "hidden_size")
+        return _count_bytes(
+            config, width * read_needed(config, "mamba_d_state"), width, read_whole(config, "mamba_d_conv")
+        )
     return None
 
 
-def _bytes(config: Config, state: int, inputs: int, kernel: int | None) -> int:
+def _count_bytes(config: Config, state: int, inputs: int, kernel: int | None) -> int:
     said = config.get("mamba_ssm_cache_dtype") or config.get("mamba_ssm_dtype")
     in_full = said == "float32" or (said is None and config.get("model_type") == "nemotron_h")
     return state * (STATE_BYTES if in_full else INPUT_BYTES) + inputs * ((kernel or 1) - 1) * INPUT_BYTES
@@ -165,41 +167,45 @@ class KvHeads(Struct, frozen=True, kw_only=True):
     value_size: int
 
 
-def full_heads(config: Config) -> KvHeads:
+def read_full_heads(config: Config) -> KvHeads:
     """Return the heads of layers that keep every token; raises ValueError where they are not told."""
-    if whole(config, "global_head_dim"):  # Gemma 4
-        size = whole(config, "global_head_dim") or 0
-        own = whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-        return KvHeads(count=own or _count(config), key_size=size, value_size=size)
-    size = _size(config)
-    return KvHeads(count=_count(config), key_size=size, value_size=whole(config, "v_head_dim") or size)
+    if read_whole(config, "global_head_dim"):  # Gemma 4
+        size = read_whole(config, "global_head_dim") or 0
+        own = read_whole(config, "num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return KvHeads(count=own or _read_count(config), key_size=size, value_size=size)
+    size = _read_size(config)
+    return KvHeads(count=_read_count(config), key_size=size, value_size=read_whole(config, "v_head_dim") or size)
 
 
-def windowed_heads(config: Config) -> KvHeads | None:
+def read_windowed_heads(config: Config) -> KvHeads | None:
     """Return the heads of layers with a window; None where they are as the others'."""
-    if whole(config, "global_head_dim"):
-        return KvHeads(count=_count(config), key_size=_size(config), value_size=_size(config))
-    own = whole(config, "swa_num_key_value_heads")  # MiMo-V2
+    if read_whole(config, "global_head_dim"):
+        return KvHeads(count=_read_count(config), key_size=_read_size(config), value_size=_read_size(config))
+    own = read_whole(config, "swa_num_key_value_heads")  # MiMo-V2
     if own is None:
         return None
-    size = whole(config, "swa_head_dim") or _size(config)
-    return KvHeads(count=own, key_size=size, value_size=whole(config, "swa_v_head_dim") or size)
+    size = read_whole(config, "swa_head_dim") or _read_size(config)
+    return KvHeads(count=own, key_size=size, value_size=read_whole(config, "swa_v_head_dim") or size)
 
 
-def _count(config: Config) -> int:
+def _read_count(config: Config) -> int:
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
-        return whole(config, "multi_query_group_num") or 1
-    found = whole(config, *KV_HEADS) or whole(part(config, "attn_config"), *KV_HEADS) or whole(config, *HEADS)
+        return read_whole(config, "multi_query_group_num") or 1
+    found = (
+        read_whole(config, *KV_HEADS)
+        or read_whole(read_part(config, "attn_config"), *KV_HEADS)
+        or read_whole(config, *HEADS)
+    )
     if found is None:
         raise ValueError(f"{KV_HEADS[0]} is missing")
     return found
 
 
-def _size(config: Config) -> int:
+def _read_size(config: Config) -> int:
     found, hidden, heads = (
-        whole(config, "head_dim", "kv_channels", "attention_head_dim"),
-        whole(config, *HIDDEN),
-        whole(config, *HEADS),
+        read_whole(config, "head_dim", "kv_channels", "attention_head_dim"),
+        read_whole(config, *HIDDEN),
+        read_whole(config, *HEADS),
     )
     if found is None and hidden is not None and heads is not None:
         found = hidden // heads

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vllm_headroom.text_file import file_bytes
-from vllm_headroom_tools.sizing.encoder import Encoder, encoder
+from vllm_headroom.text_file import read_file
+from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.layers import (
     CHUNKED,
@@ -20,17 +20,17 @@ from vllm_headroom_tools.sizing.layers import (
     STATEFUL,
     WINDOWED,
     Config,
-    full_heads,
-    kinds,
-    needed,
-    part,
-    state_bytes,
-    whole,
-    window,
-    windowed_heads,
+    count_state_bytes,
+    list_kinds,
+    read_full_heads,
+    read_needed,
+    read_part,
+    read_whole,
+    read_window,
+    read_windowed_heads,
 )
-from vllm_headroom_tools.sizing.parameters import LENGTHS, layer_parameters, mlp
-from vllm_headroom_tools.sizing.quantisation import kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+from vllm_headroom_tools.sizing.parameters import LENGTHS, count_layer_parameters, read_mlp
+from vllm_headroom_tools.sizing.quantisation import read_kv_dtype_bytes, read_stored_bytes, read_weight_bytes
 
 KNOWN: Final = frozenset(
     {
@@ -89,18 +89,18 @@ HEADED: Final = frozenset({"GPT2LMHeadModel", "ChatGLMModel", "LlavaLlamaModel"}
 """Classes of generating models that end so too."""
 
 
-def defaults(config: Config) -> Config:
+def find_defaults(config: Config) -> Config:
     """Return the fields that this type of model leaves out."""
     return LEFT_OUT.get(str(config.get("model_type")), {})
 
 
-def unknown_type(config: Config) -> str | None:
+def find_unknown_type(config: Config) -> str | None:
     """Return the type of model where it is one that nobody has checked; None where it is known, or not told."""
     kind = config.get("model_type")
     return None if kind is None or str(kind) in KNOWN else str(kind)[:LONGEST_TYPE]
 
 
-def encodes(config: Config) -> bool:
+def is_encoder(config: Config) -> bool:
     """Tell whether the model keeps nothing of a sequence, since every token sees all others."""
     whole_text = config.get("is_causal") is False or config.get("use_bidirectional_attention") is True
     return whole_text or str(config.get("model_type")) in ENCODERS
@@ -110,7 +110,7 @@ def has_output(config: Config) -> bool:
     """Tell whether the model has weights of its own to give the next token's logits."""
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    if encodes(config) or (name.endswith(HEADLESS) and name not in HEADED):
+    if is_encoder(config) or (name.endswith(HEADLESS) and name not in HEADED):
         return False
     kind = str(config.get("model_type"))
     return not config.get("tie_word_embeddings", kind in TIED or kind.startswith(("gemma3", "gemma4")))
@@ -144,67 +144,73 @@ def parse_model_config(text: str, overrides: Config | None = None, beside: Confi
         return f"it is not JSON: {error}"
     if not isinstance(root, dict):
         return "it is not a model's configuration, which is a JSON object"
-    language = _language_part(root)
-    config = {**(beside or {}), **_set(root), **defaults(language), **_set(language), **(overrides or {})}
+    language = _find_language_part(root)
+    config = {
+        **(beside or {}),
+        **_drop_nulls(root),
+        **find_defaults(language),
+        **_drop_nulls(language),
+        **(overrides or {}),
+    }
     unknown = next((name for name in NOT_UNDERSTOOD if config.get(name)), None)
     if unknown is not None:
         return f"what its attention keeps in the cache is not known here: it has {unknown}"
     try:
-        return _shape(config, encoder({**(beside or {}), **root}))
+        return _build_shape(config, parse_encoder({**(beside or {}), **root}))
     except ValueError as error:
         return f"it is not a model's configuration that is understood here: {error}"
 
 
-def _language_part(config: Config) -> Config:
-    found = part(config, *TEXT_PARTS)
-    return _language_part(found) if found else config
+def _find_language_part(config: Config) -> Config:
+    found = read_part(config, *TEXT_PARTS)
+    return _find_language_part(found) if found else config
 
 
-def _set(config: Config) -> Config:
+def _drop_nulls(config: Config) -> Config:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def _shape(config: Config, beside: Encoder | None) -> ModelShape:
-    layers, whole_text = needed(config, *LAYERS), encodes(config)
-    found_kinds = kinds(config, layers)
+def _build_shape(config: Config, beside: Encoder | None) -> ModelShape:
+    layers, whole_text = read_needed(config, *LAYERS), is_encoder(config)
+    found_kinds = list_kinds(config, layers)
     full, windowed, stateful = (sum(kind in names for kind in found_kinds) for names in (FULL, WINDOWED, STATEFUL))
     if not full + windowed:
         raise ValueError("none of its layers has a KV cache")
-    heads, narrow = full_heads(config), windowed_heads(config)
-    weight_bytes, quantisation = weight_bytes_per_parameter(config, SERVED_BYTES)
-    found_mlp, latent = mlp(config), whole(config, "kv_lora_rank")
+    heads, narrow = read_full_heads(config), read_windowed_heads(config)
+    weight_bytes, quantisation = read_weight_bytes(config, SERVED_BYTES)
+    found_mlp, latent = read_mlp(config), read_whole(config, "kv_lora_rank")
     return ModelShape(
         layers=layers,
         full_layers=0 if whole_text else full,
         windowed_layers=0 if whole_text else windowed,
-        window_tokens=window(config) if windowed and not whole_text else None,
-        chunked=bool(windowed) and (CHUNKED in found_kinds or whole(config, "sliding_window") is None),
+        window_tokens=read_window(config) if windowed and not whole_text else None,
+        chunked=bool(windowed) and (CHUNKED in found_kinds or read_whole(config, "sliding_window") is None),
         windowed_heads=narrow,
         stateful_layers=stateful,
-        state_bytes=state_bytes(config) if stateful else None,
-        state_checkpoints=int(stateful and whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
-        attention_heads=whole(config, *HEADS),
+        state_bytes=count_state_bytes(config) if stateful else None,
+        state_checkpoints=int(stateful and read_whole(config, *MAMBA_2_HEADS) is not None),  # one at the prompt's end
+        attention_heads=read_whole(config, *HEADS),
         heads=heads,
-        latent_width=latent + (whole(config, "qk_rope_head_dim") or 0) if latent else None,
-        hidden_size=whole(config, *HIDDEN),
-        vocabulary=whole(config, *VOCABULARY),
+        latent_width=latent + (read_whole(config, "qk_rope_head_dim") or 0) if latent else None,
+        hidden_size=read_whole(config, *HIDDEN),
+        vocabulary=read_whole(config, *VOCABULARY),
         mlp_width=found_mlp[0] if found_mlp else None,
         experts_per_token=found_mlp[1] if found_mlp else 1,
         tied_embeddings=not has_output(config),
-        parameters=layer_parameters(config, found_kinds, heads, narrow or heads),
+        parameters=count_layer_parameters(config, found_kinds, heads, narrow or heads),
         encoder=beside,
-        max_model_len=_length(config),
-        stored_bytes=stored_bytes(config),
-        kv_dtype_bytes=kv_dtype_bytes(config, SERVED_BYTES),
+        max_model_len=_read_length(config),
+        stored_bytes=read_stored_bytes(config),
+        kv_dtype_bytes=read_kv_dtype_bytes(config, SERVED_BYTES),
         weight_bytes_per_parameter=weight_bytes,
         quantisation=quantisation,
-        unknown_type=unknown_type(config),
+        unknown_type=find_unknown_type(config),
     )
 
 
-def _length(config: Config) -> int | None:
+def _read_length(config: Config) -> int | None:
     """Return the longest sequence that vLLM takes when it is told none: some scalings of positions stretch it."""
-    length, scaling = whole(config, *LENGTHS), part(config, "rope_scaling", "rope_parameters")
+    length, scaling = read_whole(config, *LENGTHS), read_part(config, "rope_scaling", "rope_parameters")
     factor = scaling.get("factor")
     kind = str(scaling.get("rope_type") or scaling.get("type"))
     stretched = kind not in NOT_SCALED and "gemma3" not in str(config.get("model_type"))
@@ -234,41 +240,41 @@ def read_model(path: Path, overrides: Mapping[str, Any] | None = None) -> ModelS
     """
     try:
         file = path / NAME if path.is_dir() else path
-        text = file_bytes(file, LARGEST_BYTES).decode("utf-8-sig")
+        text = read_file(file, LARGEST_BYTES).decode("utf-8-sig")
     except OSError as error:
         what = f"its {NAME}" if path.is_dir() else "it"
         return f"{what} cannot be read: {error.strerror}; it takes a config.json or its folder, and downloads none"
     except UnicodeDecodeError:
         return "it is not JSON: it is no text in UTF-8"
-    beside = {"preprocessor": _read(file.parent / PREPROCESSOR)}
-    said = _read(file.parent / QUANTISATION).get("quantization")
+    beside = {"preprocessor": _read_json(file.parent / PREPROCESSOR)}
+    said = _read_json(file.parent / QUANTISATION).get("quantization")
     if isinstance(said, dict):  # ModelOpt 0.29 and older, under its later name
         beside["quantization_config"] = {"quant_method": "modelopt", **said}
     return parse_model_config(text, overrides, beside)
 
 
-def _read(file: Path) -> Config:
+def _read_json(file: Path) -> Config:
     """Return what a file beside the configuration says; nothing where there is none."""
     try:
-        found = json.loads(file_bytes(file, LARGEST_INDEX_BYTES))
+        found = json.loads(read_file(file, LARGEST_INDEX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def checkpoint_bytes(folder: Path) -> int | None:
+def count_checkpoint_bytes(folder: Path) -> int | None:
     """Return the bytes of the weights in this folder; None where there are none, or the index does not say.
 
     The index names them (`metadata.total_size`) also where the files themselves are not there.
     """
-    metadata = _read(folder / INDEX).get("metadata")
+    metadata = _read_json(folder / INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if isinstance(total, int | float) and 0 < total < MOST_BYTES:
         return int(total)
-    return _sizes(folder.glob("model*.safetensors")) or _sizes(folder.glob("*.safetensors"))
+    return _sum_sizes(folder.glob("model*.safetensors")) or _sum_sizes(folder.glob("*.safetensors"))
 
 
-def _sizes(files: Iterable[Path]) -> int | None:
+def _sum_sizes(files: Iterable[Path]) -> int | None:
     """Return the bytes of the files, whose headers are a few kB each."""
     try:
         return sum(file.stat().st_size for file in files) or None

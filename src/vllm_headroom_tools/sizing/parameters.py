@@ -7,8 +7,18 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom_tools.sizing.layers import HEADS, HIDDEN, NOTHING, STATEFUL, WINDOWED, Config, KvHeads, needed, whole
-from vllm_headroom_tools.sizing.quantisation import kept_plain
+from vllm_headroom_tools.sizing.layers import (
+    HEADS,
+    HIDDEN,
+    NOTHING,
+    STATEFUL,
+    WINDOWED,
+    Config,
+    KvHeads,
+    read_needed,
+    read_whole,
+)
+from vllm_headroom_tools.sizing.quantisation import match_plain
 
 NOT_GATED: Final = frozenset(
     {
@@ -45,107 +55,107 @@ class Matrix(Struct, frozen=True, kw_only=True):
         return self.inputs * self.outputs * self.copies
 
     @property
-    def by_rows(self) -> bool:
+    def is_row_parallel(self) -> bool:
         """Whether tensor parallelism divides its inputs, and not its outputs."""
         return self.name.endswith(("o_proj", "down_proj", "out_proj"))
 
 
-def matrices(
+def list_matrices(
     config: Config, kinds: Sequence[str], heads_of_full: KvHeads, heads_of_windowed: KvHeads
 ) -> tuple[Matrix, ...] | None:
     """Return the matrices of layers of these kinds; None where they cannot be told."""
-    hidden, heads = whole(config, *HIDDEN), whole(config, *HEADS)
-    told = hidden and heads and (inner(config) or expert_count(config))
+    hidden, heads = read_whole(config, *HIDDEN), read_whole(config, *HEADS)
+    told = hidden and heads and (read_width(config) or read_expert_count(config))
     if hidden is None or heads is None or not told or any(config.get(name) for name in OWN_WAYS):
         return None
     if any(kind in STATEFUL for kind in kinds) and not {"linear_num_value_heads", "mamba_num_heads"} & set(config):
         return None
     found: list[Matrix] = []
     if str(config.get("model_type")) in PLACED:
-        found.append(Matrix(name="positions", inputs=whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
+        found.append(Matrix(name="positions", inputs=read_whole(config, *LENGTHS) or 0, outputs=hidden, router=True))
     for number, kind in enumerate(kinds):
         place = f"layers.{number}."
         if kind in STATEFUL:
-            found += _stateful(config, f"{place}mixer.", hidden)
+            found += _list_stateful(config, f"{place}mixer.", hidden)
         elif kind not in NOTHING:
             kept = heads_of_windowed if kind in WINDOWED else heads_of_full
-            found += _attention(config, f"{place}self_attn.", (hidden, heads), kept)
+            found += _list_attention(config, f"{place}self_attn.", (hidden, heads), kept)
         if kind in NOTHING or not isinstance(config.get("hybrid_override_pattern"), str):
-            found += _mlp(config, f"{place}mlp.", hidden, sparse=_sparse(config, number, kind))
+            found += _list_mlp(config, f"{place}mlp.", hidden, sparse=_is_sparse(config, number, kind))
     return tuple(found)
 
 
-def inner(config: Config) -> int | None:
+def read_width(config: Config) -> int | None:
     """Return the width of the MLP; None where it is not told."""
-    found = whole(config, *INNER)
+    found = read_whole(config, *INNER)
     if found is None and str(config.get("model_type")) in NOT_GATED:
-        hidden = whole(config, *HIDDEN)
+        hidden = read_whole(config, *HIDDEN)
         return None if hidden is None else 4 * hidden
     return found
 
 
-def expert_count(config: Config) -> int | None:
+def read_expert_count(config: Config) -> int | None:
     """Return how many experts a sparse layer has; None for none."""
-    return whole(config, *EXPERTS)
+    return read_whole(config, *EXPERTS)
 
 
-def expert_inner(config: Config) -> int:
+def read_expert_width(config: Config) -> int:
     """Return the width of one expert."""
-    return whole(config, "moe_intermediate_size") or inner(config) or 0
+    return read_whole(config, "moe_intermediate_size") or read_width(config) or 0
 
 
-def shared_inner(config: Config) -> int:
+def read_shared_width(config: Config) -> int:
     """Return the width of the experts that every token passes, together."""
     if config.get("model_type") == "llama4_text":
-        return inner(config) or 0  # always one, which its configuration does not say
-    shared = whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
-    told = whole(config, "moe_shared_expert_intermediate_size")
-    return shared * (told or expert_inner(config)) + (whole(config, "shared_expert_intermediate_size") or 0)
+        return read_width(config) or 0  # always one, which its configuration does not say
+    shared = read_whole(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0
+    told = read_whole(config, "moe_shared_expert_intermediate_size")
+    return shared * (told or read_expert_width(config)) + (read_whole(config, "shared_expert_intermediate_size") or 0)
 
 
-def _sparse(config: Config, number: int, kind: str) -> bool:
-    if not expert_count(config) or number in _numbers(config, "mlp_only_layers"):
+def _is_sparse(config: Config, number: int, kind: str) -> bool:
+    if not read_expert_count(config) or number in _read_numbers(config, "mlp_only_layers"):
         return False
     if isinstance(config.get("hybrid_override_pattern"), str):
         return kind == "moe"
     flags = config.get("mlp_layer_types") or config.get("moe_layer_freq")
     if isinstance(flags, list) and number < len(flags):
         return flags[number] in ("sparse", 1)
-    first = whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
-    step = whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
+    first = read_whole(config, "first_k_dense_replace", "moe_layer_start_index") or 0
+    step = read_whole(config, "decoder_sparse_step", "interleave_moe_layer_step") or 1
     return number >= first and (number + 1) % step == 0
 
 
-def _numbers(config: Config, name: str) -> Sequence[int]:
+def _read_numbers(config: Config, name: str) -> Sequence[int]:
     found = config.get(name)
     return found if isinstance(found, list) else ()
 
 
-def _mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Iterator[Matrix]:
+def _list_mlp(config: Config, place: str, hidden: int, *, sparse: bool) -> Iterator[Matrix]:
     if not sparse:
-        width = whole(config, "intermediate_size_mlp") or inner(config) or 0
-        yield from _gated(config, place, hidden, width, 1)
+        width = read_whole(config, "intermediate_size_mlp") or read_width(config) or 0
+        yield from _list_gated(config, place, hidden, width, 1)
         return
-    count = expert_count(config) or 0
+    count = read_expert_count(config) or 0
     if config.get("enable_moe_block"):  # Gemma 4 passes both
-        yield from _gated(config, place, hidden, inner(config) or 0, 1)
+        yield from _list_gated(config, place, hidden, read_width(config) or 0, 1)
     yield Matrix(name=f"{place}gate", inputs=hidden, outputs=count, router=True)
-    yield from _gated(config, f"{place}experts.", hidden, expert_inner(config), count)
-    if shared := shared_inner(config):
-        yield from _gated(config, f"{place}shared_experts.", hidden, shared, 1)
+    yield from _list_gated(config, f"{place}experts.", hidden, read_expert_width(config), count)
+    if shared := read_shared_width(config):
+        yield from _list_gated(config, f"{place}shared_experts.", hidden, shared, 1)
 
 
-def _gated(config: Config, place: str, hidden: int, width: int, copies: int) -> Iterator[Matrix]:
+def _list_gated(config: Config, place: str, hidden: int, width: int, copies: int) -> Iterator[Matrix]:
     names = ("up_proj",) if str(config.get("model_type")) in NOT_GATED else ("gate_proj", "up_proj")
     for name in names:
         yield Matrix(name=f"{place}{name}", inputs=hidden, outputs=width, copies=copies)
     yield Matrix(name=f"{place}down_proj", inputs=width, outputs=hidden, copies=copies)
 
 
-def _attention(config: Config, place: str, sizes: tuple[int, int], kept: KvHeads) -> Iterator[Matrix]:
+def _list_attention(config: Config, place: str, sizes: tuple[int, int], kept: KvHeads) -> Iterator[Matrix]:
     hidden, heads = sizes
-    if whole(config, "kv_lora_rank"):
-        yield from _latent(config, place, heads, hidden)
+    if read_whole(config, "kv_lora_rank"):
+        yield from _list_latent(config, place, heads, hidden)
         return
     queries = 2 if config.get("attn_output_gate") or config.get("model_type") == "qwen3_next" else 1  # and their gates
     yield Matrix(name=f"{place}q_proj", inputs=hidden, outputs=queries * heads * kept.key_size)
@@ -154,11 +164,11 @@ def _attention(config: Config, place: str, sizes: tuple[int, int], kept: KvHeads
     yield Matrix(name=f"{place}o_proj", inputs=heads * kept.value_size, outputs=hidden)
 
 
-def _latent(config: Config, place: str, heads: int, hidden: int) -> Iterator[Matrix]:
+def _list_latent(config: Config, place: str, heads: int, hidden: int) -> Iterator[Matrix]:
     """Yield latent attention's projections (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
-    latent, rotary = needed(config, "kv_lora_rank"), whole(config, "qk_rope_head_dim") or 0
-    plain, value = needed(config, "qk_nope_head_dim"), needed(config, "v_head_dim")
-    query, asked = whole(config, "q_lora_rank"), heads * (plain + rotary)
+    latent, rotary = read_needed(config, "kv_lora_rank"), read_whole(config, "qk_rope_head_dim") or 0
+    plain, value = read_needed(config, "qk_nope_head_dim"), read_needed(config, "v_head_dim")
+    query, asked = read_whole(config, "q_lora_rank"), heads * (plain + rotary)
     if query:
         yield Matrix(name=f"{place}q_a_proj", inputs=hidden, outputs=query)
     yield Matrix(name=f"{place}q_b_proj" if query else f"{place}q_proj", inputs=query or hidden, outputs=asked)
@@ -167,17 +177,17 @@ def _latent(config: Config, place: str, heads: int, hidden: int) -> Iterator[Mat
     yield Matrix(name=f"{place}o_proj", inputs=heads * value, outputs=hidden)
 
 
-def _stateful(config: Config, place: str, hidden: int) -> Iterator[Matrix]:
+def _list_stateful(config: Config, place: str, hidden: int) -> Iterator[Matrix]:
     """Yield a gated delta net's projections (transformers, qwen3_next) or those of Mamba-2 (nemotron_h)."""
     if "linear_num_value_heads" in config:
-        keys = needed(config, "linear_num_key_heads") * needed(config, "linear_key_head_dim")
-        heads = needed(config, "linear_num_value_heads")
-        width = heads * needed(config, "linear_value_head_dim")
+        keys = read_needed(config, "linear_num_key_heads") * read_needed(config, "linear_key_head_dim")
+        heads = read_needed(config, "linear_num_value_heads")
+        width = heads * read_needed(config, "linear_value_head_dim")
         asked = 2 * keys + 2 * width + 2 * heads
     else:
-        heads = needed(config, "mamba_num_heads")
-        width = heads * needed(config, "mamba_head_dim")
-        asked = 2 * width + 2 * (whole(config, "n_groups") or 1) * needed(config, "ssm_state_size") + heads
+        heads = read_needed(config, "mamba_num_heads")
+        width = heads * read_needed(config, "mamba_head_dim")
+        asked = 2 * width + 2 * (read_whole(config, "n_groups") or 1) * read_needed(config, "ssm_state_size") + heads
     yield Matrix(name=f"{place}in_proj", inputs=hidden, outputs=asked)
     yield Matrix(name=f"{place}out_proj", inputs=width, outputs=hidden)
 
@@ -203,37 +213,39 @@ class LayerParameters(Struct, frozen=True, kw_only=True):
     expert_adapter: Adapter
 
 
-def layer_parameters(config: Config, kinds: Sequence[str], full: KvHeads, windowed: KvHeads) -> LayerParameters | None:
+def count_layer_parameters(
+    config: Config, kinds: Sequence[str], full: KvHeads, windowed: KvHeads
+) -> LayerParameters | None:
     """Return the parameters of layers of these kinds; None where they cannot be counted."""
-    found = matrices(config, kinds, full, windowed)
+    found = list_matrices(config, kinds, full, windowed)
     if found is None:
         return None
-    plain = kept_plain(config)
+    plain = match_plain(config)
     experts = [each for each in found if ".experts." in each.name]
     return LayerParameters(
         total=sum(each.parameters for each in found),
         plain=sum(each.parameters for each in found if each.router or plain(each.name)),
         experts=sum(each.parameters for each in experts),
-        adapter=_adapter([each for each in found if not each.router and ".experts." not in each.name]),
-        expert_adapter=_adapter(experts),
+        adapter=_count_adapter([each for each in found if not each.router and ".experts." not in each.name]),
+        expert_adapter=_count_adapter(experts),
     )
 
 
-def _adapter(found: Sequence[Matrix]) -> Adapter:
+def _count_adapter(found: Sequence[Matrix]) -> Adapter:
     return Adapter(
-        whole=sum(each.copies * (each.outputs if each.by_rows else each.inputs) for each in found),
-        divided=sum(each.copies * (each.inputs if each.by_rows else each.outputs) for each in found),
+        whole=sum(each.copies * (each.outputs if each.is_row_parallel else each.inputs) for each in found),
+        divided=sum(each.copies * (each.inputs if each.is_row_parallel else each.outputs) for each in found),
     )
 
 
-def mlp(config: Config) -> tuple[int, int] | None:
+def read_mlp(config: Config) -> tuple[int, int] | None:
     """Return the width of the widest MLP that a token passes, and its experts; None where the size is not told.
 
     An expert is as wide as `moe_intermediate_size`, else as the MLP; shared experts are passed beside the chosen.
     """
-    width = inner(config)
+    width = read_width(config)
     names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k_experts", "moe_k")
-    if not expert_count(config):
+    if not read_expert_count(config):
         return None if width is None else (width, 1)
-    chosen = whole(config, *names) or 1
-    return max(width or 0, chosen * expert_inner(config) + shared_inner(config)), chosen
+    chosen = read_whole(config, *names) or 1
+    return max(width or 0, chosen * read_expert_width(config) + read_shared_width(config)), chosen

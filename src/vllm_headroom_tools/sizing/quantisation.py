@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from vllm_headroom_tools.sizing.layers import Config, part
+from vllm_headroom_tools.sizing.layers import Config, read_part
 
 DTYPE_BYTES: Final = {
     "float32": 4.0,
@@ -72,7 +72,7 @@ MIXED: Final = "MIXED_PRECISION"
 """ModelOpt's word for a checkpoint whose modules differ: its bytes are those of its files."""
 
 
-def stored_bytes(config: Config) -> float:
+def read_stored_bytes(config: Config) -> float:
     """Return the bytes of a parameter in the checkpoint: without a dtype it is in 32 bits (transformers' default)."""
     name = config.get("dtype") or config.get("torch_dtype")
     if isinstance(name, dict):  # one for each part of the model
@@ -80,12 +80,12 @@ def stored_bytes(config: Config) -> float:
     return DTYPE_BYTES.get(str(name).rsplit(".", 1)[-1], 4.0 if name is None else 2.0)
 
 
-def weight_bytes_per_parameter(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
+def read_weight_bytes(config: Config, dtype_bytes: float) -> tuple[float | None, str | None]:
     """Return bytes per parameter of the linear layers and the name of the quantisation, None for none.
 
     The bytes are None for a quantisation whose name does not tell them.
     """
-    found = part(config, "quantization_config", "compression_config")
+    found = read_part(config, "quantization_config", "compression_config")
     if not found:
         return dtype_bytes, None
     algorithm = str(found.get("quant_algo") or "").upper()
@@ -96,33 +96,33 @@ def weight_bytes_per_parameter(config: Config, dtype_bytes: float) -> tuple[floa
         method = MODELOPT.get(algorithm, f"modelopt {algorithm}")
     if method == "bitsandbytes" and found.get("load_in_8bit"):
         return 1.0, "bitsandbytes 8-bit"
-    weights = _weights(found)
-    bits = _first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
+    weights = _find_weights(found)
+    bits = _find_first((found.get("bits"), found.get("w_bit"), weights.get("num_bits")))
     if bits is not None and weights.get("type") == "float" and bits < BYTE:
         return NVFP4, f"{method} {bits}-bit"
     if bits is not None:
-        group = _first((found.get("group_size"), weights.get("group_size")))
+        group = _find_first((found.get("group_size"), weights.get("group_size")))
         scale = SCALE_BYTES - ZERO_POINT_BYTES if weights.get("symmetric") is True else SCALE_BYTES
         overhead = scale / group if group else GROUP_OVERHEAD_BYTES
         return bits / BYTE + (overhead if bits < BYTE else 0.0), f"{method} {bits}-bit"
     return QUANTISED_BYTES.get(method), method
 
 
-def kept_plain(config: Config) -> Callable[[str], bool]:
+def match_plain(config: Config) -> Callable[[str], bool]:
     """Return whether a module, by its name such as "layers.3.mlp.down_proj", is left out of the quantisation.
 
     Checkpoints name such modules, or what they are in, in full, with wildcards, or by an expression after "re:".
     """
-    found = part(config, "quantization_config", "compression_config")
+    found = read_part(config, "quantization_config", "compression_config")
     names: list[object] = next((found[name] for name in LEFT_OUT if isinstance(found.get(name), list)), [])
-    expressions = [_expression(name) for name in names if isinstance(name, str)]
+    expressions = [_compile_expression(name) for name in names if isinstance(name, str)]
     only_experts = str(found.get("quant_method")) in EXPERTS_ONLY
     return lambda module: (
         (only_experts and ".experts." not in module) or any(each.search(module) for each in expressions)
     )
 
 
-def _expression(name: str) -> re.Pattern[str]:
+def _compile_expression(name: str) -> re.Pattern[str]:
     """Return what finds the name in a module's: parts of it between dots, from the layers on."""
     try:
         if name.startswith("re:"):
@@ -134,26 +134,26 @@ def _expression(name: str) -> re.Pattern[str]:
     return re.compile(rf"(?:^|\.){wild}(?:\.|$)")
 
 
-def kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
+def read_kv_dtype_bytes(config: Config, dtype_bytes: float) -> float:
     """Return the bytes of a value in the KV cache when vLLM is told "auto".
 
     That is the model's dtype, or FP8 where the checkpoint brings scales for it, which llm-compressor's say by
     `kv_cache_scheme` and ModelOpt's also by `kv_cache_quant_algo` (vLLM 0.32, model_executor/layers/attention/
     attention.py and utils/torch_utils.py, `get_kv_cache_quant_algo_string`).
     """
-    found = part(config, "quantization_config", "compression_config")
+    found = read_part(config, "quantization_config", "compression_config")
     scheme = found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
         scheme = "fp8" if scheme.get("num_bits") == BYTE else "nvfp4"
     return {"fp8": 1.0, "nvfp4": 9 / 16}.get(str(scheme).lower(), dtype_bytes)
 
 
-def _weights(found: Config) -> Config:
+def _find_weights(found: Config) -> Config:
     """Return what compressed-tensors and ModelOpt say of weights: of the first group."""
     groups = found.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
-    return part(first, "weights") if isinstance(first, dict) else {}
+    return read_part(first, "weights") if isinstance(first, dict) else {}
 
 
-def _first(named: tuple[object, ...]) -> int | None:
+def _find_first(named: tuple[object, ...]) -> int | None:
     return next((value for value in named if isinstance(value, int) and 1 <= value <= LARGEST_GROUP), None)

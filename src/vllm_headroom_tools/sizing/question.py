@@ -8,8 +8,8 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.sizing.encoder import Item
-from vllm_headroom_tools.sizing.footprint import ModelShape, model_bytes, weights_bytes
+from vllm_headroom_tools.sizing.encoder import EncoderInput
+from vllm_headroom_tools.sizing.footprint import ModelShape, count_model_bytes, count_weights_bytes
 
 UTILIZATION: Final = 0.92
 """vLLM's `gpu_memory_utilization` since 0.20; before, it was 0.9 (config/cache.py)."""
@@ -64,7 +64,9 @@ class Question(Struct, frozen=True, kw_only=True):
     @property
     def total_bytes(self) -> float | None:
         """The weights of the whole model; None where they are not known."""
-        return model_bytes(self.shape, self.parameters) if self.checkpoint_bytes is None else self.checkpoint_bytes
+        return (
+            count_model_bytes(self.shape, self.parameters) if self.checkpoint_bytes is None else self.checkpoint_bytes
+        )
 
     @property
     def gpus(self) -> int:
@@ -79,27 +81,27 @@ class Question(Struct, frozen=True, kw_only=True):
             "pipeline_parallel": self.pipeline_parallel_size,
             "data_parallel": self.data_parallel_size,
         }
-        own = weights_bytes(self.shape, total_bytes=self.total_bytes, **spread)
-        draft = 0 if self.draft is None else weights_bytes(self.draft, tensor_parallel=self.tensor_parallel_size)
+        own = count_weights_bytes(self.shape, total_bytes=self.total_bytes, **spread)
+        draft = 0 if self.draft is None else count_weights_bytes(self.draft, tensor_parallel=self.tensor_parallel_size)
         adapters = self.adapters_bytes
         if own is None or draft is None or adapters is None:
             return None
         return max(0, ceil(own - self.cpu_offload_bytes)) + draft + adapters
 
     @property
-    def more_weights(self) -> bool:
+    def has_more_weights(self) -> bool:
         """Whether there are weights that are not counted: those of an image or audio encoder."""
         encoder = self.shape.encoder
         counted = encoder is None or encoder.parameters is not None
         return not counted and self.checkpoint_bytes is None and self.parameters is None
 
     @property
-    def more_activations(self) -> bool:
+    def has_more_activations(self) -> bool:
         """Whether vLLM profiles an encoder whose largest image or video is not known here."""
         return self.shape.encoder is not None and self.largest is None
 
     @property
-    def largest(self) -> Item | None:
+    def largest(self) -> EncoderInput | None:
         """The largest image or video; None without an encoder, too."""
         return self.shape.encoder.largest if self.shape.encoder else None
 
@@ -131,13 +133,13 @@ class Question(Struct, frozen=True, kw_only=True):
         return ceil(self.max_loras * self.max_lora_rank * values * self.shape.dtype_bytes)
 
 
-def defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
+def choose_defaults(gpu_memory_bytes: int | None) -> tuple[int, int]:
     """Return `max_num_seqs` and `max_num_batched_tokens` as vLLM's server chooses them for a card of this size."""
     size = BATCHES[1][0] if gpu_memory_bytes is None else gpu_memory_bytes
     return next((seqs, tokens) for floor, seqs, tokens in BATCHES if size >= floor)
 
 
-def unusable(question: Question) -> str | None:
+def find_problem(question: Question) -> str | None:
     """Return why vLLM refuses these numbers, in a sentence; None where it does not."""
     shape, ranks = question.shape, question.tensor_parallel_size
     heads, kv_heads = shape.attention_heads, shape.heads.count
@@ -147,12 +149,12 @@ def unusable(question: Question) -> str | None:
         return f"--tensor-parallel-size {ranks} and the model's {kv_heads} KV heads: one has to divide the other"
     if question.data_parallel_size > 1 and shape.parameters is None:
         return f"--data-parallel-size {question.data_parallel_size}: which weights are experts is not known here"
-    if question.draft is not None and not (shape.keeps_every_token and question.draft.keeps_every_token):
+    if question.draft is not None and not (shape.has_every_token and question.draft.has_every_token):
         return "--draft-model-config: how a draft's cache lies beside layers with a window or a state is not known here"
-    return _unusable_sizes(question)
+    return _find_size_problem(question)
 
 
-def _unusable_sizes(question: Question) -> str | None:
+def _find_size_problem(question: Question) -> str | None:
     shape, stages = question.shape, question.pipeline_parallel_size
     if stages > shape.layers:
         return f"--pipeline-parallel-size {stages} is more than the model's {shape.layers} layers"

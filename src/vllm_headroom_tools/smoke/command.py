@@ -14,13 +14,21 @@ from vllm_headroom.config.kinds import SHARE, Value, above_zero, bounded
 from vllm_headroom.config.plain import PlainSettings
 from vllm_headroom.config.settings import Settings
 from vllm_headroom.daemon import logs
-from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, called
-from vllm_headroom.units import duration, duration_seconds
+from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.model import EnginePage, Failure, Sample, Snapshot, name_device
+from vllm_headroom.units import format_duration, parse_duration
 from vllm_headroom.vocabulary import Reason
 from vllm_headroom_tools.cli import Command, tell
-from vllm_headroom_tools.look import machine
-from vllm_headroom_tools.smoke.completion import Reach, State, Step, completed, counted, offered, read_page
+from vllm_headroom_tools.look import read_machine
+from vllm_headroom_tools.smoke.completion import (
+    EngineServer,
+    SmokeStep,
+    StepState,
+    check_counters,
+    check_inputs,
+    read_page,
+    request_completion,
+)
 
 NOT_ITS_OWN: Final = -0.5
 """A vLLM that has answered holds what it was told to, or is not on this GPU: half of it is missing only then."""
@@ -35,50 +43,54 @@ NO_ENGINE: Final = (
 UNKNOWN_HOLDERS: Final = "what the engine holds of its GPUs cannot be told from here: `vllm-headroom doctor` says why"
 
 
-async def within(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> Step:
+async def check_discrepancy(settings: PlainSettings, page: EnginePage | Failure, limit_ratio: float) -> SmokeStep:
     """Compare each of the engine's GPUs with the limit; skipped where there is nothing to compare, or no GPU."""
     if isinstance(page, Failure):
-        return Step(State.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
-    here = await machine(settings, asyncio.sleep(0, page))
+        return SmokeStep(StepState.SKIPPED, f"the engine's page, which has its budget, cannot be read: {page.message}")
+    here = await read_machine(settings, asyncio.sleep(0, page))
     if isinstance(here.readings, Failure):
-        return Step(State.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
+        return SmokeStep(StepState.SKIPPED, f"the GPUs cannot be read: {here.readings.message}")
     if not any(gpu.attribution for gpu in here.gpus):
-        return Step(State.SKIPPED, NO_GPU)
+        return SmokeStep(StepState.SKIPPED, NO_GPU)
     snapshot = Snapshot(
         time_seconds=time.time(), monotonic_seconds=time.monotonic(), engines=page, gpus=here.gpus, processes=()
     )
-    samples = discrepancy(snapshot, configured_bytes=settings.reported_bytes)
-    return judged(samples, limit_ratio) if samples or page.engines else Step(State.SKIPPED, NO_ENGINE)
+    samples = derive_discrepancy(snapshot, configured_bytes=settings.reported_bytes)
+    return (
+        judge_discrepancies(samples, limit_ratio)
+        if samples or page.engines
+        else SmokeStep(StepState.SKIPPED, NO_ENGINE)
+    )
 
 
-def judged(samples: tuple[Sample, ...], limit_ratio: float) -> Step:
+def judge_discrepancies(samples: tuple[Sample, ...], limit_ratio: float) -> SmokeStep:
     """Return how the discrepancies, of which the first label is the GPU, compare with the limit."""
     ratios = [
-        (called(*sample.labels[:2]), sample.value)
+        (name_device(*sample.labels[:2]), sample.value)
         for sample in samples
         if sample.metric is catalog.MEMORY_DISCREPANCY_RATIO
     ]
     if not ratios:
-        return Step(State.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
+        return SmokeStep(StepState.SKIPPED, UNKNOWN_HOLDERS if samples else NO_REPORT)
     told = ", ".join(f"{gpu} {ratio:+.1%}" for gpu, ratio in ratios)
     strangers = [gpu for gpu, ratio in ratios if ratio < NOT_ITS_OWN]
     if any(ratio > limit_ratio for _, ratio in ratios):
         text = f"more is held than was asked for, {told}, where {limit_ratio:.1%} is allowed: who holds it is in"
         text = f"{text} headroom_gpu_memory_held_bytes; or lower --gpu-memory-utilization, or allow --max-discrepancy"
-        return Step(State.FAILED, text)
+        return SmokeStep(StepState.FAILED, text)
     if strangers:
-        return Step(
-            State.SKIPPED,
+        return SmokeStep(
+            StepState.SKIPPED,
             f"{told}: {', '.join(strangers)} is not the engine's; HEADROOM_GPUS names those that are",
         )
-    return Step(State.OK, f"{told}, {limit_ratio:.1%} is allowed")
+    return SmokeStep(StepState.OK, f"{told}, {limit_ratio:.1%} is allowed")
 
 
 USED: Final = frozenset({"gpus", "reported_bytes"})
 
 
 DURATION: Final = Value(
-    read=above_zero(bounded(duration_seconds, 0, 86400)),
+    read=above_zero(bounded(parse_duration, 0, 86400)),
     accepts="a duration above 0, at most a day, such as 90s or 15m",
 )
 
@@ -129,7 +141,7 @@ LASTING: Final = frozenset({Reason.TLS, Reason.CREDENTIALS, Reason.UNAUTHORIZED,
 """No model that is still loading gives these."""
 
 
-async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], None]) -> Step:
+async def wait_until_healthy(reach: EngineServer, deadline_seconds: float, say: Callable[[str], None]) -> SmokeStep:
     """Ask until /health answers 200; says what it waits for whenever that changes, and every half minute."""
     now = asyncio.get_running_loop().time
     began = say_at = now()
@@ -137,45 +149,47 @@ async def healthy(reach: Reach, deadline_seconds: float, say: Callable[[str], No
     while True:
         answer = await reach.text(PATH, min(ANSWER_SECONDS, deadline_seconds))  # the last question's time as well
         if not isinstance(answer, Failure):
-            return Step(State.OK, f"healthy after {duration(now() - began)}")
+            return SmokeStep(StepState.OK, f"healthy after {format_duration(now() - began)}")
         if answer.reason in LASTING:
-            return Step(State.FAILED, answer.message)
+            return SmokeStep(StepState.FAILED, answer.message)
         if now() >= ends:
-            return Step(State.FAILED, f"not healthy within {duration(deadline_seconds)}: {answer.message}")
+            return SmokeStep(
+                StepState.FAILED, f"not healthy within {format_duration(deadline_seconds)}: {answer.message}"
+            )
         if answer.message != said or now() >= say_at:
             said, say_at = answer.message, now() + SAY_SECONDS
-            say(f"waiting, {duration(ends - now())} left: {said}")
+            say(f"waiting, {format_duration(ends - now())} left: {said}")
         await asyncio.sleep(min(POLL_SECONDS, max(0.0, ends - now())))
 
 
-MARKS: Final = {State.OK: "ok", State.FAILED: "FAILED", State.SKIPPED: "skipped"}
+MARKS: Final = {StepState.OK: "ok", StepState.FAILED: "FAILED", StepState.SKIPPED: "skipped"}
 
 
 async def _run(given: Namespace) -> dict[str, Any]:
     settings: SmokeSettings = given.settings
     logs.configure(settings.log_format, "error")  # the readers log what is told here in full
-    reach = Reach(settings.values())
-    steps = await taken(settings, reach, tell)
+    reach = EngineServer(settings.values())
+    steps = await take_steps(settings, reach, tell)
     return {
-        "serves": all(step.state is not State.FAILED for step in steps.values()),  # what was skipped does not fail
+        "serves": all(step.state is not StepState.FAILED for step in steps.values()),  # what was skipped does not fail
         "engine_url": reach.address(""),
         "steps": [{"name": name, "state": step.state, "text": step.text} for name, step in steps.items()],
     }
 
 
-async def taken(settings: SmokeSettings, reach: Reach, say: Callable[[str], None]) -> dict[str, Step]:
+async def take_steps(settings: SmokeSettings, reach: EngineServer, say: Callable[[str], None]) -> dict[str, SmokeStep]:
     """Take the steps one after another; without health there is nothing to ask, and the others are skipped."""
-    health = await healthy(reach, settings.deadline, say)
-    if health.state is State.FAILED:
-        skipped = Step(State.SKIPPED, "vLLM is not healthy")
+    health = await wait_until_healthy(reach, settings.deadline, say)
+    if health.state is StepState.FAILED:
+        skipped = SmokeStep(StepState.SKIPPED, "vLLM is not healthy")
         return {"health": health} | dict.fromkeys(("completion", "metrics", "discrepancy"), skipped)
     before = await read_page(reach)
-    completion = await completed(reach, settings.completion_deadline)
-    if completion.state is State.FAILED:
-        metrics, page = offered(before), before
+    completion = await request_completion(reach, settings.completion_deadline)
+    if completion.state is StepState.FAILED:
+        metrics, page = check_inputs(before), before
     else:
-        metrics, page = await counted(reach, before)
-    discrepancy = await within(settings.values(), page, settings.max_discrepancy)
+        metrics, page = await check_counters(reach, before)
+    discrepancy = await check_discrepancy(settings.values(), page, settings.max_discrepancy)
     return {"health": health, "completion": completion, "metrics": metrics, "discrepancy": discrepancy}
 
 

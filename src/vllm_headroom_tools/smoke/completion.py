@@ -12,18 +12,18 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.config.plain import PlainSettings
-from vllm_headroom.daemon.parts import page_reader
-from vllm_headroom.daemon.sampler import closed
+from vllm_headroom.daemon.parts import build_page_reader
+from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.model import EnginePage, Failure
-from vllm_headroom.parse.engines import nothing_found, parse_engines
-from vllm_headroom.scrape.http.failures import without_secrets
+from vllm_headroom.parse.engines import explain_empty_page, parse_engines
+from vllm_headroom.scrape.http.failures import hide_secrets
 from vllm_headroom.scrape.http.reader import PageReader, Reply
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.look import fetched
-from vllm_headroom_tools.openai import error_of, first_model, json_object
+from vllm_headroom_tools.look import fetch_once
+from vllm_headroom_tools.openai import find_error, parse_first_model, parse_object
 
 
-class Reach:
+class EngineServer:
     """Asks the server that has the engine's page for other things beside it."""
 
     def __init__(self, settings: PlainSettings) -> None:
@@ -32,11 +32,11 @@ class Reach:
 
     def address(self, path: str) -> str:
         """Return where something is, without what may be secret."""
-        return str(without_secrets(self._page.join(path)))
+        return str(hide_secrets(self._page.join(path)))
 
     async def text(self, path: str, seconds: float) -> str | Failure:
         """Return what is served at `path`, which is relative to the engine's page; never raise."""
-        answer = await fetched(self._reader(path, seconds))
+        answer = await fetch_once(self._reader(path, seconds))
         return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
 
     async def page(self) -> str | Failure:
@@ -49,7 +49,7 @@ class Reach:
         try:
             answer = await reader.post(body)
         finally:
-            await closed(reader)
+            await close_all(reader)
         return self._told(path, seconds, answer) if isinstance(answer, Failure) else answer
 
     def _told(self, path: str, seconds: float, failure: Failure) -> Failure:
@@ -60,10 +60,10 @@ class Reach:
         return Failure(source=failure.source, reason=failure.reason, message=message)
 
     def _reader(self, path: str, seconds: float) -> PageReader:
-        return page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
+        return build_page_reader(self._settings, str(self._page.join(path)), timeout_seconds=seconds)
 
 
-class State(StrEnum):
+class StepState(StrEnum):
     """How it went; what could not be tried is never called ok."""
 
     OK = "ok"
@@ -71,10 +71,10 @@ class State(StrEnum):
     SKIPPED = "skipped"
 
 
-class Step(Struct, frozen=True):
+class SmokeStep(Struct, frozen=True):
     """How it went with one thing; `text` says what was seen, or why it failed or was skipped, and what to do."""
 
-    state: State
+    state: StepState
     text: str
 
 
@@ -100,16 +100,16 @@ BEARER: Final = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may use t
 LOG: Final = "look for the cause in the engine's log"
 
 
-async def completed(reach: Reach, deadline_seconds: float) -> Step:
+async def request_completion(reach: EngineServer, deadline_seconds: float) -> SmokeStep:
     """Ask the first model that the server lists for a completion, and where it has none for a chat's answer."""
     now = asyncio.get_running_loop().time
     listed = await reach.text(MODELS, min(MODELS_SECONDS, deadline_seconds))
     if isinstance(listed, Failure):
-        return Step(State.FAILED, listed.message)
-    model = first_model(listed)
+        return SmokeStep(StepState.FAILED, listed.message)
+    model = parse_first_model(listed)
     if model is None:
-        return Step(
-            State.FAILED,
+        return SmokeStep(
+            StepState.FAILED,
             f"{reach.address(MODELS)} lists no model: check that HEADROOM_ENGINE_URL names vLLM's own port",
         )
     troubles: list[str] = []
@@ -117,36 +117,36 @@ async def completed(reach: Reach, deadline_seconds: float) -> Step:
         began = now()
         body = {"model": model.name, "max_tokens": TOKENS, "temperature": 0, **prompt}
         answer = await reach.post(path, body, deadline_seconds)
-        told = _tokens_or_trouble(answer, reach.address(path))
+        told = _read_completion(answer, reach.address(path))
         if isinstance(told, int):
-            return Step(State.OK, f"{model.name} gave {told} tokens in {now() - began:.2f} s")
+            return SmokeStep(StepState.OK, f"{model.name} gave {told} tokens in {now() - began:.2f} s")
         if isinstance(answer, Failure) or answer.status not in NOT_SERVED:
-            return Step(State.FAILED, told)
+            return SmokeStep(StepState.FAILED, told)
         troubles.append(told)
-    return Step(State.FAILED, troubles[0])
+    return SmokeStep(StepState.FAILED, troubles[0])
 
 
-def _tokens_or_trouble(answer: Reply | Failure, address: str) -> int | str:
+def _read_completion(answer: Reply | Failure, address: str) -> int | str:
     """Return how many tokens were generated, or why this is no completion."""
     if isinstance(answer, Failure):
         if answer.reason is Reason.INCOMPLETE:
             return f"{address} hung up in the middle of the completion: look for a crash in the engine's log"
         return answer.message
     if answer.status != HTTPStatus.OK:
-        said = (error_of(json_object(answer.text)) or answer.text).strip()[:SAID_CHARACTERS]
-        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advice(answer.status, said)}"
+        said = (find_error(parse_object(answer.text)) or answer.text).strip()[:SAID_CHARACTERS]
+        return f"{address} answers {answer.status}{f' ({said})' if said else ''}: {_advise(answer.status, said)}"
     said = answer.text[:SAID_CHARACTERS]
     nothing = f"{address} answers 200 without a completion ({said}): check that HEADROOM_ENGINE_URL names vLLM"
-    return _tokens(json_object(answer.text)) or nothing
+    return _count_tokens(parse_object(answer.text)) or nothing
 
 
-def _advice(status: int, said: str) -> str:
+def _advise(status: int, said: str) -> str:
     if "out of memory" in said.lower():
         return OUT_OF_MEMORY
     return BEARER if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN} else LOG
 
 
-def _tokens(document: Mapping[str, Any]) -> int:
+def _count_tokens(document: Mapping[str, Any]) -> int:
     """Return how many tokens were generated; 0 for what is no completion."""
     usage, choices = document.get("usage"), document.get("choices")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
@@ -169,48 +169,48 @@ UNCOUNTED: Final = (
 )
 
 
-async def read_page(reach: Reach) -> EnginePage | Failure:
+async def read_page(reach: EngineServer) -> EnginePage | Failure:
     """Return the engine's page, understood."""
     text = await reach.page()
     return text if isinstance(text, Failure) else parse_engines(text)
 
 
-async def counted(
-    reach: Reach, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
-) -> tuple[Step, EnginePage | Failure]:
+async def check_counters(
+    reach: EngineServer, before: EnginePage | Failure, patience_seconds: float = COUNTED_SECONDS
+) -> tuple[SmokeStep, EnginePage | Failure]:
     """Return whether one more request has finished than in `before`, and the page that says so."""
-    finished_before = 0.0 if isinstance(before, Failure) else finished(before)
+    finished_before = 0.0 if isinstance(before, Failure) else sum_finished(before)
     now = asyncio.get_running_loop().time
     ends = now() + patience_seconds
     while True:
         page = await read_page(reach)
-        more = 0.0 if isinstance(page, Failure) else finished(page) - finished_before
+        more = 0.0 if isinstance(page, Failure) else sum_finished(page) - finished_before
         if more >= 1 or now() >= ends:
             break
         await asyncio.sleep(POLL_SECONDS)
-    problem = _lacking(page, NO_COUNTERS)
+    problem = _find_missing(page, NO_COUNTERS)
     if problem is None and more < 1:
         problem = UNCOUNTED.format(finished_before)
     if isinstance(page, Failure) or problem is not None:
-        return Step(State.FAILED, problem or ""), page
-    return Step(State.OK, f"{_inputs(page)}; finished requests rose by {more:.0f}"), page
+        return SmokeStep(StepState.FAILED, problem or ""), page
+    return SmokeStep(StepState.OK, f"{_count_inputs(page)}; finished requests rose by {more:.0f}"), page
 
 
-def offered(page: EnginePage | Failure) -> Step:
+def check_inputs(page: EnginePage | Failure) -> SmokeStep:
     """Return what the page offers when there is no completion to count."""
-    problem = _lacking(page, "" if isinstance(page, Failure) else nothing_found(page))
+    problem = _find_missing(page, "" if isinstance(page, Failure) else explain_empty_page(page))
     if isinstance(page, Failure) or problem is not None:
-        return Step(State.FAILED, problem or "")
-    text = f"{_inputs(page)}; there is no completion to look for in them"
-    return Step(State.SKIPPED, text)
+        return SmokeStep(StepState.FAILED, problem or "")
+    text = f"{_count_inputs(page)}; there is no completion to look for in them"
+    return SmokeStep(StepState.SKIPPED, text)
 
 
-def finished(page: EnginePage) -> float:
+def sum_finished(page: EnginePage) -> float:
     """Return how many requests have finished, on all engines of the page; a counter not there yet is at 0."""
     return sum(engine.finished_total or 0.0 for engine in page.engines)
 
 
-def _lacking(page: EnginePage | Failure, nothing: str) -> str | None:
+def _find_missing(page: EnginePage | Failure, nothing: str) -> str | None:
     """Return what keeps a request from being found on the page, `nothing` where it has no engine; None if nothing."""
     if isinstance(page, Failure):
         return page.message
@@ -220,6 +220,6 @@ def _lacking(page: EnginePage | Failure, nothing: str) -> str | None:
     return f"the page does not offer {', '.join(missing)}: `vllm-headroom doctor` says more" if missing else None
 
 
-def _inputs(page: EnginePage) -> str:
+def _count_inputs(page: EnginePage) -> str:
     there = sum(is_there for _, is_there in page.inputs)
     return f"{there} of {len(page.inputs)} inputs are on the page"

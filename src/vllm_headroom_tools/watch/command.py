@@ -14,13 +14,13 @@ import httpx
 
 from vllm_headroom.config.kinds import FILE, url
 from vllm_headroom.config.options import Parser
-from vllm_headroom.daemon.sampler import closed
+from vllm_headroom.daemon.sampler import close_all
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import CONTROLS
 from vllm_headroom_tools.cli import Command, say
-from vllm_headroom_tools.terminal import console, draws
-from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, ask, said
+from vllm_headroom_tools.terminal import console, is_terminal
+from vllm_headroom_tools.watch.sidecar import NO_DOCUMENT, Document, describe_verdict, fetch_document
 
 DESCRIPTION: Final = """\
 Shows what a sidecar says, live: its verdict on each GPU, the engine and the
@@ -42,7 +42,7 @@ EVERY_SECONDS: Final = 2.0
 TIMEOUT_SECONDS: Final = 5.0
 PATH: Final = "/snapshot.json"
 
-Ask = Callable[[], Awaitable[Document | str]]
+FetchDocument = Callable[[], Awaitable[Document | str]]
 
 
 def _options(parser: Parser) -> None:
@@ -55,41 +55,41 @@ async def _run(given: Namespace) -> Document | None:
     reader = PageReader(url=str(where), timeout_seconds=TIMEOUT_SECONDS, ca_file=given.ca_file)
     try:
         if given.json:
-            found = await ask(reader)
+            found = await fetch_document(reader)
             if isinstance(found, str):
                 raise BadInput(found)
             return found
         stopped = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-        follow = _live if draws(sys.stdout) else _write_lines
+        follow = _draw_live if is_terminal(sys.stdout) else _write_lines
         try:
-            await follow(lambda: ask(reader), where.netloc.decode(), stopped)
+            await follow(lambda: fetch_document(reader), where.netloc.decode(), stopped)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError):  # a document of another shape
             raise BadInput(NO_DOCUMENT) from None
     finally:
-        await closed(reader)
+        await close_all(reader)
     return None
 
 
-async def _live(asked: Ask, host: str, stopped: asyncio.Event) -> None:
+async def _draw_live(asked: FetchDocument, host: str, stopped: asyncio.Event) -> None:
     """Draw on the whole terminal until it is stopped, and leave it as it was."""
     from rich.live import Live  # noqa: PLC0415 - lines and --json need no drawing
 
-    from vllm_headroom_tools.watch.frame import frame  # noqa: PLC0415 - the same
+    from vllm_headroom_tools.watch.frame import draw_frame  # noqa: PLC0415 - the same
 
     with Live(console=console(sys.stdout), screen=True, auto_refresh=False) as live:
         while not stopped.is_set():
-            live.update(frame(await asked(), host, live.console), refresh=True)
+            live.update(draw_frame(await asked(), host, live.console), refresh=True)
             await _pause(stopped)
 
 
-async def _write_lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
+async def _write_lines(asked: FetchDocument, _host: str, stopped: asyncio.Event) -> None:
     """Write what is said, and again what changed in it: a level or what the engine does, not each figure."""
     before: set[str] = set()
     while not stopped.is_set():
         found = await asked()
-        lines = {found: found} if isinstance(found, str) else _said(found)
+        lines = {found: found} if isinstance(found, str) else _describe_verdicts(found)
         for key, line in lines.items():
             if key not in before:
                 say(line.translate(CONTROLS))
@@ -97,11 +97,11 @@ async def _write_lines(asked: Ask, _host: str, stopped: asyncio.Event) -> None:
         await _pause(stopped)
 
 
-def _said(document: Document) -> dict[str, str]:
+def _describe_verdicts(document: Document) -> dict[str, str]:
     """Return the line of each verdict, under what tells it from another: of the engine's, also what it does."""
     state = {"engine": document.get("engine_state")}
     return {
-        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": said(each)
+        f"{each['subject']} {each['level']} {each['alert'] or state.get(each['subject'])}": describe_verdict(each)
         for each in document["verdicts"]
     }
 

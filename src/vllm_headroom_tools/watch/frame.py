@@ -8,50 +8,50 @@ from typing import Any, Final
 from rich.console import Console, Group
 from rich.text import Text
 
-from vllm_headroom.expose.drawing import scale
-from vllm_headroom.model import called
-from vllm_headroom.units import duration, size
+from vllm_headroom.expose.drawing import find_top
+from vllm_headroom.model import name_device
+from vllm_headroom.units import format_duration, format_size
 from vllm_headroom.vocabulary import CONTROLS
-from vllm_headroom_tools.terminal import Point, bars, hanging
-from vllm_headroom_tools.watch.sidecar import Document, said
+from vllm_headroom_tools.terminal import Point, draw_bars, wrap_line
+from vllm_headroom_tools.watch.sidecar import Document, describe_verdict
 
 ROWS: Final = 5
 
 
-def frame(found: Document | str, title: str, console: Console) -> Group:
+def draw_frame(found: Document | str, title: str, console: Console) -> Group:
     """Return what is said, then free memory of each GPU of the engine's down to zero, then the load; or why not."""
     if isinstance(found, str):
         return Group(Text(found.translate(CONTROLS), style="bold red"))
-    return Group(*_lines(found, title, console.width))
+    return Group(*_draw_lines(found, title, console.width))
 
 
-def _lines(document: Document, title: str, width: int) -> Iterator[Text]:
+def _draw_lines(document: Document, title: str, width: int) -> Iterator[Text]:
     age = document["age_seconds"]
-    seen = "nothing seen yet" if age is None else f"seen {duration(age)} ago"
-    yield _heading(f"{title}  {seen}", "bold")
+    seen = "nothing seen yet" if age is None else f"seen {format_duration(age)} ago"
+    yield _draw_heading(f"{title}  {seen}", "bold")
     for verdict in document["verdicts"]:
-        yield hanging(said(verdict), width)
+        yield wrap_line(describe_verdict(verdict), width)
     for gpu in document["gpus"]:
-        yield from _room(gpu, document["history"], width)
+        yield from _draw_room(gpu, document["history"], width)
     if document["history"]["running"]:
-        yield _heading("running requests, the last day at most", "dim")
-        yield from (Text(line, "blue") for line in bars(document["history"]["running"], width, 1, pick=max))
+        yield _draw_heading("running requests, the last day at most", "dim")
+        yield from (Text(line, "blue") for line in draw_bars(document["history"]["running"], width, 1, pick=max))
 
 
-def _heading(text: str, style: str) -> Text:
+def _draw_heading(text: str, style: str) -> Text:
     return Text(text.translate(CONTROLS), style, no_wrap=True, overflow="ellipsis")
 
 
-def _room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[Text]:
+def _draw_room(gpu: dict[str, Any], history: dict[str, Any], width: int) -> Iterator[Text]:
     curve: list[Point] = next((each["free_bytes"] for each in history["gpus"] if each["uuid"] == gpu["uuid"]), [])
     if not curve or not (gpu["info"] or {}).get("attribution"):
         return
     free, left = gpu["memory_free_bytes"], gpu["time_to_oom_seconds"]
-    now = "not known now" if free is None else f"{size(free)} free"
-    until = "" if left is None else f", none in {duration(left)}"
-    span = duration(curve[-1][0] - curve[0][0])
-    name = called(gpu["gpu"], gpu["uuid"]).translate(CONTROLS)
+    now = "not known now" if free is None else f"{format_size(free)} free"
+    until = "" if left is None else f", none in {format_duration(left)}"
+    span = format_duration(curve[-1][0] - curve[0][0])
+    name = name_device(gpu["gpu"], gpu["uuid"]).translate(CONTROLS)
     yield Text(f"{name}: {now}{until}; the last {span}, down to zero", "bold")
     style = "red" if gpu["leak_state"] == "leaking" else "cyan"
-    ends = 0.0, scale(value for _, value in curve)
-    yield from (Text(line, style) for line in bars(curve, width, ROWS, ends=ends))
+    ends = 0.0, find_top(value for _, value in curve)
+    yield from (Text(line, style) for line in draw_bars(curve, width, ROWS, ends=ends))

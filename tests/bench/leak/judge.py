@@ -10,9 +10,9 @@ import plain
 from traces import Labelled
 
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom_tools.history.course import Course, Moment
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 
 END_SECONDS = 600.0
 """The last word is taken this long before the end."""
@@ -25,10 +25,10 @@ MIB = 2**20
 
 def judge(trace: Labelled) -> dict[str, Any]:
     """Return the trace's row: what was found when, what was false, how good the figures were."""
-    watch, before_end = Watch(), None
+    watch, before_end = LeakReplay(), None
     ends = trace.truth["oom_at"]
     for sample in trace.samples:
-        snapshot = snapshot_of(sample)
+        snapshot = parse_snapshot(sample)
         assert isinstance(snapshot, Snapshot), snapshot
         watch.step(snapshot)
         if ends is not None and sample["t"] <= ends - END_SECONDS:
@@ -47,7 +47,7 @@ def judge(trace: Labelled) -> dict[str, Any]:
     return row | _others(trace.truth, readings)
 
 
-def _course(watch: Watch, series: str) -> Course | None:
+def _course(watch: LeakReplay, series: str) -> Course | None:
     if series == "gpu":
         return next((course for _, _, course in watch.gpus), None)
     return next((course for role, course in watch.host if role == series), None)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.commands.replay.traces import leaking, text
 from tests.unit.commands.screen import HEADROOM, on_a_terminal, plain
-from vllm_headroom_tools.terminal import console, hanging, shown
+from vllm_headroom_tools.terminal import console, render_line, wrap_line
 
 
 class Screen(io.StringIO):
@@ -23,25 +23,25 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize("word", ["NO GO", "NOT GOOD", "FAILED", "MISSING", "LEAKING", "OUT OF MEMORY"])
 def test_what_is_bad_is_red(word: str) -> None:
-    assert hanging(f"GPU 0: {word}; and more", 200).markup == f"GPU 0: [bold red]{word}[/bold red]; and more"
+    assert wrap_line(f"GPU 0: {word}; and more", 200).markup == f"GPU 0: [bold red]{word}[/bold red]; and more"
 
 
 def test_what_is_good_is_green_and_what_is_not_known_yellow() -> None:
-    assert hanging("GO after 3 s", 200).markup == "[green]GO[/green] after 3 s"
-    assert hanging("CANNOT TELL", 200).markup == "[yellow]CANNOT TELL[/yellow]"
+    assert wrap_line("GO after 3 s", 200).markup == "[green]GO[/green] after 3 s"
+    assert wrap_line("CANNOT TELL", 200).markup == "[yellow]CANNOT TELL[/yellow]"
 
 
 @pytest.mark.parametrize("line", ["the state missing", "HEADROOM_MISSING=1", "going", "DRIVER_FAILED"])
 def test_words_that_are_no_verdict_keep_their_colour(line: str) -> None:
-    assert not hanging(line, 200).spans
+    assert not wrap_line(line, 200).spans
 
 
 def test_a_word_that_goes_on_in_the_next_line_keeps_its_colour() -> None:
-    assert hanging("it ends OUT OF MEMORY", 12).markup == "it ends [bold red]OUT\n  OF MEMORY[/bold red]"
+    assert wrap_line("it ends OUT OF MEMORY", 12).markup == "it ends [bold red]OUT\n  OF MEMORY[/bold red]"
 
 
 def test_a_long_line_goes_on_below_its_last_column() -> None:
-    assert hanging("ok       health       healthy after three seconds of waiting for it", 40).plain.splitlines() == [
+    assert wrap_line("ok       health       healthy after three seconds of waiting for it", 40).plain.splitlines() == [
         "ok       health       healthy after",
         "                    three seconds of",
         "                    waiting for it",
@@ -52,27 +52,27 @@ def test_what_has_no_blank_is_left_to_be_copied(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
 
-    assert shown(f"see {'x' * 90} there", Screen()).splitlines() == ["see", f"  {'x' * 90}", "  there"]
+    assert render_line(f"see {'x' * 90} there", Screen()).splitlines() == ["see", f"  {'x' * 90}", "  there"]
 
 
 @pytest.mark.parametrize("columns", [30, 40, 80])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     line = "GPU 0 (GPU-11111111-2222) NVIDIA H100: 1.2 GiB free of 79 GiB, vLLM asks for 71"
-    lines = hanging(line, columns).plain.splitlines()
+    lines = wrap_line(line, columns).plain.splitlines()
 
     assert all(len(part) <= columns for part in lines)
     assert " ".join(" ".join(lines).split()) == line
 
 
 def test_a_file_gets_each_line_whole_and_plain() -> None:
-    assert shown("FAILED " * 90, io.StringIO()) == "FAILED " * 90
+    assert render_line("FAILED " * 90, io.StringIO()) == "FAILED " * 90
 
 
 def test_brackets_numbers_and_names_of_pictures_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     line = "--gpus [0] [red]1[/red] :smile: 'x' None http://gpu-7:9839 \\[bold]"
 
-    assert shown(line, Screen()) == line
+    assert render_line(line, Screen()) == line
 
 
 def test_what_others_write_above_a_bar_is_text_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from tests.samples import engine, failure, page, snapshot
 from vllm_headroom.daemon.sampler import RETRY_SECONDS, Canary
-from vllm_headroom.model import EnginePage, EngineReading, Failure, Life, Snapshot
+from vllm_headroom.model import EnginePage, EngineReading, EngineStatus, Failure, Snapshot
 from vllm_headroom.vocabulary import EngineState, Source
 
 INTERVAL_SECONDS = 300.0
@@ -56,7 +56,7 @@ def seen(*engines: EngineReading, state: EngineState = EngineState.SERVING) -> S
 
 
 def lived(engines: EnginePage | Failure, state: EngineState = EngineState.SERVING) -> Snapshot:
-    return replace(snapshot(engines=engines), life=Life(state=state))
+    return replace(snapshot(engines=engines), life=EngineStatus(state=state))
 
 
 def turned(canary: Canary, *snapshots: Snapshot | None) -> None:

@@ -23,15 +23,15 @@ from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
 from tests.unit.derive.life.watch import REFUSED, Watch, serving, working
 from vllm_headroom.daemon.flight import MOST_LOOKS, Flight
-from vllm_headroom.daemon.state.file import Lock
-from vllm_headroom.derive.life.lives import LifeState
+from vllm_headroom.daemon.state.file import FolderLock
+from vllm_headroom.derive.life.lives import RunState
 from vllm_headroom.model import Snapshot, Values, Verdict
 from vllm_headroom.model.gpu import OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.trace import flight as record
-from vllm_headroom.trace.entries import line, record_of
+from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import incidents_in, known_of, name_of
-from vllm_headroom.trace.parse import recorded
+from vllm_headroom.trace.incidents import list_incidents, name_incident, parse_known
+from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.vocabulary import Level, Role
 from vllm_headroom.worker import Worker
 
@@ -39,7 +39,7 @@ FULL = Verdict(subject="GPU 0", level=Level.ALARM, sentence="GPU 0 leaks.", aler
 BEGAN = 1_760_000_000.0
 
 
-def flight(folder: Path, lock: Lock | None = None) -> Flight:
+def flight(folder: Path, lock: FolderLock | None = None) -> Flight:
     return Flight(folder=folder, lines=lambda: ("a line",), version="1.2.3", lock=lock or free())
 
 
@@ -71,18 +71,18 @@ def died(subject: Flight, watch: Watch | None = None) -> Watch:
 
 def header(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
-        known = known_of(stream.readline())
+        known = parse_known(stream.readline())
     assert known is not None
     return known
 
 
 def the_incident(folder: Path) -> Path:
-    (file,) = incidents_in(folder / "incidents")
+    (file,) = list_incidents(folder / "incidents")
     return file
 
 
 def times(file: Path) -> list[float]:
-    return [each.time_seconds - BEGAN for each in recorded(str(file))]
+    return [each.time_seconds - BEGAN for each in read_trace(str(file))]
 
 
 def test_every_tick_is_kept_but_no_more_than_one_a_second(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_an_end_is_set_aside_with_what_was_known_before_it(tmp_path: Path) -> No
     assert [each["sentence"] for each in known["before"]["verdicts"]] == ["GPU 0 leaks."]
     assert known["before"]["t"] < known["t"]
     assert times(file) == [10.0, 15.0]
-    assert file.name == name_of(BEGAN + 15)
+    assert file.name == name_incident(BEGAN + 15)
     last = subject.last
     assert last is not None
     assert (last.seconds, last.what, last.reason, last.file) == (BEGAN + 15, "ended", "gone", str(file))
@@ -181,7 +181,7 @@ def test_what_comes_soon_after_the_engine_served_again_is_an_incident_of_its_own
     watch.look(working(5, started=BEGAN + 90.0))
     died(subject, watch)
 
-    found = [header(file)["events"] for file in incidents_in(tmp_path / "incidents")]
+    found = [header(file)["events"] for file in list_incidents(tmp_path / "incidents")]
     assert [[each["what"] for each in events] for events in found] == [["stalled"], ["ended"], ["ended"]]
 
 
@@ -189,7 +189,7 @@ def test_an_end_while_the_daemon_was_away_is_noticed(tmp_path: Path) -> None:
     before = serving()
     subject = flight(tmp_path)
     watch = Watch()
-    watch.state = LifeState(lives=before.state.lives)
+    watch.state = RunState(lives=before.state.lives)
     watch.look(working(1, started=BEGAN + 500))
     step(subject, seen(watch))
 
@@ -206,7 +206,7 @@ def test_ends_that_were_counted_before_it_began_are_no_incident(tmp_path: Path) 
 
 
 def test_an_end_in_the_time_of_another_daemon_is_left_to_that(tmp_path: Path) -> None:
-    lock = Lock()
+    lock = FolderLock()
     subject, watch = flight(tmp_path, lock), serving()
     died(subject, watch)
     assert list(tmp_path.iterdir()) == []
@@ -256,7 +256,7 @@ def test_what_torch_was_refused_shortly_before_is_told(tmp_path: Path) -> None:
 
 def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: Path) -> None:
     for at in range(0, 3600, 5):
-        keep(tmp_path, line(record_of(snapshot(at=at))))
+        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
     set_aside(tmp_path, BEGAN + 3595, {"t": 1})
 
     found = times(the_incident(tmp_path))
@@ -267,7 +267,7 @@ def test_of_hours_the_last_minutes_are_whole_and_the_rest_is_thinned(tmp_path: P
 def test_an_incident_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "INCIDENT_BYTES", 2000)
     for at in range(100):
-        keep(tmp_path, line(record_of(snapshot(at=at))))
+        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
     set_aside(tmp_path, BEGAN + 99, {"t": 1})
 
     assert the_incident(tmp_path).stat().st_size <= 2000
@@ -275,14 +275,14 @@ def test_an_incident_is_bounded_and_keeps_the_newest(tmp_path: Path, monkeypatch
 
 
 def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) -> None:
-    keep(tmp_path, line(record_of(snapshot(at=0))))
+    keep(tmp_path, encode_line(build_record(snapshot(at=0))))
     day = 86400.0
     alone = [BEGAN + n * day for n in range(4)]
     loop = [BEGAN + 5 * day + n * 400.0 for n in range(30)]
     for seconds in (*alone, *loop):
         set_aside(tmp_path, seconds, {"t": seconds})
 
-    found = [header(file)["t"] for file in incidents_in(tmp_path / "incidents")]
+    found = [header(file)["t"] for file in list_incidents(tmp_path / "incidents")]
     assert len(found) == record.MOST_INCIDENTS
     assert {*alone, loop[0], loop[-1]} <= set(found)
 
@@ -290,9 +290,9 @@ def test_of_many_incidents_those_stay_that_followed_none_soon(tmp_path: Path) ->
 @pytest.mark.parametrize("step_seconds", [-7200.0, 7200.0])
 def test_a_clock_that_is_set_costs_nothing_of_the_last_minutes(tmp_path: Path, step_seconds: float) -> None:
     for at in range(0, 600, 5):
-        keep(tmp_path, line(record_of(snapshot(at=at))))
+        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
     for at in range(600, 700, 5):
-        keep(tmp_path, line(record_of(replace(snapshot(at=at), time_seconds=BEGAN + at + step_seconds))))
+        keep(tmp_path, encode_line(build_record(replace(snapshot(at=at), time_seconds=BEGAN + at + step_seconds))))
     set_aside(tmp_path, BEGAN + 695 + step_seconds, {"t": 1})
 
     found = times(the_incident(tmp_path))
@@ -416,7 +416,7 @@ while True:
 
 def test_kill_9_while_incidents_are_written_leaves_whole_ones(tmp_path: Path) -> None:
     for at in range(400):
-        keep(tmp_path, line(record_of(snapshot(at=at))))
+        keep(tmp_path, encode_line(build_record(snapshot(at=at))))
     for kill in range(30):
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
         assert process.stdout is not None
@@ -425,8 +425,8 @@ def test_kill_9_while_incidents_are_written_leaves_whole_ones(tmp_path: Path) ->
         process.send_signal(signal.SIGKILL)
         process.wait(30)
         process.stdout.close()
-        for file in incidents_in(tmp_path / "incidents"):
+        for file in list_incidents(tmp_path / "incidents"):
             assert header(file)["t"] == 1.0
             assert times(file)[-1] == 399.0
-    assert len(incidents_in(tmp_path / "incidents")) <= record.MOST_INCIDENTS + 1
+    assert len(list_incidents(tmp_path / "incidents")) <= record.MOST_INCIDENTS + 1
     assert json.loads((tmp_path / "flight.jsonl").read_bytes().splitlines()[-1])["t"] == BEGAN + 399

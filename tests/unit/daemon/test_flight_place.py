@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 
 from tests.samples import snapshot
 from tests.unit.daemon.test_flight import BEGAN, died, flight
-from vllm_headroom.trace.entries import line, record_of
+from vllm_headroom.trace.entries import build_record, encode_line
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import incidents_in
-from vllm_headroom.trace.parse import recorded
+from vllm_headroom.trace.incidents import list_incidents
+from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
 
 OLD = "incidents/2025-01-01T00-00-00Z.jsonl"
@@ -29,12 +29,12 @@ def test_a_pipe_costs_no_incident(name: str, tmp_path: Path) -> None:
     died(subject)
 
     assert subject.last is not None
-    assert [each.name for each in incidents_in(tmp_path / "incidents")] == [Path(subject.last.file).name]
+    assert [each.name for each in list_incidents(tmp_path / "incidents")] == [Path(subject.last.file).name]
 
 
 def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Path) -> None:
     record, aside = tmp_path / "flight.jsonl", tmp_path / "flight.jsonl.spoiled"
-    sample = line(record_of(snapshot()))
+    sample = encode_line(build_record(snapshot()))
     zeros = bytes(4096) + b"\n" + sample
     record.write_bytes(zeros)
 
@@ -44,31 +44,31 @@ def test_a_record_that_a_crash_left_as_zeros_is_set_aside_as_it_is(tmp_path: Pat
 
     assert [each["file"] for each in lines] == [str(aside)]
     assert aside.read_bytes() == zeros
-    assert len(list(recorded(str(record)))) == 2
+    assert len(list(read_trace(str(record)))) == 2
 
     record.write_bytes(bytes(7))
     keep(tmp_path, sample)
     assert aside.read_bytes() == bytes(7), "of another crash, over the one before"
-    assert len(list(recorded(str(record)))) == 1
+    assert len(list(read_trace(str(record)))) == 1
 
 
 def test_a_pipe_in_place_of_the_record_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "flight.jsonl")
 
     with pytest.raises(OSError, match="not seekable"):
-        keep(tmp_path, line(record_of(snapshot())))
+        keep(tmp_path, encode_line(build_record(snapshot())))
 
 
 def test_a_file_of_somebody_else_stays_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "flight.jsonl").write_text("dear diary\n")
 
     with pytest.raises(ValueError, match="is no trace: move it away"):
-        keep(tmp_path, line(record_of(snapshot())))
+        keep(tmp_path, encode_line(build_record(snapshot())))
     assert [each.name for each in tmp_path.iterdir()] == ["flight.jsonl"]
 
 
 def test_a_record_without_an_end_of_line_is_not_taken_into_memory(tmp_path: Path) -> None:
-    keep(tmp_path, line(record_of(snapshot())))
+    keep(tmp_path, encode_line(build_record(snapshot())))
     with (tmp_path / "flight.jsonl.1").open("wb") as stream:
         stream.truncate(64 * MIB)
 

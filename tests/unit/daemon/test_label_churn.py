@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tests.unit.daemon.test_sampler import Processes, Said
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.parse.engines import parse_engines
@@ -58,7 +58,7 @@ def test_of_names_that_have_gone_a_few_are_remembered() -> None:
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse_engines,
         selection=Selection(),
-        derivations=derivations(),
+        derivations=build_derivations(),
         clock=clock,
         gpu_timeout_seconds=2.0,
     )

@@ -10,7 +10,7 @@ from tests.unit.daemon.test_sampler import Said, ticked
 from tests.unit.daemon.test_sampler_life import readings, sampler
 from tests.unit.derive.life.watch import WHOLE
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -46,7 +46,7 @@ def test_what_an_engine_left_behind_and_stays_is_told_once_and_on_the_page_where
             clock.ahead, said.processes = ahead, readings(engine=() if left else WHOLE, orphans=left)
             ticked(subject)
             assert subject.snapshot is not None
-            sentences = [each.sentence for each in verdicts(subject.snapshot, subject.values)]
+            sentences = [each.sentence for each in judge_snapshot(subject.snapshot, subject.values)]
             assert (LEFT_BEHIND in sentences) is (ahead in (70, 75)), "half a minute after it was first seen so"
 
     told = [line["problem"] for line in lines if line["event"] == "an engine that has ended left processes behind"]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.samples import gpu
-from vllm_headroom.daemon.life import GraceTime, Heartbeat, end, every
+from vllm_headroom.daemon.life import GraceTime, Heartbeat, request_end, run_every
 from vllm_headroom.model import Failure
 from vllm_headroom.vocabulary import Reason, Source
 
@@ -44,7 +44,7 @@ def turned(durations: list[float], interval: float = 5.0) -> ManualClock:
         clock.now += left.pop(0)
 
     with pytest.raises(EnoughError):
-        asyncio.run(every(interval, step, clock))
+        asyncio.run(run_every(interval, step, clock))
     return clock
 
 
@@ -65,13 +65,13 @@ def test_a_loop_is_ill_after_three_intervals_and_says_for_how_long() -> None:
     heartbeat = Heartbeat(5.0, clock, clock.monotonic)
 
     clock.now += 15.0
-    assert heartbeat.unhealthy() is None
+    assert heartbeat.find_stall() is None
 
     clock.now += 0.5
-    assert heartbeat.unhealthy() == "the sampling loop has not turned for 16 s (interval 5 s)"
+    assert heartbeat.find_stall() == "the sampling loop has not turned for 16 s (interval 5 s)"
 
     heartbeat.beat()
-    assert heartbeat.unhealthy() is None
+    assert heartbeat.find_stall() is None
 
 
 def test_a_short_interval_is_not_ill_for_a_hiccup_of_the_machine() -> None:
@@ -79,10 +79,10 @@ def test_a_short_interval_is_not_ill_for_a_hiccup_of_the_machine() -> None:
     heartbeat = Heartbeat(0.1, clock, clock.monotonic)
 
     clock.now += 2.9
-    assert heartbeat.unhealthy() is None
+    assert heartbeat.find_stall() is None
 
     clock.now += 0.2
-    assert heartbeat.unhealthy() is not None
+    assert heartbeat.find_stall() is not None
 
 
 def broken(reason: Reason) -> Failure:
@@ -118,8 +118,8 @@ def test_a_missing_driver_never_ends_the_daemon() -> None:
 def test_the_first_reason_to_stop_is_the_one_that_counts() -> None:
     async def ask_twice() -> int:
         ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        end(ending, 3)
-        end(ending, 0)
+        request_end(ending, 3)
+        request_end(ending, 0)
         return await ending
 
     assert asyncio.run(ask_twice()) == 3

@@ -14,9 +14,9 @@ from tests.samples import engine, failure, page, values
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
-from vllm_headroom.derive.derivation import Derivation, stateless
+from vllm_headroom.derive.derivation import Derivation, make_stateless
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -89,7 +89,7 @@ def sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
         selection=selection or Selection(),
-        derivations=(*derivations(), *more),
+        derivations=(*build_derivations(), *more),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
         recall=recall,
@@ -154,7 +154,7 @@ def test_a_derivation_that_raises_costs_its_own_series_and_says_so_once() -> Non
             raise ZeroDivisionError
         return (Sample(catalog.ENGINE_RUNNING, ("divided", str(snapshot.time_seconds)), 1.0),)
 
-    subject = sampler(Said(), stateless("divide", divide))
+    subject = sampler(Said(), make_stateless("divide", divide))
     with capture_logs() as lines:
         before = ticked(subject)
         ticked(subject)
@@ -211,7 +211,7 @@ def test_recalled_states_are_there_for_the_same_tick_and_kept() -> None:
 def test_what_is_judged_last_is_among_the_values_that_the_page_and_the_snapshot_show() -> None:
     def judge(said: Values) -> Derivation[Any]:
         ran = said.value(catalog.ENGINE_RUNNING, "m", "0") == 1.0
-        return stateless("gate", lambda _: (Sample(catalog.GATE_OPEN, ("ready",), float(ran)),))
+        return make_stateless("gate", lambda _: (Sample(catalog.GATE_OPEN, ("ready",), float(ran)),))
 
     subject = sampler(Said(engine="1"), judge=judge)
 

@@ -18,7 +18,7 @@ from tests.unit.commands.doctor.looking import RECORDED
 from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
@@ -71,7 +71,7 @@ async def _ticked(sys: AmdTree, proc: ProcTree) -> tuple[Sample, ...]:
         sources=Sources(engine=Page(), gpus=gpus, processes=processes),
         parse=parse_engines,
         selection=Selection(),
-        derivations=derivations(),
+        derivations=build_derivations(),
         clock=clock,
         gpu_timeout_seconds=20.0,
     )

@@ -16,7 +16,7 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import Clock, SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.daemon.transitions import Transitions
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Failure, GpuReading, GpuReadings, ProcessReadings, Sample, Values
 from vllm_headroom.vocabulary import Attribution, LeakState
@@ -34,7 +34,7 @@ def sampler(
         sources=Sources(engine=said, gpus=said, processes=Processes(said)),
         parse=parse,
         selection=Selection(),
-        derivations=derivations(),
+        derivations=build_derivations(),
         clock=clock,
         gpu_timeout_seconds=2.0,
     )

@@ -15,7 +15,7 @@ from vllm_headroom import catalog
 from vllm_headroom.clock import SystemClock
 from vllm_headroom.daemon.sampler import Sampler, Sources
 from vllm_headroom.daemon.transitions import FORGET_SECONDS, MOST_STOPPED, Transitions
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import AllocatorReading, Failure, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
@@ -38,7 +38,7 @@ def sampler(probe: Folder | None) -> Sampler:
         sources=Sources(engine=said, gpus=said, processes=Processes(said), probe=probe),
         parse=parsed,
         selection=Selection(everything=True),
-        derivations=derivations(),
+        derivations=build_derivations(),
         clock=SystemClock(),
         gpu_timeout_seconds=2.0,
     )

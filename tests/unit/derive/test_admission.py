@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import TIMES, Batches, admission
-from vllm_headroom.model import Failure, Life
+from vllm_headroom.derive.kv_cache import TIMES, Batches, derive_admission
+from vllm_headroom.model import EngineStatus, Failure
 from vllm_headroom.vocabulary import EngineState, Source
 
 Look = tuple[float, float, float]
@@ -27,8 +27,8 @@ def more(*looks: Look | Failure, restarts: tuple[int, ...] = ()) -> float | None
         )
         seen = snapshot(at=5.0 * place, engines=engines)
         if restarts:
-            seen = replace(seen, life=Life(state=EngineState.SERVING, restarts=restarts[place]))
-        state, samples = admission(state, seen)
+            seen = replace(seen, life=EngineStatus(state=EngineState.SERVING, restarts=restarts[place]))
+        state, samples = derive_admission(state, seen)
         last = values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
     return last
 
@@ -66,9 +66,9 @@ def test_what_is_frozen_in_an_engine_tells_no_limit_and_nothing_more_fits(doing:
     state, frozen = Batches(), page(engine(running=3.0, waiting=5.0, kv_used_ratio=0.1))
     for place in range(2 * TIMES):
         seen = snapshot(at=5.0 * place, engines=frozen)
-        state, samples = admission(state, replace(seen, life=Life(state=doing)))
+        state, samples = derive_admission(state, replace(seen, life=EngineStatus(state=doing)))
         assert not samples
-    _, samples = admission(state, replace(seen, life=Life(state=EngineState.SERVING)))
+    _, samples = derive_admission(state, replace(seen, life=EngineStatus(state=EngineState.SERVING)))
 
     assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS)[AN_ENGINE] == 27
 
@@ -80,12 +80,12 @@ def test_how_many_more_fit_needs_no_capacity() -> None:
 
 @pytest.mark.parametrize(("running", "ratio"), [(0.0, 0.5), (3.0, 0.0), (None, 0.5), (3.0, None)])
 def test_nothing_is_said_when_nothing_runs_or_is_held(running: float | None, ratio: float | None) -> None:
-    assert admission(Batches(), snapshot(engines=page(engine(running=running, kv_used_ratio=ratio))))[1] == ()
+    assert derive_admission(Batches(), snapshot(engines=page(engine(running=running, kv_used_ratio=ratio))))[1] == ()
 
 
 def test_engines_are_told_apart() -> None:
     seen = page(engine(name="0", running=1.0, kv_used_ratio=0.5), engine(name="1", running=1.0, kv_used_ratio=0.25))
 
-    _, samples = admission(Batches(), snapshot(engines=seen))
+    _, samples = derive_admission(Batches(), snapshot(engines=seen))
 
     assert values(samples, catalog.ENGINE_ADDITIONAL_REQUESTS) == {AN_ENGINE: 1.0, ("m", "1"): 3.0}

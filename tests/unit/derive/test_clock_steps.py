@@ -5,14 +5,14 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
 
 YEAR = 365.25 * 86400
 
 
 def test_no_derivation_raises_when_the_clock_steps_by_years() -> None:
-    for derivation in derivations(kv_bytes_per_token=512.0):
+    for derivation in build_derivations(kv_bytes_per_token=512.0):
         state = derivation.initial
         for step, years in enumerate((0, 60, -60, 9000, 0, -1, 1e6)):
             reading = engine(running=20.0, finished_total=float(step), started_at_seconds=1_760_000_000.0)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from tests.samples import failure, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.host_memory import ContainerState, container, host_memory
+from vllm_headroom.derive.host_memory import ContainerState, derive_host_memory, update_container
 from vllm_headroom.model import (
     Cgroup,
     EngineProcess,
@@ -40,7 +40,7 @@ def readings(*engine: EngineProcess, **seen: Any) -> ProcessReadings:
 
 
 def host(processes: ProcessReadings | Failure, **more: Any) -> HostMemory | None:
-    return container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
+    return update_container(ContainerState(), processes, **{"limit_bytes": None, **more})[1]
 
 
 def probed(block: HostBlock | None) -> ProbeReadings:
@@ -53,7 +53,7 @@ def followed(looks: Iterable[ProcessReadings | Failure], limit_bytes: int | None
     """Return the kills known after each look."""
     state, kills = ContainerState(), []
     for look in looks:
-        state, seen = container(state, look, limit_bytes=limit_bytes)
+        state, seen = update_container(state, look, limit_bytes=limit_bytes)
         kills.append(None if seen is None else seen.oom_kills)
     return kills
 
@@ -201,7 +201,7 @@ def test_what_is_known_is_exported_and_what_is_not_is_absent() -> None:
         catalog.HOST_OOM_KILLS,
     )
 
-    assert [values(host_memory(seen), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
+    assert [values(derive_host_memory(seen), metric).get(()) for metric in metrics] == [5, 9, 0, 4, 0]
     unknown = replace(seen, host=HostMemory(used_bytes=5))
-    assert [values(host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
-    assert {sample.metric for sample in host_memory(replace(seen, host=None))} == {catalog.HOST_MEMORY}
+    assert [values(derive_host_memory(unknown), metric).get(()) for metric in metrics] == [5, None, None, None, None]
+    assert {sample.metric for sample in derive_host_memory(replace(seen, host=None))} == {catalog.HOST_MEMORY}

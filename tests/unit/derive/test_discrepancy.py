@@ -6,14 +6,14 @@ import pytest
 
 from tests.samples import A_GPU, engine, failure, gpu, only, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.discrepancy import discrepancy
+from vllm_headroom.derive.discrepancy import derive_discrepancy
 from vllm_headroom.model import Sample, Snapshot
 from vllm_headroom.vocabulary import Source
 
 
 def answer(given: Snapshot, configured_bytes: float | None = None) -> dict[str, dict[tuple[str, ...], float]]:
     samples: dict[str, dict[tuple[str, ...], float]] = {}
-    for sample in discrepancy(given, configured_bytes=configured_bytes):
+    for sample in derive_discrepancy(given, configured_bytes=configured_bytes):
         samples.setdefault(sample.metric.name, {})[sample.labels] = sample.value
     return samples
 
@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_the_engines_has_no_report() -> None:
 def test_a_failed_side_is_never_filled_in(source: Source) -> None:
     seen = snapshot(engines=failure(source)) if source is Source.ENGINE else snapshot(gpus=failure(source))
 
-    assert discrepancy(seen, configured_bytes=1.0) == ()
+    assert derive_discrepancy(seen, configured_bytes=1.0) == ()
 
 
 def test_a_lost_gpu_has_no_report() -> None:
@@ -101,6 +101,6 @@ def test_a_lost_gpu_has_no_report() -> None:
 def test_the_report_is_a_sample_of_the_catalogues_metric() -> None:
     seen = snapshot(engines=page(engine(memory_bytes=700.0)))
 
-    assert only(discrepancy(seen, configured_bytes=None), catalog.MEMORY_REPORTED) == Sample(
+    assert only(derive_discrepancy(seen, configured_bytes=None), catalog.MEMORY_REPORTED) == Sample(
         catalog.MEMORY_REPORTED, (*A_GPU, "metric"), 700.0
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.samples import failure, only, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.health import INITIAL, health
+from vllm_headroom.derive.health import INITIAL, derive_health
 from vllm_headroom.model import ProbeReadings, ReadingTime
 from vllm_headroom.vocabulary import REASONS, Source
 
@@ -18,37 +18,37 @@ def times(engine_ended: float = 10.0, nvml_ended: float = 10.5) -> tuple[Reading
 
 
 def test_a_failed_source_is_down_and_the_others_are_up() -> None:
-    _, samples = health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+    _, samples = derive_health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_UP) == {("engine",): 0.0, ("nvml",): 1.0, ("process",): 1.0}
     assert values(samples, catalog.SOURCE_READ_SECONDS)[("engine",)] == 0.25
 
 
 def test_every_reason_starts_at_zero_and_failures_add_up() -> None:
-    state, samples = health(INITIAL, snapshot(reading_times=times()))
+    state, samples = derive_health(INITIAL, snapshot(reading_times=times()))
     assert set(values(samples, catalog.SOURCE_FAILURES).values()) == {0.0}
     assert set(values(samples, catalog.SOURCE_FAILURES)) == {
         (str(source), str(reason)) for source in REASONS if source is not Source.PROBE for reason in REASONS[source]
     }
 
     for _ in range(3):
-        state, samples = health(state, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+        state, samples = derive_health(state, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_FAILURES)[("engine", "unreachable")] == 3.0
 
 
 def test_the_probe_counts_from_where_its_folder_is_read() -> None:
-    state, samples = health(INITIAL, snapshot(probe=ProbeReadings(), reading_times=times()))
+    state, samples = derive_health(INITIAL, snapshot(probe=ProbeReadings(), reading_times=times()))
     assert values(samples, catalog.SOURCE_FAILURES)[("probe", "malformed")] == 0.0
 
-    _, samples = health(state, snapshot(probe=failure(Source.PROBE), reading_times=times()))
+    _, samples = derive_health(state, snapshot(probe=failure(Source.PROBE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_FAILURES)[("probe", "not_found")] == 1.0
 
 
 def test_the_last_success_stays_while_a_source_fails() -> None:
-    state, _ = health(INITIAL, snapshot(at=5.0, reading_times=times()))
-    _, samples = health(state, snapshot(at=10.0, engines=failure(Source.ENGINE), reading_times=times()))
+    state, _ = derive_health(INITIAL, snapshot(at=5.0, reading_times=times()))
+    _, samples = derive_health(state, snapshot(at=10.0, engines=failure(Source.ENGINE), reading_times=times()))
 
     assert values(samples, catalog.SOURCE_LAST_SUCCESS) == {
         ("engine",): 1_760_000_005.0,
@@ -58,18 +58,18 @@ def test_the_last_success_stays_while_a_source_fails() -> None:
 
 
 def test_a_source_that_never_answered_has_no_last_success() -> None:
-    _, samples = health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
+    _, samples = derive_health(INITIAL, snapshot(engines=failure(Source.ENGINE), reading_times=times()))
 
     assert ("engine",) not in values(samples, catalog.SOURCE_LAST_SUCCESS)
 
 
 def test_the_skew_is_between_the_ends_of_the_two_readings() -> None:
-    _, samples = health(INITIAL, snapshot(reading_times=times(engine_ended=12.0, nvml_ended=12.75)))
+    _, samples = derive_health(INITIAL, snapshot(reading_times=times(engine_ended=12.0, nvml_ended=12.75)))
 
     assert only(samples, catalog.SAMPLE_SKEW).value == 0.75
 
 
 def test_there_is_no_skew_without_both_readings() -> None:
-    _, samples = health(INITIAL, snapshot(gpus=failure(Source.NVML), reading_times=times()))
+    _, samples = derive_health(INITIAL, snapshot(gpus=failure(Source.NVML), reading_times=times()))
 
     assert values(samples, catalog.SAMPLE_SKEW) == {}

@@ -10,15 +10,15 @@ from tests.contract.recorded import FOLDER
 from tests.samples import engine, failure, gpu, page, snapshot, values
 from tests.unit.sizing.models import model
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import kv_cache
+from vllm_headroom.derive.kv_cache import derive_kv_cache
 from vllm_headroom.model import EnginePage
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Source
-from vllm_headroom_tools.sizing.footprint import token_bytes
+from vllm_headroom_tools.sizing.footprint import bind_token_bytes
 
 
 def of_model(name: str) -> Any:
-    return token_bytes(model(name))
+    return bind_token_bytes(model(name))
 
 
 RECORDED = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
@@ -29,7 +29,7 @@ def capacity_bytes(
     name: str, *, gpus: Any = ONE_GPU, bytes_per_token: float | None = None, **known: Any
 ) -> list[float]:
     seen = snapshot(engines=page(engine(kv_capacity_tokens=1000.0, **known)), gpus=gpus)
-    samples = kv_cache(seen, bytes_per_token=bytes_per_token, model=of_model(name))
+    samples = derive_kv_cache(seen, bytes_per_token=bytes_per_token, model=of_model(name))
     return [sample.value for sample in samples if sample.metric is catalog.ENGINE_KV_CAPACITY_BYTES]
 
 
@@ -37,7 +37,9 @@ def test_a_recorded_page_of_the_tiny_model_says_the_gibibyte_that_vllm_was_given
     seen = parse_engines(RECORDED)
     assert isinstance(seen, EnginePage)
 
-    samples = kv_cache(snapshot(engines=seen, gpus=failure(Source.NVML)), bytes_per_token=None, model=of_model("tiny"))
+    samples = derive_kv_cache(
+        snapshot(engines=seen, gpus=failure(Source.NVML)), bytes_per_token=None, model=of_model("tiny")
+    )
 
     assert values(samples, catalog.ENGINE_KV_CAPACITY_BYTES) == {("tiny", "0"): 2.0**30}
 
@@ -77,7 +79,7 @@ def test_gpus_are_those_of_one_engine_and_not_of_others() -> None:
     mine = tuple(gpu(index=index, uuid=f"GPU-{index}") for index in range(8))
     foreign = gpu(index=8, uuid="GPU-8", attribution=None)
 
-    samples = kv_cache(
+    samples = derive_kv_cache(
         snapshot(engines=ranks, gpus=(*mine, foreign)), bytes_per_token=None, model=of_model("deepseek-v3")
     )
 

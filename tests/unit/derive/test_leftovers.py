@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.attribution_ticks import GIB, MIDDLE_DRIVER, OLD_DRIVER, device, engine, gpus, last
-from vllm_headroom.derive.attribution import described, of_no_gpu
+from vllm_headroom.derive.attribution import describe_leftover, describe_orphans
 from vllm_headroom.model import Fate, Gpu, Leftover, ProcessReadings
 
 BEFORE: Final = (gpus(device(0, (7, 5 * GIB), (99, GIB), used=6 * GIB)), engine(7, visible=(1, 99)))
@@ -81,24 +81,24 @@ def test_where_pids_or_their_memory_are_not_told_truly_neither_is_this() -> None
 def test_it_is_said_with_what_to_do() -> None:
     orphan = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=5 * GIB)
 
-    assert described(orphan) == (
+    assert describe_leftover(orphan) == (
         "5 GiB held by pid 4711, left behind by an engine that has ended: end it with kill 4711, or kill -9 4711"
     )
-    assert described(replace(orphan, pid=0, used_bytes=None)) == (
+    assert describe_leftover(replace(orphan, pid=0, used_bytes=None)) == (
         "an unknown share held by a process left behind by an engine that has ended: end it with kill PID, or kill -9"
         " PID"
     )
-    assert "no signal helps" in described(replace(orphan, fate=Fate.ZOMBIE))
-    assert "until the GPU is reset" in described(replace(orphan, fate=Fate.VANISHED))
+    assert "no signal helps" in describe_leftover(replace(orphan, fate=Fate.ZOMBIE))
+    assert "until the GPU is reset" in describe_leftover(replace(orphan, fate=Fate.VANISHED))
 
 
 def test_what_is_on_no_gpu_that_is_told_of_is_said_by_its_pids() -> None:
     (gpu,) = last(BEFORE, (BEFORE[0], engine(visible=(1, 99), left=(7,))))
 
-    assert of_no_gpu(frozenset({7}), (gpu,)) is None
-    assert of_no_gpu(frozenset({7, 8}), (gpu,)) == (
+    assert describe_orphans(frozenset({7}), (gpu,)) is None
+    assert describe_orphans(frozenset({7, 8}), (gpu,)) == (
         "pid 8 is left behind by an engine that has ended: end it with kill 8, or kill -9 8"
     )
-    assert of_no_gpu(frozenset({10, 8}), ()) == (
+    assert describe_orphans(frozenset({10, 8}), ()) == (
         "pids 8, 10 are left behind by an engine that has ended: end it with kill 8 10, or kill -9 8 10"
     )

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, gpu, snapshot
-from vllm_headroom.derive.health import with_lost
-from vllm_headroom.model import Failure, Gpu, Life, Snapshot
+from vllm_headroom.derive.health import add_lost_gpus
+from vllm_headroom.model import EngineStatus, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Attribution, EngineState, Reason, Source
 
 LOST: Final = Failure(source=Source.NVML, reason=Reason.DEVICE_LOST, message="the GPU is lost")
@@ -21,12 +21,12 @@ def unopened(index: int) -> Gpu:
 
 
 def seen(*gpus: Gpu, had: tuple[str, ...]) -> Snapshot:
-    life = Life(state=EngineState.SERVING, first_rooms=tuple((uuid, 5) for uuid in had))
+    life = EngineStatus(state=EngineState.SERVING, first_rooms=tuple((uuid, 5) for uuid in had))
     return replace(snapshot(gpus=gpus), life=life)
 
 
 def owned(at: Snapshot) -> list[tuple[int, str]]:
-    return [(each.reading.index, each.reading.uuid) for each in with_lost(at).owned]
+    return [(each.reading.index, each.reading.uuid) for each in add_lost_gpus(at).owned]
 
 
 def test_the_one_that_does_not_open_is_the_one_that_is_missing() -> None:
@@ -59,4 +59,4 @@ def test_another_that_is_the_only_one_left_is_not_the_engines() -> None:
     ids=["no life with a GPU", "all show", "life not known", "no GPU can be read"],
 )
 def test_what_tells_of_no_loss_stays_as_it_is(at: Snapshot) -> None:
-    assert with_lost(at) == at
+    assert add_lost_gpus(at) == at

@@ -6,8 +6,8 @@ import re
 from typing import Final
 
 from tests.samples import engine, failure, gpu, page, probed, snapshot
-from vllm_headroom.derive import derivations
-from vllm_headroom.derive.life.lives import LifeState, lived
+from vllm_headroom.derive import build_derivations
+from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.derive.readings import MOST_REMEMBERED
 from vllm_headroom.model import AllocatorReading, Inside, ProbeReadings, Snapshot
 from vllm_headroom.vocabulary import Source
@@ -30,11 +30,11 @@ def looked(reading: int, *, awake: bool) -> Snapshot:
 
 
 def test_of_gpus_whose_names_are_new_at_every_reading_a_bounded_number_is_remembered() -> None:
-    states = {each.name: each.initial for each in derivations()}
-    life = LifeState()
+    states = {each.name: each.initial for each in build_derivations()}
+    life = RunState()
     for reading in range(READINGS):
-        life, seen = lived(life, looked(reading, awake=reading < READINGS // 2))
-        for each in derivations():
+        life, seen = update_run(life, looked(reading, awake=reading < READINGS // 2))
+        for each in build_derivations():
             states[each.name], _ = each.step(states[each.name], seen)
 
     names = {name: set(re.findall(r"MIG-\w+", repr(state), re.IGNORECASE)) for name, state in states.items()}

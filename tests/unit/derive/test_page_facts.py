@@ -5,27 +5,35 @@ from __future__ import annotations
 import pytest
 
 from tests.samples import engine, page
-from vllm_headroom.derive.readings import awake, begun_anew, finished, life, named, running_requests, together
+from vllm_headroom.derive.readings import (
+    awake,
+    count_finished,
+    count_running,
+    identify_run,
+    is_new_run,
+    list_named,
+    sum_known,
+)
 
 
 @pytest.mark.parametrize(
     ("values", "whole"), [((1.0, 2.0), 3.0), ((0.0,), 0.0), ((1.0, None), None), ((None,), None), ((), None)]
 )
 def test_the_sum_of_what_is_not_all_known_is_unknown(values: tuple[float | None, ...], whole: float | None) -> None:
-    assert together(values) == whole
+    assert sum_known(values) == whole
 
 
 def test_engines_without_a_name_do_not_count() -> None:
     both = page(engine("0", running=2.0, finished_total=5.0), engine("1", model_name=""))
 
-    assert [each.engine for each in named(both)] == ["0"]
-    assert (running_requests(both), finished(both)) == (2.0, 5.0)
-    assert (running_requests(page()), finished(page())) == (None, None)
+    assert [each.engine for each in list_named(both)] == ["0"]
+    assert (count_running(both), count_finished(both)) == (2.0, 5.0)
+    assert (count_running(page()), count_finished(page())) == (None, None)
 
 
 def test_a_life_is_named_by_its_start() -> None:
-    assert life(page(engine())) is None
-    assert life(page(engine("0", started_at_seconds=2.0), engine("1", started_at_seconds=1.5))) == "1.500,2.000"
+    assert identify_run(page(engine())) is None
+    assert identify_run(page(engine("0", started_at_seconds=2.0), engine("1", started_at_seconds=1.5))) == "1.500,2.000"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +55,7 @@ def test_a_life_is_named_by_its_start() -> None:
 def test_what_is_unknown_or_began_earlier_tells_of_no_other_life(
     before: tuple[str | None, float | None], now: tuple[str | None, float | None], *, anew: bool
 ) -> None:
-    assert begun_anew(before[0], now[0], before[1], now[1]) is anew
+    assert is_new_run(before[0], now[0], before[1], now[1]) is anew
 
 
 @pytest.mark.parametrize(
@@ -60,6 +68,6 @@ def test_one_engine_that_sleeps_is_a_server_that_sleeps(said: tuple[bool | None,
 def test_an_engine_that_sleeps_runs_nothing_whatever_is_frozen_in_it() -> None:
     frozen = engine("0", running=3.0, awake=False)
 
-    assert running_requests(page(frozen)) == 0
-    assert running_requests(page(frozen, engine("1", running=4.0, awake=True))) == 4
-    assert running_requests(page(engine(running=None, awake=False))) is None
+    assert count_running(page(frozen)) == 0
+    assert count_running(page(frozen, engine("1", running=4.0, awake=True))) == 4
+    assert count_running(page(engine(running=None, awake=False))) is None

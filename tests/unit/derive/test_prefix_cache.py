@@ -6,7 +6,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, prefix_cache
+from vllm_headroom.derive.kv_cache import STEPS, WINDOW_SECONDS, PrefixCacheState, derive_prefix_cache
 from vllm_headroom.model import EnginePage, Failure, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -19,7 +19,7 @@ def ratio_after(*pages: tuple[float, EnginePage | Failure]) -> float | None:
     state = PrefixCacheState()
     samples: tuple[Sample, ...] = ()
     for at, seen in pages:
-        state, samples = prefix_cache(state, snapshot(at=at, engines=seen))
+        state, samples = derive_prefix_cache(state, snapshot(at=at, engines=seen))
     return values(samples, catalog.ENGINE_PREFIX_HIT_RATIO).get(AN_ENGINE)
 
 
@@ -73,8 +73,8 @@ def test_a_failed_page_shows_no_ratio_and_keeps_the_window() -> None:
 
 
 def test_an_engine_off_the_page_is_forgotten_after_a_window() -> None:
-    state, _ = prefix_cache(PrefixCacheState(), snapshot(at=0, engines=counters(1, 1)))
-    state, _ = prefix_cache(state, snapshot(at=WINDOW_SECONDS + 1, engines=page()))
+    state, _ = derive_prefix_cache(PrefixCacheState(), snapshot(at=0, engines=counters(1, 1)))
+    state, _ = derive_prefix_cache(state, snapshot(at=WINDOW_SECONDS + 1, engines=page()))
 
     assert state.engines == {}
 
@@ -87,6 +87,6 @@ def test_v0_without_counters_shows_its_own_lifetime_ratio() -> None:
 def test_the_memory_is_bounded_at_any_interval(interval: float) -> None:
     state = PrefixCacheState()
     for turn in range(round(700 / interval)):
-        state, _ = prefix_cache(state, snapshot(at=turn * interval, engines=counters(turn, turn)))
+        state, _ = derive_prefix_cache(state, snapshot(at=turn * interval, engines=counters(turn, turn)))
 
     assert len(state.engines[AN_ENGINE]) <= STEPS + 2

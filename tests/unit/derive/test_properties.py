@@ -11,7 +11,7 @@ from msgspec.structs import fields
 
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Attribution, Role, Source
@@ -88,7 +88,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 def test_no_derivation_yields_an_absurd_number_a_foreign_label_or_a_series_twice(
     seen: list[Snapshot], bytes_per_token: float | None
 ) -> None:
-    for derivation in derivations(reported_bytes=1e9, kv_bytes_per_token=bytes_per_token):
+    for derivation in build_derivations(reported_bytes=1e9, kv_bytes_per_token=bytes_per_token):
         state = derivation.initial
         for each in sorted(seen, key=lambda snapshot: snapshot.monotonic_seconds):
             state, samples = answer(derivation, state, each)

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from tests.samples import gpu, probed
 from tests.unit.derive.attribution_ticks import GIB, MIB, OLD_DRIVER, device, engine, gpus, last, ledger
-from vllm_headroom.derive.inside import with_inside
-from vllm_headroom.derive.leak.facts import room
+from vllm_headroom.derive.inside import add_inside
+from vllm_headroom.derive.leak.facts import find_room
 from vllm_headroom.model import AllocatorReading, Gpu, Inside, ProbeReadings, Vendor
 from vllm_headroom.vocabulary import Attribution
 
@@ -66,14 +66,14 @@ def sliced(engine_bytes: int | None, granted: int | None) -> Gpu:
     ],
 )
 def test_an_engine_runs_out_of_its_share_before_the_card_is_full(seen: Gpu, left: int) -> None:
-    assert room(seen) == left
+    assert find_room(seen) == left
 
 
 def test_what_is_granted_is_the_least_that_a_process_was_told() -> None:
     devices = [AllocatorReading(uuid="GPU-a", total_bytes=total) for total in (SLICE, None, CARD)]
     present = tuple(probed(devices=(each,)) for each in devices)
 
-    found = with_inside((gpu(total=CARD, used=GIB),), ProbeReadings(present=present))
+    found = add_inside((gpu(total=CARD, used=GIB),), ProbeReadings(present=present))
 
     assert isinstance(found, tuple)
     assert found[0].inside == Inside(granted_bytes=SLICE)

@@ -4,8 +4,8 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.leak import SETTLED_SECONDS, SleepState, sleep
-from vllm_headroom.model import EnginePage, Failure, Gpu, Life
+from vllm_headroom.derive.leak.leak import SETTLED_SECONDS, SleepState, derive_sleep
+from vllm_headroom.model import EnginePage, EngineStatus, Failure, Gpu
 from vllm_headroom.vocabulary import EngineState, Source
 
 
@@ -29,8 +29,8 @@ class Night:
         told = page(engine(awake=awake, started_at_seconds=started)) if engines is None else engines
         seen = snapshot(at=self.at, engines=told, gpus=self.gpus(held))
         if to_wake is not None:
-            seen = replace(seen, life=Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
-        self._state, samples = sleep(self._state, seen)
+            seen = replace(seen, life=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+        self._state, samples = derive_sleep(self._state, seen)
         return values(samples, catalog.SLEEP_RESIDUE).get(("0", "GPU-a"))
 
     def gpus(self, held: int | None) -> tuple[Gpu, ...]:

@@ -10,8 +10,19 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from tests.unit.derive.life.watch import SERVER, serving, working
 from vllm_headroom import catalog
-from vllm_headroom.derive.verdicts import verdicts
-from vllm_headroom.model import Fate, HostMemory, Leftover, Life, Metric, Sample, Snapshot, Values, Verdict, worst
+from vllm_headroom.derive.verdicts import judge_snapshot
+from vllm_headroom.model import (
+    EngineStatus,
+    Fate,
+    HostMemory,
+    Leftover,
+    Metric,
+    Sample,
+    Snapshot,
+    Values,
+    Verdict,
+    find_worst,
+)
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, ExitReason, LeakLocation, LeakState, Level, Source
 
@@ -24,12 +35,12 @@ def state(value: str, metric: Metric = catalog.LEAK_STATE, labels: tuple[str, ..
 
 def seen(life: EngineState = EngineState.SERVING) -> Snapshot:
     return replace(
-        snapshot(engines=page(engine()), gpus=(gpu(),)), life=Life(state=life, exits=((ExitReason.GONE, 1),))
+        snapshot(engines=page(engine()), gpus=(gpu(),)), life=EngineStatus(state=life, exits=((ExitReason.GONE, 1),))
     )
 
 
 def of(subject: str, *samples: Sample, at: Snapshot | None = None) -> Verdict:
-    found = [each for each in verdicts(at or seen(), Values(samples)) if each.subject == subject]
+    found = [each for each in judge_snapshot(at or seen(), Values(samples)) if each.subject == subject]
     assert found, subject
     return found[0]
 
@@ -63,7 +74,7 @@ def test_a_gpu_that_a_list_leaves_out_is_not_passed_over_in_silence() -> None:
     assert verdict.level is Level.WARNING
     dead = Leftover(pid=7, fate=Fate.ORPHANED, used_bytes=70 * GIB)
     for other in (replace(left_out, engine_bytes=0), replace(left_out, leftovers=(dead,))):
-        found = verdicts(replace(at, gpus=(gpu(), other)), Values(()))
+        found = judge_snapshot(replace(at, gpus=(gpu(), other)), Values(()))
         assert not [each for each in found if each.subject == "GPU 1"]
 
 
@@ -157,7 +168,7 @@ def test_each_state_of_the_engine_has_its_sentence(life: EngineState) -> None:
 
 
 def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
-    at = replace(seen(), life=Life(state=EngineState.DOWN, exits=((ExitReason.GONE, 0),)))
+    at = replace(seen(), life=EngineStatus(state=EngineState.DOWN, exits=((ExitReason.GONE, 0),)))
 
     said = of("engine", at=at)
     assert (said.level, said.alert) == (Level.UNKNOWN, None)
@@ -166,7 +177,7 @@ def test_an_engine_that_was_never_seen_is_no_alarm() -> None:
 
 def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
     def said(free_mib: int, first_mib: int) -> tuple[Level, str | None]:
-        at = replace(seen(), life=Life(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),)))
+        at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, first_rooms=((A_GPU[1], first_mib * MIB),)))
         found = of(
             "GPU 0", state(LeakState.STABLE), Sample(catalog.GPU_MEMORY_FREE, A_GPU, float(free_mib * MIB)), at=at
         )
@@ -178,7 +189,7 @@ def test_little_free_memory_is_news_where_there_was_more_at_first() -> None:
 
 
 def test_a_closed_gate_is_told_and_an_open_one_is_not() -> None:
-    found = verdicts(
+    found = judge_snapshot(
         seen(), Values([Sample(catalog.GATE_OPEN, ("ready",), 0.0), Sample(catalog.GATE_OPEN, ("live",), 1.0)])
     )
 
@@ -231,7 +242,7 @@ def test_a_life_that_nobody_follows_is_not_known() -> None:
 
 
 def test_stranded_blocks_are_a_warning() -> None:
-    found = verdicts(seen(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
+    found = judge_snapshot(seen(), Values([Sample(catalog.ENGINE_KV_STRANDED, ("m", "0"), 0.2)]))
 
     assert [each.alert for each in found if each.level is Level.WARNING] == ["HeadroomKvCacheStranded"]
 
@@ -283,8 +294,8 @@ def test_host_memory_is_judged_in_the_words_of_a_gpu(leak: LeakState, level: Lev
 
 def test_an_engine_that_ends_again_and_again_is_not_well_while_it_serves() -> None:
     def said(ends: int) -> list[tuple[Level, str | None]]:
-        at = replace(seen(), life=Life(state=EngineState.SERVING, recent_ends=ends))
-        return [(each.level, each.alert) for each in verdicts(at, Values(())) if each.subject == "engine"]
+        at = replace(seen(), life=EngineStatus(state=EngineState.SERVING, recent_ends=ends))
+        return [(each.level, each.alert) for each in judge_snapshot(at, Values(())) if each.subject == "engine"]
 
     assert said(2) == [(Level.GOOD, None)]
     assert said(3) == [(Level.ALARM, "HeadroomEngineCrashLoop"), (Level.GOOD, None)]
@@ -319,7 +330,7 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
     at = replace(
         seen(),
         host=HostMemory(used_bytes=int(used * GIB), limit_bytes=64 * GIB),
-        life=Life(state=EngineState.SERVING, first_host_room_bytes=room),
+        life=EngineStatus(state=EngineState.SERVING, first_host_room_bytes=room),
     )
 
     verdict = of("host memory", stable, at=at)
@@ -328,18 +339,18 @@ def test_little_host_memory_that_was_more_is_a_warning(used: float, first: float
 
 
 def test_the_worst_comes_first() -> None:
-    found = verdicts(seen(EngineState.DOWN), Values([state(LeakState.GROWING)]))
+    found = judge_snapshot(seen(EngineState.DOWN), Values([state(LeakState.GROWING)]))
 
     assert [each.level for each in found] == [Level.ALARM, Level.WARNING]
-    assert worst(found) is Level.ALARM
-    assert worst(()) is Level.UNKNOWN
+    assert find_worst(found) is Level.ALARM
+    assert find_worst(()) is Level.UNKNOWN
 
 
 def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_said_of_the_gpu() -> None:
     left = Leftover(pid=4711, fate=Fate.ORPHANED, used_bytes=38 * GIB)
     at = replace(seen(), gpus=(replace(gpu(), leftovers=(left,)),))
 
-    first, *_ = [each for each in verdicts(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
+    first, *_ = [each for each in judge_snapshot(at, Values([state(LeakState.STABLE)])) if each.subject == "GPU 0"]
 
     assert first.sentence.startswith("GPU 0: 38 GiB held by pid 4711, left behind by an engine that has ended: end it")
     assert (first.level, first.alert) == (Level.WARNING, "HeadroomMemoryLeftBehind")
@@ -354,7 +365,7 @@ def test_what_is_left_of_an_engine_that_ended_is_a_warning_beside_what_else_is_s
     ],
 )
 def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, level: Level, says: str) -> None:
-    at = replace(seen(), life=Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
+    at = replace(seen(), life=EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", to_wake),)))
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 5.0 * GIB), at=at)
 
@@ -363,7 +374,7 @@ def test_of_a_sleeping_engine_it_is_said_whether_it_could_wake(to_wake: int, lev
 
 
 def test_where_little_is_free_it_is_still_said_what_waking_lacks() -> None:
-    life = Life(state=EngineState.ASLEEP, to_wake=(("GPU-a", 9 * GIB),), first_rooms=(("GPU-a", 5 * GIB),))
+    life = EngineStatus(state=EngineState.ASLEEP, to_wake=(("GPU-a", 9 * GIB),), first_rooms=(("GPU-a", 5 * GIB),))
     at = replace(seen(), life=life)
 
     verdict = of("GPU 0", state(LeakState.ASLEEP), Sample(catalog.GPU_MEMORY_FREE, A_GPU, 256.0 * MIB), at=at)

@@ -6,7 +6,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import choose_encoder
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.metrics import HeadroomCollector, registry
+from vllm_headroom.expose.metrics import HeadroomCollector, build_registry
 from vllm_headroom.model import Published, Sample
 
 BUILD = ("1.2.3", "abc", "3.11.7")
@@ -17,7 +17,7 @@ def collector(published: Published | None, now: float = 107.5) -> HeadroomCollec
 
 
 def page(published: Published | None) -> str:
-    return generate_latest(registry(collector(published))).decode()
+    return generate_latest(build_registry(collector(published))).decode()
 
 
 def own_lines(text: str) -> list[str]:
@@ -50,7 +50,9 @@ def test_when_the_last_incident_was_is_there_where_there_was_one() -> None:
     published = Published(samples=(), monotonic_seconds=100.0)
     told = HeadroomCollector(lambda: published, lambda: 107.5, BUILD, lambda: 1_760_000_000.0)
 
-    assert "headroom_last_incident_timestamp_seconds 1.76e+09" in own_lines(generate_latest(registry(told)).decode())
+    assert "headroom_last_incident_timestamp_seconds 1.76e+09" in own_lines(
+        generate_latest(build_registry(told)).decode()
+    )
     assert "last_incident" not in "".join(own_lines(page(published)))
 
 
@@ -65,7 +67,7 @@ def test_openmetrics_has_the_same_series_and_ends_with_eof() -> None:
     published = Published(samples=(Sample(catalog.ENGINE_FINISHED, ("m", "0"), 9.0),), monotonic_seconds=100.0)
 
     encode, _ = choose_encoder("application/openmetrics-text; version=1.0.0")
-    text = encode(registry(collector(published))).decode()
+    text = encode(build_registry(collector(published))).decode()
 
     assert 'headroom_engine_requests_finished_total{engine="0",model_name="m"} 9.0' in text
     assert text.endswith("# EOF\n")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from vllm_headroom.expose.answers import Request, Response, text
+from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.server import Connection, Server, listen
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def test_between_two_answers_the_loop_turns() -> None:
 
     def handler(_request: Request) -> Response:
         answered_at.append(turns)
-        return text(200, "ok")
+        return respond_text(200, "ok")
 
     async def crowd() -> None:
         listener = listen("127.0.0.1", 0)
@@ -60,7 +60,7 @@ def order(*paths: str) -> list[str]:
 
     def handler(request: Request) -> Response:
         answered.append(request.path)
-        return text(200, "ok")
+        return respond_text(200, "ok")
 
     async def ask() -> None:
         server, listener = Server(handler), listen("127.0.0.1", 0)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.samples import failure, gpu, snapshot
 from vllm_headroom.expose.drawing import Curve, Point
 from vllm_headroom.expose.view import MOST_CURVES, MOST_EVENTS, MOST_GPUS, POINTS, STEP_SECONDS, History
-from vllm_headroom.model import Life, Snapshot, Verdict
+from vllm_headroom.model import EngineStatus, Snapshot, Verdict
 from vllm_headroom.vocabulary import EngineState, Level, Source
 
 DAY: Final = POINTS * STEP_SECONDS
@@ -132,7 +132,7 @@ def test_a_leak_is_one_event_however_often_its_engine_sleeps() -> None:
         (25, GOOD, EngineState.SERVING),
         (30, BAD, EngineState.SERVING),
     ):
-        made.step(replace(at(seconds), life=Life(state=state)), (verdict,), None)
+        made.step(replace(at(seconds), life=EngineStatus(state=state)), (verdict,), None)
 
     assert [event.seconds - BEGIN for event in made.events if event.text == BAD.sentence] == [5, 30]
 

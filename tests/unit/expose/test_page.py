@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.samples import engine, failure, gpu, page, snapshot
 from tests.unit.expose.views import NOW, day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.page import html, landing_page
+from vllm_headroom.expose.page import render_page, respond_html
 from vllm_headroom.expose.view import Event, History, Incident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.units import GIB
@@ -22,14 +22,14 @@ EMPTY = View(version="1.2.3", interval_seconds=5.0, history=History())
 
 
 def test_before_the_first_sample_the_page_says_so() -> None:
-    shown = landing_page(EMPTY)
+    shown = render_page(EMPTY)
 
     assert "No sample has been published yet." in shown
     assert "<title>NOT KNOWN: sidecar" in shown
 
 
 def test_what_is_known_is_shown_and_what_is_not_is_called_so() -> None:
-    shown = landing_page(
+    shown = render_page(
         view(
             [
                 Sample(catalog.GPU_INFO, (*GPU, "H100", "process"), 1.0),
@@ -50,7 +50,7 @@ def test_a_failed_source_says_its_cause() -> None:
     )
     silent = replace(snapshot(engines=failure(Source.ENGINE)), time_seconds=NOW)
 
-    shown = landing_page(view(samples, at=silent))
+    shown = render_page(view(samples, at=silent))
 
     assert "<b class=alarm>failed</b>" in shown
     assert "<td>12.5 ms</td><td>1 min 0 s before</td><td>unreachable: it failed</td>" in shown
@@ -58,7 +58,7 @@ def test_a_failed_source_says_its_cause() -> None:
 
 @pytest.mark.parametrize("leaking", [frozenset(), frozenset({0})])
 def test_free_memory_and_load_have_the_same_time_axis(leaking: frozenset[int]) -> None:
-    shown = landing_page(day(leaking=leaking))
+    shown = render_page(day(leaking=leaking))
 
     axes = re.findall(r'<div class="?(axis[ a-z]*)"?><span>([^<]*) before</span>', shown)
     assert axes == [axes[0]] * 2
@@ -66,7 +66,7 @@ def test_free_memory_and_load_have_the_same_time_axis(leaking: frozenset[int]) -
 
 
 def test_the_leak_is_the_first_thing_that_is_read() -> None:
-    shown = landing_page(day(gpus=2, leaking=frozenset({1})))
+    shown = render_page(day(gpus=2, leaking=frozenset({1})))
 
     first = shown.index("<li class=alarm>")
     assert shown.startswith("<!doctype html>")
@@ -77,7 +77,7 @@ def test_the_leak_is_the_first_thing_that_is_read() -> None:
 
 
 def test_the_forecast_is_drawn_where_there_is_one() -> None:
-    leaking, healthy = landing_page(day(leaking=frozenset({0}))), landing_page(day())
+    leaking, healthy = render_page(day(leaking=frozenset({0}))), render_page(day())
 
     assert ('class="ahead"' in leaking, 'class="edge"' in leaking) == (True, True)
     assert 'class="ahead"' not in healthy
@@ -87,7 +87,7 @@ def test_the_forecast_is_drawn_where_there_is_one() -> None:
 def test_the_first_sample_of_all_draws_a_line_across_the_figure() -> None:
     first = day(minutes=1, late=20.0)
 
-    path = re.search(r'class="line" d="M([^"]*)"', landing_page(first))
+    path = re.search(r'class="line" d="M([^"]*)"', render_page(first))
 
     assert path is not None
     assert [point.split()[0] for point in path[1].split("L")] == ["0.0", "1000.0"]
@@ -95,11 +95,11 @@ def test_the_first_sample_of_all_draws_a_line_across_the_figure() -> None:
 
 @pytest.mark.parametrize(("free", "top"), [(79.5, "80 GiB"), (10.0, "11.5 GiB")])
 def test_the_axis_ends_at_the_card(free: float, top: str) -> None:
-    assert f"<i>{top}</i>" in landing_page(day(free=free * GIB))
+    assert f"<i>{top}</i>" in render_page(day(free=free * GIB))
 
 
 def test_a_loop_that_does_not_turn_is_an_alarm_above_all() -> None:
-    shown = landing_page(day(unwell="not turned for 40 s"))
+    shown = render_page(day(unwell="not turned for 40 s"))
 
     assert "<title>ALARM: sidecar" in shown
     assert "The sidecar does not sample: not turned for 40 s" in shown
@@ -110,7 +110,7 @@ def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
     seen = day(gpus=2)
     seen.history.events = (Event(seconds=NOW - 3600, level=Level.ALARM, text="GPU 1 leaks."),)
 
-    first, second = landing_page(seen).split("<b>GPU 1</b>")
+    first, second = render_page(seen).split("<b>GPU 1</b>")
 
     assert ('class="mark"' in first, 'class="mark"' in second) == (False, True)
 
@@ -124,7 +124,7 @@ def test_an_alarm_marks_the_figure_of_its_gpu_and_no_other() -> None:
     ],
 )
 def test_a_runbook_is_linked_where_it_is_known(runbooks: str | None, link: str | None) -> None:
-    found = re.findall(r'<a href="(https[^"]*)"', landing_page(day(leaking=frozenset({0}), runbooks=runbooks)))
+    found = re.findall(r'<a href="(https[^"]*)"', render_page(day(leaking=frozenset({0}), runbooks=runbooks)))
 
     assert found == ([] if link is None else [link])
 
@@ -134,7 +134,7 @@ def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
     at, history = replace(snapshot(gpus=tuple(parts)), time_seconds=NOW), History()
     history.step(at, (), None)
     samples = [Sample(catalog.GPU_INFO, ("1", f"MIG-{part}", "H100 MIG 3g.40gb", "process"), 1.0) for part in "xy"]
-    shown = landing_page(view(samples, at=at, history=history))
+    shown = render_page(view(samples, at=at, history=history))
 
     for part in "xy":
         assert f"GPU 1 MIG-{part}: whether it leaks is not known" in shown
@@ -145,7 +145,7 @@ def test_the_parts_of_a_gpu_are_told_apart_wherever_they_are_named() -> None:
 def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
     silent = replace(snapshot(engines=page(engine(model_name="<script>\u202e"))), time_seconds=NOW)
 
-    shown = landing_page(view([Sample(catalog.ENGINE_INFO, ("<script>\u202e", "0", "vllm"), 1.0)], at=silent))
+    shown = render_page(view([Sample(catalog.ENGINE_INFO, ("<script>\u202e", "0", "vllm"), 1.0)], at=silent))
 
     assert not any(each in shown for each in ("<script>", "\u202e"))
     assert r"&lt;script&gt;\x202e / 0" in shown
@@ -153,20 +153,20 @@ def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
     last = Incident(seconds=1_760_000_000.0, what="ended", reason="gone", file="/state/<incidents>/a.jsonl")
-    page = landing_page(replace(EMPTY, last_incident=last))
+    page = render_page(replace(EMPTY, last_incident=last))
 
     assert "2025-10-09 08:53:20Z: the engine ended (gone)" in page
     assert "<code>vllm-headroom postmortem /state/&lt;incidents&gt;/a.jsonl</code>" in page
-    assert "Last incident" not in landing_page(EMPTY)
+    assert "Last incident" not in render_page(EMPTY)
 
 
 def test_a_notice_is_shown() -> None:
-    assert '<p class="notice">simulated &amp; fast</p>' in landing_page(view(notice="simulated & fast"))
+    assert '<p class="notice">simulated &amp; fast</p>' in render_page(view(notice="simulated & fast"))
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 16])
 def test_a_day_of_many_gpus_is_a_small_page(gpus: int) -> None:
-    assert len(landing_page(day(gpus=gpus, leaking=frozenset({0}))).encode()) <= 60_000
+    assert len(render_page(day(gpus=gpus, leaking=frozenset({0}))).encode()) <= 60_000
 
 
 def test_every_element_is_closed() -> None:
@@ -184,14 +184,14 @@ def test_every_element_is_closed() -> None:
             assert self.open.pop() == tag
 
     parser = Balance()
-    parser.feed(landing_page(day(leaking=frozenset({0}))))
+    parser.feed(render_page(day(leaking=frozenset({0}))))
 
     assert parser.open == []
 
 
 def test_the_page_may_load_nothing_and_runs_nothing() -> None:
-    shown = landing_page(day())
-    policy = dict(html(shown).headers)["Content-Security-Policy"]
+    shown = render_page(day())
+    policy = dict(respond_html(shown).headers)["Content-Security-Policy"]
 
     assert "default-src 'none'" in policy
     assert "script" not in shown

@@ -14,9 +14,9 @@ import pytest
 import uvloop
 
 from vllm_headroom import catalog
-from vllm_headroom.expose.answers import Request, Response, application, text
+from vllm_headroom.expose.answers import Request, Response, build_application, respond_text
 from vllm_headroom.expose.metrics import HeadroomCollector, MetricsPage
-from vllm_headroom.expose.page import html
+from vllm_headroom.expose.page import respond_html
 from vllm_headroom.expose.server import Server, listen
 from vllm_headroom.model import Published, Sample
 
@@ -34,10 +34,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 async def served(problem: str | None = None, *, ready: bool = True) -> AsyncIterator[httpx.AsyncClient]:
     sample = Sample(catalog.ENGINE_RUNNING, ("m", "0"), 7.0)
     published = Published(samples=(sample,), monotonic_seconds=100.0)
-    handler = application(
+    handler = build_application(
         metrics=MetricsPage(HeadroomCollector(lambda: published, lambda: 107.5, ("1.2.3", "abc", "3.11.7"))),
-        page=lambda _: html("<p>hello</p>"),
-        snapshot=lambda _: text(200, "{}"),
+        page=lambda _: respond_html("<p>hello</p>"),
+        snapshot=lambda _: respond_text(200, "{}"),
         unhealthy=lambda: problem,
         ready=lambda: ready,
     )

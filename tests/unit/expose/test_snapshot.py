@@ -12,14 +12,14 @@ from tests.assets.console import ROOT
 from tests.samples import A_GPU, failure, snapshot
 from tests.unit.expose.views import day, view
 from vllm_headroom import catalog
-from vllm_headroom.expose.snapshot import document, snapshot_json
+from vllm_headroom.expose.snapshot import build_document, respond_snapshot
 from vllm_headroom.expose.view import History, Incident, View
 from vllm_headroom.model import Sample
 from vllm_headroom.vocabulary import LeakState, Source
 
 
 def test_what_is_not_known_is_null_and_never_0() -> None:
-    (gpu,) = document(view([Sample(catalog.GPU_UP, A_GPU, 1.0)]))["gpus"]
+    (gpu,) = build_document(view([Sample(catalog.GPU_UP, A_GPU, 1.0)]))["gpus"]
 
     assert (gpu["gpu"], gpu["uuid"], gpu["up"]) == (*A_GPU, 1.0)
     assert gpu["time_to_oom_seconds"] is None
@@ -27,7 +27,7 @@ def test_what_is_not_known_is_null_and_never_0() -> None:
 
 
 def test_states_labels_and_families_have_their_forms() -> None:
-    shown = document(
+    shown = build_document(
         view(
             [
                 Sample(catalog.LEAK_STATE, (*A_GPU, LeakState.STABLE), 1.0),
@@ -49,7 +49,7 @@ def test_states_labels_and_families_have_their_forms() -> None:
 
 
 def test_a_failure_is_among_the_problems() -> None:
-    shown = document(view(at=snapshot(engines=failure(Source.ENGINE))))
+    shown = build_document(view(at=snapshot(engines=failure(Source.ENGINE))))
 
     assert shown["problems"] == [{"source": "engine", "reason": "unreachable", "message": "it failed"}]
 
@@ -57,7 +57,7 @@ def test_a_failure_is_among_the_problems() -> None:
 def test_the_last_incident_is_told_with_its_command() -> None:
     last = Incident(seconds=5.0, what="stalled", reason=None, file="/state/a.jsonl")
     schema: dict[str, Any] = json.loads((ROOT / "docs" / "snapshot.schema.json").read_text())
-    shown = document(replace(view(), last_incident=last))
+    shown = build_document(replace(view(), last_incident=last))
 
     assert shown["last_incident"] == {
         "t": 5.0,
@@ -67,18 +67,18 @@ def test_the_last_incident_is_told_with_its_command() -> None:
         "command": "vllm-headroom postmortem /state/a.jsonl",
     }
     jsonschema.validate(json.loads(json.dumps(shown)), schema)
-    assert document(view())["last_incident"] is None
+    assert build_document(view())["last_incident"] is None
 
 
 def test_before_the_first_sample_all_is_unknown() -> None:
-    shown = document(View(version="1", interval_seconds=5.0, history=History()))
+    shown = build_document(View(version="1", interval_seconds=5.0, history=History()))
 
     assert (shown["t"], shown["age_seconds"], shown["gpus"], shown["level"]) == (None, None, [], "unknown")
 
 
 def test_the_documented_schema_is_the_documents() -> None:
     schema: dict[str, Any] = json.loads((ROOT / "docs" / "snapshot.schema.json").read_text())
-    shown = json.loads(snapshot_json(day(gpus=2, leaking=frozenset({0}))).body)
+    shown = json.loads(respond_snapshot(day(gpus=2, leaking=frozenset({0}))).body)
 
     jsonschema.validate(shown, schema)
     assert set(schema["properties"]) == set(shown)

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.verdicts import verdicts
+from vllm_headroom.derive.verdicts import judge_snapshot
 from vllm_headroom.expose.view import History, View
-from vllm_headroom.model import Gpu, Life, Sample, Snapshot, Values
+from vllm_headroom.model import EngineStatus, Gpu, Sample, Snapshot, Values
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, LeakState
 
@@ -32,7 +32,7 @@ def view(
         history=history or History(),
         snapshot=seen,
         values=Values(made),
-        verdicts=verdicts(seen, Values(made)),
+        verdicts=judge_snapshot(seen, Values(made)),
         **known,
     )
 
@@ -58,7 +58,7 @@ def day(
         lost = 6e6 * minute
         seen = tuple(device(index, free - (lost if index in leaking else 0.0)) for index in range(gpus))
         time = NOW + late - 60.0 * (minutes - 1 - minute)
-        at = replace(snapshot(gpus=seen), time_seconds=time, life=Life(state=EngineState.SERVING))
+        at = replace(snapshot(gpus=seen), time_seconds=time, life=EngineStatus(state=EngineState.SERVING))
         history.step(at, (), float(minute % 50))
     return view(_samples(seen, leaking), at=at, history=history, **known)
 

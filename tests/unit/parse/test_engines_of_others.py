@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_headroom.model import EnginePage, EngineReading
-from vllm_headroom.parse.engines import nothing_found, parse_engines
+from vllm_headroom.parse.engines import explain_empty_page, parse_engines
 from vllm_headroom.parse.profiles import PROFILES
 
 SGLANG = 'model_name="m",engine_type="unified",tp_rank="0",pp_rank="0",moe_ep_rank="0"'
@@ -116,7 +116,7 @@ def test_what_was_looked_for_is_told_with_what_makes_the_engine_tell_it() -> Non
     assert isinstance(unknown, EnginePage)
     assert isinstance(forced, EnginePage)
     for each in PROFILES:
-        assert f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" in nothing_found(unknown)
-    assert "docs/engines.md" in nothing_found(unknown)
-    assert "Looked for TensorRT-LLM (trtllm_; /prometheus/metrics, with return_perf" in nothing_found(forced)
-    assert "vLLM (" not in nothing_found(forced)
+        assert f"{each.product} ({' '.join(each.prefixes)}; {each.path}, {each.switch})" in explain_empty_page(unknown)
+    assert "docs/engines.md" in explain_empty_page(unknown)
+    assert "Looked for TensorRT-LLM (trtllm_; /prometheus/metrics, with return_perf" in explain_empty_page(forced)
+    assert "vLLM (" not in explain_empty_page(forced)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.model import Failure
-from vllm_headroom.parse.exposition import page_failure, wanted_samples
+from vllm_headroom.parse.exposition import check_page, parse_samples
 from vllm_headroom.vocabulary import Reason, Source
 
 WANTED = "vllm:(?:num_requests_running|cache_config_info)|process_start_time_seconds"
@@ -21,7 +21,7 @@ WANTED = "vllm:(?:num_requests_running|cache_config_info)|process_start_time_sec
     ],
 )
 def test_a_page_without_a_line_of_metrics_is_quoted_in_the_failure(page: str, quoted: str) -> None:
-    assert page_failure(page) == Failure(
+    assert check_page(page) == Failure(
         source=Source.ENGINE,
         reason=Reason.NOT_METRICS,
         message=f"The engine's page is not metrics, it starts with {quoted}: "
@@ -30,7 +30,7 @@ def test_a_page_without_a_line_of_metrics_is_quoted_in_the_failure(page: str, qu
 
 
 def test_a_long_foreign_page_is_quoted_in_part() -> None:
-    failure = page_failure("<html>" + "x" * 10_000)
+    failure = check_page("<html>" + "x" * 10_000)
 
     assert failure is not None
     assert f"'<html>{'x' * 54}…'" in failure.message
@@ -38,7 +38,7 @@ def test_a_long_foreign_page_is_quoted_in_part() -> None:
 
 @pytest.mark.parametrize("page", ["", "\n", " \n\n"])
 def test_an_empty_page_is_no_failure(page: str) -> None:
-    assert page_failure(page) is None
+    assert check_page(page) is None
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_an_empty_page_is_no_failure(page: str) -> None:
     ],
 )
 def test_one_line_of_metrics_makes_a_page(line: str) -> None:
-    assert page_failure(f"\n{line}\n") is None
+    assert check_page(f"\n{line}\n") is None
 
 
 def test_a_page_whose_last_line_does_not_end_is_cut_off() -> None:
-    assert page_failure('# TYPE up gauge\nup 1\nvllm:num_requests_running{engine="0",mod') == Failure(
+    assert check_page('# TYPE up gauge\nup 1\nvllm:num_requests_running{engine="0",mod') == Failure(
         source=Source.ENGINE,
         reason=Reason.INCOMPLETE,
         message="The engine's page is cut off, it ends with 'vllm:num_requests_running{engine=\"0\",mod': "
@@ -70,7 +70,7 @@ def test_a_page_whose_last_line_does_not_end_is_cut_off() -> None:
 
 
 def test_the_end_mark_of_openmetrics_ends_a_page_without_a_line_feed() -> None:
-    assert page_failure("up 1\n# EOF") is None
+    assert check_page("up 1\n# EOF") is None
 
 
 def test_only_samples_of_the_wanted_names_come_out() -> None:
@@ -84,7 +84,7 @@ def test_only_samples_of_the_wanted_names_come_out() -> None:
         'not_vllm:num_requests_running{model_name="m"} 5.0\n'
         'other{text="vllm:num_requests_running 6"} 6.0\n'
     )
-    samples = wanted_samples(page, WANTED)
+    samples = parse_samples(page, WANTED)
 
     assert not isinstance(samples, Failure)
     assert [(sample.name, sample.labels, sample.value) for sample in samples] == [
@@ -94,7 +94,7 @@ def test_only_samples_of_the_wanted_names_come_out() -> None:
 
 
 def test_labels_with_escapes_braces_and_commas_are_read_right() -> None:
-    samples = wanted_samples('vllm:num_requests_running{model_name="a\\"b\\\\c\\n,}{"} 1 1700000000000\n', WANTED)
+    samples = parse_samples('vllm:num_requests_running{model_name="a\\"b\\\\c\\n,}{"} 1 1700000000000\n', WANTED)
 
     assert not isinstance(samples, Failure)
     assert [(sample.labels, sample.value) for sample in samples] == [({"model_name": 'a"b\\c\n,}{'}, 1.0)]
@@ -110,7 +110,7 @@ def test_labels_with_escapes_braces_and_commas_are_read_right() -> None:
     ],
 )
 def test_a_wanted_line_that_cannot_be_parsed_is_quoted_in_the_failure(line: str) -> None:
-    assert wanted_samples(f"up 1\nprocess_start_time_seconds 5.0\n{line}\n", WANTED) == Failure(
+    assert parse_samples(f"up 1\nprocess_start_time_seconds 5.0\n{line}\n", WANTED) == Failure(
         source=Source.ENGINE,
         reason=Reason.MALFORMED,
         message=f"The engine's page has a line that is not Prometheus text, {line!r}: "
@@ -119,7 +119,7 @@ def test_a_wanted_line_that_cannot_be_parsed_is_quoted_in_the_failure(line: str)
 
 
 def test_an_unwanted_line_that_cannot_be_parsed_does_no_harm() -> None:
-    samples = wanted_samples("broken{ x\nprocess_start_time_seconds 5.0\n", WANTED)
+    samples = parse_samples("broken{ x\nprocess_start_time_seconds 5.0\n", WANTED)
 
     assert not isinstance(samples, Failure)
     assert [sample.value for sample in samples] == [5.0]
@@ -128,8 +128,8 @@ def test_an_unwanted_line_that_cannot_be_parsed_does_no_harm() -> None:
 @pytest.mark.parametrize("length", [1, 10_000])
 def test_a_line_that_comes_again_is_read_alike(length: int) -> None:
     page = f'vllm:num_requests_running{{model_name="{"m" * length}"}} 1\n'
-    first = wanted_samples(page, WANTED)
+    first = parse_samples(page, WANTED)
 
     assert not isinstance(first, Failure)
-    assert first == wanted_samples(page, WANTED)
+    assert first == parse_samples(page, WANTED)
     assert [(sample.labels, sample.value) for sample in first] == [({"model_name": "m" * length}, 1.0)]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from vllm_headroom_tools.openai import Model, error_of, first_model, json_object, server_version
+from vllm_headroom_tools.openai import Model, find_error, parse_first_model, parse_object, parse_server_version
 
 DEEP = "[" * 100_000
 
@@ -23,19 +23,19 @@ DEEP = "[" * 100_000
     ],
 )
 def test_the_first_model_is_found_where_one_is_listed(listed: object, model: Model | None) -> None:
-    assert first_model(json.dumps(listed)) == model
+    assert parse_first_model(json.dumps(listed)) == model
 
 
 @pytest.mark.parametrize("text", ["", "<html>", DEEP, "[1]", "null", '{"data": NaN}', '{"data": 1e999}'])
 def test_what_is_no_object_says_nothing(text: str) -> None:
-    assert json_object(text) == {}
-    assert first_model(text) is None
-    assert server_version(text) is None
+    assert parse_object(text) == {}
+    assert parse_first_model(text) is None
+    assert parse_server_version(text) is None
 
 
 @pytest.mark.parametrize(("said", "version"), [({"version": "0.11.2"}, "0.11.2"), ({"version": 3}, None), ({}, None)])
 def test_a_version_is_a_text(said: object, version: str | None) -> None:
-    assert server_version(json.dumps(said)) == version
+    assert parse_server_version(json.dumps(said)) == version
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_a_version_is_a_text(said: object, version: str | None) -> None:
     ],
 )
 def test_an_error_is_its_message(said: dict[str, object], error: str | None) -> None:
-    assert error_of(said) == error
+    assert find_error(said) == error

@@ -16,7 +16,7 @@ from tests.fakes.inside.vllm.device_allocator import cumem
 from tests.fakes.inside.vllm.device_allocator.cumem import AllocationData, CuMemAllocator
 from tests.fakes.inside.vllm.engine import config
 from tests.fakes.inside.vllm.worker import WorkerBase
-from vllm_headroom_probe.gpu import Gpu, may_ask_torch
+from vllm_headroom_probe.gpu import WorkerGpu, can_ask_torch
 
 GIB: Final = 1 << 30
 
@@ -46,7 +46,7 @@ def worker() -> Any:
 
 
 def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:
-    gpu = Gpu()
+    gpu = WorkerGpu()
 
     assert gpu.device(worker) == {
         "uuid": f"GPU-{cuda.UUID}",
@@ -72,13 +72,13 @@ def test_the_workers_own_device_is_asked_by_its_index(worker: Any) -> None:
 def test_before_cuda_is_initialised_and_without_a_worker_nothing_is_asked(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Gpu().device(None) is None
-    assert Gpu().parts(None) is None
+    assert WorkerGpu().device(None) is None
+    assert WorkerGpu().parts(None) is None
     monkeypatch.setattr(cuda, "_initialized", False)
-    assert Gpu().device(worker) is None
+    assert WorkerGpu().device(worker) is None
 
     monkeypatch.delitem(sys.modules, "torch")
-    assert Gpu().device(worker) is None
+    assert WorkerGpu().device(worker) is None
     assert cuda.asked == []
 
 
@@ -100,11 +100,11 @@ def has_no_settings(worker: Any) -> None:
 
 @pytest.mark.parametrize("why", [asks_for_sleep, asks_for_cumem, has_a_pool, has_no_settings])
 def test_torch_is_never_asked_where_its_allocator_may_wait_for_python(worker: Any, why: Callable[[Any], None]) -> None:
-    assert may_ask_torch(worker)
+    assert can_ask_torch(worker)
     why(worker)
-    gpu = Gpu()
+    gpu = WorkerGpu()
 
-    assert not may_ask_torch(worker)
+    assert not can_ask_torch(worker)
     assert gpu.device(worker) == {"uuid": f"GPU-{cuda.UUID}", "total": 80 * GIB}
     parts = gpu.parts(worker)
     assert parts is not None
@@ -118,13 +118,13 @@ def test_a_pool_that_sleeps_is_told_by_tag_from_vllms_own_books(worker: Any) -> 
     for pointer, (size, tag) in enumerate([(10, "weights"), (4, "weights"), (30, "kv_cache"), (5, "runtime")]):
         pool.pointer_to_data[pointer] = AllocationData((0, size * GIB, pointer, 0), tag)
 
-    awake = Gpu().parts(worker)
+    awake = WorkerGpu().parts(worker)
     assert awake is not None
     assert awake["asleep"] is False
     assert awake["pool"] == {"weights": 14 * GIB, "kv_cache": 30 * GIB, "runtime": 5 * GIB}
 
     pool.pointer_to_data[0].is_asleep = pool.pointer_to_data[2].is_asleep = True
-    asleep = Gpu().parts(worker)
+    asleep = WorkerGpu().parts(worker)
     assert asleep is not None
     assert asleep["asleep"] is True
     assert asleep["pool"] == {"weights": 4 * GIB, "kv_cache": 0, "runtime": 5 * GIB}
@@ -134,7 +134,7 @@ def test_a_pool_that_does_not_mark_its_sleep_says_nothing(worker: Any) -> None:
     CuMemAllocator.instance = CuMemAllocator()
     CuMemAllocator.instance.pointer_to_data[0] = SimpleNamespace(handle=(0, GIB, 0, 0), tag="weights")  # type: ignore[assignment]
 
-    parts = Gpu().parts(worker)
+    parts = WorkerGpu().parts(worker)
 
     assert parts is not None
     assert not {"asleep", "pool"} & set(parts)
@@ -148,7 +148,7 @@ def test_the_uuid_is_written_as_nvml_has_it(
 ) -> None:
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", visible)
 
-    found = Gpu().device(worker)
+    found = WorkerGpu().device(worker)
     assert found is not None
     assert found["uuid"] == uuid
 
@@ -157,14 +157,14 @@ def test_the_uuid_of_an_amd_card_is_its_id(worker: Any, monkeypatch: pytest.Monk
     """HIP writes the id's digits as the bytes of a UUID, which torch prints as hexadecimal."""
     monkeypatch.setattr(cuda, "UUID", UUID(bytes=b"fc1d2a3b4c5d6e7f"))
 
-    found = Gpu().device(worker)
+    found = WorkerGpu().device(worker)
     assert found is not None
     assert found["uuid"] == "GPU-fc1d2a3b4c5d6e7f"
 
 
 def test_figures_that_a_torch_does_not_have_are_absent(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "STATS", {"allocated_bytes": cuda.STATS["allocated_bytes"]})
-    gpu = Gpu()
+    gpu = WorkerGpu()
 
     found = gpu.device(worker)
     assert found is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom_probe.host import host
+from vllm_headroom_probe.host import read_host
 
 
 def tree(root: Path, files: dict[str, str]) -> str:
@@ -47,7 +47,7 @@ def test_what_counts_and_what_the_kernel_takes_back(
 ) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": line + "\n", **{folder + name: text for name, text in files.items()}})
 
-    assert host(root)["cgroup"] == {"used": 5000, "limit": 9000, "file": 1100, "oom_kills": 1}
+    assert read_host(root)["cgroup"] == {"used": 5000, "limit": 9000, "file": 1100, "oom_kills": 1}
 
 
 @pytest.mark.parametrize(
@@ -60,21 +60,21 @@ def test_what_counts_and_what_the_kernel_takes_back(
 def test_no_limit_is_no_number(tmp_path: Path, line: str, folder: str, files: dict[str, str]) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": line + "\n", **{folder + name: text for name, text in files.items()}})
 
-    assert host(root)["cgroup"]["limit"] is None
+    assert read_host(root)["cgroup"]["limit"] is None
 
 
 def test_the_root_cgroup_has_no_memory_of_its_own(tmp_path: Path) -> None:
-    assert host(tree(tmp_path, {"proc/self/cgroup": "0::/\n"})) == {"cgroup": None, "shm": None}
+    assert read_host(tree(tmp_path, {"proc/self/cgroup": "0::/\n"})) == {"cgroup": None, "shm": None}
 
 
 def test_files_that_are_missing_are_unknown(tmp_path: Path) -> None:
     root = tree(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.current": "5\n"})
 
-    assert host(root)["cgroup"] == {"used": 5, "limit": None, "file": None, "oom_kills": None}
+    assert read_host(root)["cgroup"] == {"used": 5, "limit": None, "file": None, "oom_kills": None}
 
 
 def test_shared_memory_is_what_statvfs_says() -> None:
-    found, said = host()["shm"], os.statvfs("/dev/shm")  # noqa: S108
+    found, said = read_host()["shm"], os.statvfs("/dev/shm")  # noqa: S108
 
     assert found["limit"] == said.f_blocks * said.f_frsize
     assert 0 <= found["used"] <= found["limit"]

@@ -14,7 +14,7 @@ import pytest
 
 from vllm_headroom_probe import folder as probes_folder
 from vllm_headroom_probe.folder import prune, replace
-from vllm_headroom_probe.record import Record
+from vllm_headroom_probe.record import Recording
 
 NAME = "7-1000.json"
 OTHERS = ("config.json", "7-1000.json.bak", "a-1.json", "7-1000.records.json", "tokens.tmp", ".cache.json.tmp")
@@ -111,7 +111,7 @@ def test_what_is_no_request_is_neither_waited_for_nor_followed_nor_kept_open(
 ) -> None:
     put(folder / "record.json")
     opened = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - counts what is open
-    Record(str(folder)).tick("7-1", "worker", None)
+    Recording(str(folder)).tick("7-1", "worker", None)
 
     assert not tracemalloc.is_tracing()
     assert len(os.listdir("/proc/self/fd")) == opened  # noqa: PTH208
@@ -120,7 +120,7 @@ def test_what_is_no_request_is_neither_waited_for_nor_followed_nor_kept_open(
 @pytest.mark.parametrize("until", [float("inf"), 1e300, 10**400])
 def test_a_request_without_end_ends_within_an_hour(folder: Path, until: float) -> None:
     (folder / "record.json").write_text(request(until=until))
-    record = Record(str(folder))
+    record = Recording(str(folder))
     record.tick("7-1", "worker", None)
     began = time.time()
 
@@ -132,7 +132,7 @@ def test_a_request_without_end_ends_within_an_hour(folder: Path, until: float) -
 
 
 def test_requests_upon_requests_end_the_one_before(folder: Path) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     for number in range(3):
         (folder / "record.json").write_text(request(id=f"r{number}" + "x" * 1000))
         record.tick("7-1", "worker", None)

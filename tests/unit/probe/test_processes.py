@@ -16,7 +16,7 @@ from tests.process import eventually
 from tests.unit.probe.running import INSIDE, vllm
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.proc import files as proc
-from vllm_headroom.scrape.proc.host import boot_time_seconds
+from vllm_headroom.scrape.proc.host import read_boot_time
 from vllm_headroom.vocabulary import Role
 from vllm_headroom_tools.probe import install
 
@@ -72,9 +72,9 @@ def test_a_report_names_its_process_as_the_sidecar_finds_it(site: Path, folder: 
     with vllm(site, folder) as running:
         core = running.reports_of("EngineCore")["EngineCore"]
 
-        entry = proc.entry(Path("/proc"), core["pid"])
+        entry = proc.read_entry(Path("/proc"), core["pid"])
         assert entry is not None
-        assert core["started_at"] == pytest.approx(boot_time_seconds(Path("/proc")) + entry.started_seconds)
+        assert core["started_at"] == pytest.approx(read_boot_time(Path("/proc")) + entry.started_seconds)
         assert core["started_since_boot"] == entry.started_seconds
         assert core["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         assert (folder / f"{core['pid']}-{int(core['started_at'])}.json").exists()

@@ -18,7 +18,7 @@ from tests.fakes.inside.torch import cuda
 from tests.fakes.inside.vllm.engine import config
 from tests.fakes.inside.vllm.worker import WorkerBase
 from vllm_headroom_probe import record as recording
-from vllm_headroom_probe.record import Record
+from vllm_headroom_probe.record import Recording
 
 Document = dict[str, Any]
 
@@ -42,11 +42,11 @@ def ask(folder: Path, seconds: float, **changes: Any) -> None:
     (folder / "record.json").write_text(json.dumps(request))
 
 
-def look(record: Record, worker: object = None) -> None:
+def look(record: Recording, worker: object = None) -> None:
     record.tick("7-1", "worker", worker)
 
 
-def end(record: Record, worker: object = None) -> Document:
+def end(record: Recording, worker: object = None) -> Document:
     """Let the time of the recording be over, and return the answer."""
     record._asked["until"] = 1.0
     look(record, worker)
@@ -55,7 +55,7 @@ def end(record: Record, worker: object = None) -> Document:
 
 
 def test_what_is_kept_is_found_and_what_is_freed_is_not(folder: Path) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 60)
     look(record)
     kept = [bytearray(100_000) for _ in range(20)]
@@ -92,7 +92,7 @@ def test_of_gpu_memory_the_stacks_of_what_is_allocated_still(
     monkeypatch.setattr(
         cuda.memory, "_snapshot", lambda: {"segments": [{"blocks": blocks[:3]}, {"blocks": blocks[3:]}]}
     )
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 60, host=False)
     look(record, worker)
     answer = end(record, worker)
@@ -106,7 +106,7 @@ def test_of_gpu_memory_the_stacks_of_what_is_allocated_still(
 
 def test_where_vllm_may_sleep_torchs_history_is_never_touched(folder: Path, worker: Any) -> None:
     worker.vllm_config.model_config.enable_sleep_mode = True
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 60)
     look(record, worker)
     answer = end(record, worker)
@@ -116,7 +116,7 @@ def test_where_vllm_may_sleep_torchs_history_is_never_touched(folder: Path, work
 
 
 def test_a_recording_that_is_another_programs_is_left_alone(folder: Path) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     tracemalloc.start()
     try:
         ask(folder, 60)
@@ -129,7 +129,7 @@ def test_a_recording_that_is_another_programs_is_left_alone(folder: Path) -> Non
 
 
 def test_it_ends_when_the_request_is_gone_or_nobody_waits(folder: Path) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 60)
     look(record)
     assert tracemalloc.is_tracing()
@@ -149,7 +149,7 @@ def test_it_ends_when_the_request_is_gone_or_nobody_waits(folder: Path) -> None:
 
 def test_it_ends_before_it_costs_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MOST_MEMORY_BYTES", 1 << 20)
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 3600)
     look(record)
     kept = [bytearray(1) for _ in range(30_000)]
@@ -162,7 +162,7 @@ def test_it_ends_before_it_costs_too_much(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_no_recording_is_longer_than_an_hour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 1e9)
     look(record)
     monkeypatch.setattr(recording, "LONGEST_SECONDS", 0)
@@ -186,11 +186,11 @@ def test_no_recording_is_longer_than_an_hour(folder: Path, monkeypatch: pytest.M
 )
 def test_a_request_that_is_none_begins_nothing(folder: Path, request_: bytes) -> None:
     (folder / "record.json").write_bytes(request_)
-    look(Record(str(folder)))
+    look(Recording(str(folder)))
 
 
 def test_it_ends_with_its_probe(folder: Path) -> None:
-    record = Record(str(folder))
+    record = Recording(str(folder))
     ask(folder, 60)
     look(record)
     assert tracemalloc.is_tracing()

@@ -94,7 +94,7 @@ def test_nothing_waits_for_a_probe_that_has_stopped(running: Probe, monkeypatch:
     monkeypatch.setattr(probe, "OOM_SECONDS", 3600.0)
     running._stop("a test")
 
-    running.saw_oom(1, 2, 3, 4)
+    running.note_oom(1, 2, 3, 4)
 
 
 def test_the_observer_is_attached_when_vllm_initialises_cuda_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:

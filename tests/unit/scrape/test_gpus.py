@@ -171,7 +171,7 @@ def test_alone_the_processors_own_is_the_gpu(sys: AmdTree, proc: ProcTree) -> No
     (gpu,) = run(sys, proc, devices)
 
     assert gpu.memory is not None
-    assert gpu.memory.unified
+    assert gpu.memory.is_unified
 
 
 def test_a_lost_card_stays_listed_beside_others(nvml: FakeNvml, sys: AmdTree, proc: ProcTree) -> None:

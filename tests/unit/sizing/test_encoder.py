@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from tests.unit.sizing.encoders import CONFIGS, TOLD, TRUTH
 from tests.unit.sizing.models import CHECKED, FOLDER, config_text, model
-from vllm_headroom_tools.sizing.encoder import Encoder, encoder
-from vllm_headroom_tools.sizing.estimate import FORWARD_HIGH, activations
+from vllm_headroom_tools.sizing.encoder import Encoder, parse_encoder
+from vllm_headroom_tools.sizing.estimate import FORWARD_HIGH, estimate_activations
 from vllm_headroom_tools.sizing.footprint import ModelShape
 from vllm_headroom_tools.sizing.model_config import read_model
 from vllm_headroom_tools.sizing.question import Question
@@ -23,7 +23,7 @@ RECORDED: dict[str, list[list[Any]]] = json.loads(TRUTH.read_text())
 def test_every_configuration_with_an_encoder_is_compared_or_not_known() -> None:
     """Of those in the folders only Kimi's, whose images are cut by code that comes with its checkpoints."""
     texts = {path.stem: json.loads(path.read_text()) for folder in (FOLDER, CHECKED) for path in folder.glob("*.json")}
-    with_one = {name for name, config in texts.items() if encoder(config)}
+    with_one = {name for name, config in texts.items() if parse_encoder(config)}
 
     assert RECORDED.keys() == CONFIGS.keys()
     assert with_one - RECORDED.keys() == {"kimi-k2.5", "kimi-k3"}
@@ -32,7 +32,7 @@ def test_every_configuration_with_an_encoder_is_compared_or_not_known() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("case", range(len(TOLD)))
 def test_as_many_items_are_profiled_of_the_size_that_vllm_says(name: str, case: int) -> None:
-    found = encoder(CONFIGS[name])
+    found = parse_encoder(CONFIGS[name])
     asked = Question(shape=replace(model("tiny"), encoder=found), **TOLD[case])
     _, tokens, items = RECORDED[name][case]
 
@@ -44,7 +44,7 @@ def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batc
     told: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_num_seqs": 1, "max_model_len": 32768}
     shape = model("qwen3-vl-8b-instruct")
     seen, blind = Question(shape=shape, **told), Question(shape=replace(shape, encoder=None), **told)
-    image, text = activations(seen), activations(blind)
+    image, text = estimate_activations(seen), estimate_activations(blind)
     assert image is not None
     assert text is not None
     patches, hidden, width = 4 * 16384, 1152, 4 * 1152  # the file leaves the width out
@@ -57,7 +57,7 @@ def test_the_profiling_holds_the_largest_image_and_then_its_tokens_beside_a_batc
 def test_a_patch_is_spread_over_gpus_at_the_low_end_alone() -> None:
     shape = model("gemma-3-27b-it", vocab_size=1, hidden_size=64)
     one, four = (
-        activations(Question(shape=shape, max_num_seqs=1, max_model_len=4096, tensor_parallel_size=ranks))
+        estimate_activations(Question(shape=shape, max_num_seqs=1, max_model_len=4096, tensor_parallel_size=ranks))
         for ranks in (1, 4)
     )
     assert one is not None
@@ -91,8 +91,8 @@ def test_an_image_that_is_allowed_less_takes_less(tmp_path: Path) -> None:
     ],
 )
 def test_what_nobody_has_looked_up_is_not_known(config: dict[str, Any]) -> None:
-    assert encoder(config) == Encoder(parameters=None, largest=None)
+    assert parse_encoder(config) == Encoder(parameters=None, largest=None)
 
 
 def test_a_model_of_text_has_none() -> None:
-    assert encoder({"model_type": "qwen3", "hidden_size": 4096}) is None
+    assert parse_encoder({"model_type": "qwen3", "hidden_size": 4096}) is None

@@ -13,10 +13,10 @@ from tests.unit.sizing.models import model
 from vllm_headroom_tools.sizing.footprint import (
     KV_DTYPES,
     ModelShape,
-    bytes_per_token,
-    engine_bytes_per_token,
-    model_bytes,
-    weights_bytes,
+    count_bytes_per_token,
+    count_engine_bytes_per_token,
+    count_model_bytes,
+    count_weights_bytes,
 )
 from vllm_headroom_tools.sizing.layers import KvHeads
 
@@ -50,7 +50,7 @@ plain = st.builds(
     ],
 )
 def test_bytes_per_token_of_public_models(name: str, expected: int) -> None:
-    assert bytes_per_token(model(name)) == expected
+    assert count_bytes_per_token(model(name)) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_bytes_per_token_of_public_models(name: str, expected: int) -> None:
     ],
 )
 def test_the_caches_dtype_counts_and_one_that_is_not_known_is_not_guessed(dtype: str, expected: int | None) -> None:
-    assert bytes_per_token(model("llama-3.1-70b"), kv_dtype=dtype) == expected
+    assert count_bytes_per_token(model("llama-3.1-70b"), kv_dtype=dtype) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_the_caches_dtype_counts_and_one_that_is_not_known_is_not_guessed(dtype:
 def test_tensor_parallelism_divides_heads_and_repeats_what_it_cannot_divide(
     name: str, ranks: int, expected: int
 ) -> None:
-    assert bytes_per_token(model(name), tensor_parallel=ranks) == expected
+    assert count_bytes_per_token(model(name), tensor_parallel=ranks) == expected
 
 
 def test_pipeline_parallelism_divides_layers_and_the_fullest_stage_counts() -> None:
-    assert bytes_per_token(model("llama-3.1-70b"), pipeline_parallel=3) == 27 * 4_096
+    assert count_bytes_per_token(model("llama-3.1-70b"), pipeline_parallel=3) == 27 * 4_096
 
 
 @settings(deadline=None)
 @given(shape=plain, ranks=sizes, stages=sizes, dtype=st.sampled_from(["auto", *KV_DTYPES]))
 def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks: int, stages: int, dtype: str) -> None:
-    whole = bytes_per_token(shape, kv_dtype=dtype) or 0
-    one = bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
+    whole = count_bytes_per_token(shape, kv_dtype=dtype) or 0
+    one = count_bytes_per_token(shape, kv_dtype=dtype, tensor_parallel=ranks, pipeline_parallel=stages) or 0
 
     assert 0 < one <= whole
     if shape.heads.count % ranks == 0 or ranks > shape.heads.count:
@@ -104,11 +104,11 @@ def test_all_ranks_together_hold_a_token_at_least_once(shape: ModelShape, ranks:
 @settings(deadline=None)
 @given(shape=plain, ranks=st.sampled_from([1, 2, 4, 8]))
 def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks: int) -> None:
-    one = bytes_per_token(shape, tensor_parallel=ranks) or 0
+    one = count_bytes_per_token(shape, tensor_parallel=ranks) or 0
     more = replace(shape, heads=replace(shape.heads, count=shape.heads.count + ranks))
 
-    assert (bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks) or 0) > one
-    assert (bytes_per_token(more, tensor_parallel=ranks) or 0) >= one
+    assert (count_bytes_per_token(replace(shape, full_layers=shape.full_layers + 1), tensor_parallel=ranks) or 0) > one
+    assert (count_bytes_per_token(more, tensor_parallel=ranks) or 0) >= one
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_bytes_per_token_grow_with_every_layer_and_head(shape: ModelShape, ranks
 def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
     name: str, gpus: int | None, dtype: str, expected: int | None
 ) -> None:
-    assert engine_bytes_per_token(model(name), dtype, gpus) == expected
+    assert count_engine_bytes_per_token(model(name), dtype, gpus) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,30 +148,30 @@ def test_an_engines_bytes_per_token_are_told_only_where_they_are_certain(
     ],
 )
 def test_weights_of_public_models(name: str, gigabytes: float) -> None:
-    assert (model_bytes(model(name)) or 0) / 1e9 == pytest.approx(gigabytes, rel=0.001)
+    assert (count_model_bytes(model(name)) or 0) / 1e9 == pytest.approx(gigabytes, rel=0.001)
 
 
 def test_weights_that_cannot_be_counted_are_not_known_and_can_be_said() -> None:
     shape = replace(model("nemotron-nano-9b-v2"), parameters=None)
 
-    assert model_bytes(shape) is None
-    assert weights_bytes(shape) is None
-    assert model_bytes(shape, parameters=8_888_227_328) == 2 * 8_888_227_328
-    assert model_bytes(replace(shape, vocabulary=None), parameters=5) == 10
+    assert count_model_bytes(shape) is None
+    assert count_weights_bytes(shape) is None
+    assert count_model_bytes(shape, parameters=8_888_227_328) == 2 * 8_888_227_328
+    assert count_model_bytes(replace(shape, vocabulary=None), parameters=5) == 10
 
 
 def test_the_first_and_the_last_stage_hold_one_embedding_each() -> None:
     shape = model("llama-3.1-70b")
     embedding = 2 * 128_256 * 8_192
 
-    assert weights_bytes(shape, pipeline_parallel=2) == ceil(68_451_041_280 + embedding)
+    assert count_weights_bytes(shape, pipeline_parallel=2) == ceil(68_451_041_280 + embedding)
 
 
 @settings(deadline=None)
 @given(total=st.integers(0, 10**13), ranks=sizes, stages=sizes)
 def test_ranks_hold_all_weights_between_them(total: int, ranks: int, stages: int) -> None:
     shape = model("llama-3.1-70b")
-    one = weights_bytes(shape, total_bytes=total, tensor_parallel=ranks, pipeline_parallel=stages)
+    one = count_weights_bytes(shape, total_bytes=total, tensor_parallel=ranks, pipeline_parallel=stages)
 
     assert one is not None
     assert one * ranks * stages >= total
@@ -182,17 +182,17 @@ def test_data_parallelism_divides_experts_alone() -> None:
     dense, sparse = model("llama-3.1-70b"), model("mixtral-8x7b")
     experts = 32 * 8 * 3 * 4096 * 14336 * 2
 
-    assert weights_bytes(dense, data_parallel=4) == weights_bytes(dense)
-    assert (weights_bytes(sparse) or 0) - (weights_bytes(sparse, data_parallel=4) or 0) == experts * 3 // 4
+    assert count_weights_bytes(dense, data_parallel=4) == count_weights_bytes(dense)
+    assert (count_weights_bytes(sparse) or 0) - (count_weights_bytes(sparse, data_parallel=4) or 0) == experts * 3 // 4
 
 
 def test_an_encoder_keeps_nothing_and_has_no_output() -> None:
     shape = model("multilingual-e5-large")
 
-    assert bytes_per_token(shape) == 0
-    assert not shape.keeps_every_token
+    assert count_bytes_per_token(shape) == 0
+    assert not shape.has_every_token
     assert shape.tied_embeddings
 
 
 def test_a_type_that_nobody_checked_has_no_certain_bytes() -> None:
-    assert engine_bytes_per_token(replace(model("llama-3.1-8b"), unknown_type="of tomorrow"), "auto", 1) is None
+    assert count_engine_bytes_per_token(replace(model("llama-3.1-8b"), unknown_type="of tomorrow"), "auto", 1) is None

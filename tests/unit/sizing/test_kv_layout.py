@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.sizing.models import NAMES, model
-from vllm_headroom_tools.sizing.footprint import KvLayout, kv_layout
+from vllm_headroom_tools.sizing.footprint import KvLayout, build_kv_layout
 
 BATCH = 16_384
 
 
 def layout(name: str, ranks: int = 1) -> KvLayout:
-    found = kv_layout(model(name), block_tokens=16, in_flight_tokens=BATCH, tensor_parallel=ranks)
+    found = build_kv_layout(model(name), block_tokens=16, in_flight_tokens=BATCH, tensor_parallel=ranks)
     assert found is not None
     return found
 
@@ -64,7 +64,7 @@ def test_a_block_is_as_large_as_a_state() -> None:
 
 
 def test_a_dtype_that_is_not_known_has_no_layout() -> None:
-    assert kv_layout(model("tiny"), block_tokens=16, in_flight_tokens=BATCH, kv_dtype="of tomorrow") is None
+    assert build_kv_layout(model("tiny"), block_tokens=16, in_flight_tokens=BATCH, kv_dtype="of tomorrow") is None
 
 
 @settings(deadline=None)

@@ -73,7 +73,7 @@ def test_layers_are_told_apart_by_what_they_keep(name: str) -> None:
 
     expected = KEPT.get(name, (shape.layers, 0, None, 0))
     assert (shape.full_layers, shape.windowed_layers, shape.window_tokens, shape.stateful_layers) == expected
-    assert shape.keeps_every_token is (name not in KEPT)
+    assert shape.has_every_token is (name not in KEPT)
 
 
 @pytest.mark.parametrize(

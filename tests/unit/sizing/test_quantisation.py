@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from tests.unit.sizing.models import model
-from vllm_headroom_tools.sizing.quantisation import kept_plain, kv_dtype_bytes, stored_bytes, weight_bytes_per_parameter
+from vllm_headroom_tools.sizing.quantisation import (
+    match_plain,
+    read_kv_dtype_bytes,
+    read_stored_bytes,
+    read_weight_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,7 @@ def test_a_parameter_weighs_what_its_quantisation_says(
     ],
 )
 def test_methods_are_known_by_bits_or_name(found: Any, expected: tuple[float, str | None]) -> None:
-    assert weight_bytes_per_parameter({"quantization_config": found}, 2.0) == expected
+    assert read_weight_bytes({"quantization_config": found}, 2.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_methods_are_known_by_bits_or_name(found: Any, expected: tuple[float, st
     ],
 )
 def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any], expected: float) -> None:
-    assert stored_bytes(config) == expected
+    assert read_stored_bytes(config) == expected
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_stored_parameter_has_the_files_dtype_or_32_bits(config: dict[str, Any
 def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scales_for(
     found: Any, expected: float
 ) -> None:
-    assert kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
+    assert read_kv_dtype_bytes({"quantization_config": found}, 2.0) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,4 +112,4 @@ def test_an_untold_cache_has_the_models_dtype_or_what_the_checkpoint_brings_scal
     ],
 )
 def test_modules_that_the_quantisation_leaves_out_are_told_by_name(found: Any, module: str, *, expected: bool) -> None:
-    assert kept_plain({"quantization_config": found})(module) is expected
+    assert match_plain({"quantization_config": found})(module) is expected

@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, config_text
-from vllm_headroom_tools.sizing.footprint import ModelShape, kv_layout
+from vllm_headroom_tools.sizing.footprint import ModelShape, build_kv_layout
 from vllm_headroom_tools.sizing.model_config import KNOWN, parse_model_config
 
 TRUTH: Final[dict[str, Any]] = json.loads((FOLDER.parent / "truth.json").read_text(encoding="utf-8"))
@@ -48,7 +48,7 @@ def test_every_configuration_was_asked_for() -> None:
 @pytest.mark.parametrize("name", sorted(set(BUILT) - set(REFUSED) - NOT_AS_VLLM))
 def test_sequences_take_the_bytes_and_the_model_has_the_parameters_that_vllm_says(name: str) -> None:
     truth, found = TRUTH[name], shape(name)
-    layout = kv_layout(
+    layout = build_kv_layout(
         found,
         block_tokens=16 if found.latent_width else 32,  # what vLLM's CPU backends take
         in_flight_tokens=truth["in_flight_tokens"],

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_headroom.trace.parse import BadInput, recorded
-from vllm_headroom_tools.postmortem.facts import header_of
+from vllm_headroom.trace.parse import BadInput, read_trace
+from vllm_headroom_tools.postmortem.facts import read_header
 
 HEADER = b'{"headroom_trace": 1}\n'
 TRACE = HEADER + b"".join(b'{"t": %d}\n' % second for second in range(1, 4))
@@ -21,7 +21,7 @@ NO_TRACE = 'line 1: no trace of this version, whose first line is {"headroom_tra
 
 
 def times(trace: str) -> list[float]:
-    return [snapshot.time_seconds for snapshot in recorded(trace)]
+    return [snapshot.time_seconds for snapshot in read_trace(trace)]
 
 
 def written(folder: Path, content: bytes) -> str:
@@ -55,7 +55,7 @@ def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path) -> No
         return lines
 
     for content in (TRACE, gzip.compress(TRACE)):
-        list(recorded(written(tmp_path, content), watched))
+        list(read_trace(written(tmp_path, content), watched))
 
     assert told == [len(TRACE), None]
 
@@ -63,7 +63,7 @@ def test_how_far_it_has_come_is_not_told_of_what_is_packed(tmp_path: Path) -> No
 def test_the_header_of_an_incident_is_read_where_it_is_packed(tmp_path: Path) -> None:
     header = b'{"headroom_trace": 1, "incident": {"t": 5, "what": "ended"}}\n'
 
-    assert header_of(Path(written(tmp_path, gzip.compress(header)))) == {"t": 5, "what": "ended"}
+    assert read_header(Path(written(tmp_path, gzip.compress(header)))) == {"t": 5, "what": "ended"}
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 
 from tests.samples import snapshot
 from vllm_headroom.trace import flight as record
-from vllm_headroom.trace.entries import line, record_of
-from vllm_headroom.trace.flight import INCIDENT_BYTES, keep, set_aside, share_of
-from vllm_headroom.trace.incidents import incidents_in, newest_in
-from vllm_headroom.trace.parse import recorded
+from vllm_headroom.trace.entries import build_record, encode_line
+from vllm_headroom.trace.flight import INCIDENT_BYTES, find_share, keep, set_aside
+from vllm_headroom.trace.incidents import find_newest, list_incidents
+from vllm_headroom.trace.parse import read_trace
 from vllm_headroom.units import MIB
 
 ENDED = 1_760_000_100.0
@@ -21,15 +21,15 @@ SENTENCE = {"sentence": "GPU 0 leaks."}
 def kept(folder: Path, log: str = "", **before: object) -> int:
     """Set the samples of 100 s aside with what was known; return the size of the incident, which has the newest."""
     for at in range(100):
-        keep(folder, line(record_of(snapshot(at=float(at)))))
+        keep(folder, encode_line(build_record(snapshot(at=float(at)))))
     set_aside(folder, ENDED, {"what": "ended", "t": ENDED, "log": log, "before": {"verdicts": [SENTENCE], **before}})
-    (file,) = incidents_in(folder / "incidents")
-    assert [each.time_seconds for each in recorded(str(file))][-1] == ENDED - 1
+    (file,) = list_incidents(folder / "incidents")
+    assert [each.time_seconds for each in read_trace(str(file))][-1] == ENDED - 1
     return file.stat().st_size
 
 
 def before_the_end(folder: Path) -> dict[str, object]:
-    found = newest_in(folder)
+    found = find_newest(folder)
     assert found is not None
     before: dict[str, object] = found[1]["before"]
     return before
@@ -44,7 +44,7 @@ def test_files_of_the_probe_that_say_a_megabyte_leave_an_incident_that_can_be_re
 def test_on_a_small_volume_the_longest_of_what_was_known_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record, "ROOMY_BYTES", int(record.ROOMY_BYTES / share_of(tmp_path)))
+    monkeypatch.setattr(record, "ROOMY_BYTES", int(record.ROOMY_BYTES / find_share(tmp_path)))
     monkeypatch.setattr(record, "INCIDENT_BYTES", 4000)
 
     assert kept(tmp_path, used="x" * 5000, holders=["y"]) <= 4000

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_headroom.model import EnginePage, EngineProcess, EngineReading, Failure, Gpu, GpuMemory, Snapshot
-from vllm_headroom.trace.parse import BadInput, snapshot_of, snapshots
+from vllm_headroom.trace.parse import BadInput, parse_snapshot, parse_trace
 from vllm_headroom.vocabulary import Attribution, Role, Source
 
 HEADER = b'{"headroom_trace": 1}\n'
@@ -17,7 +17,7 @@ A_GPU = {"gpu": 3, "uuid": "GPU-a", "total": 1000, "used": 900, "reserved": 20, 
 
 
 def understood(record: dict[str, Any]) -> Snapshot:
-    return snapshot_of({"t": 5, **record})
+    return parse_snapshot({"t": 5, **record})
 
 
 def gpu(**fields: Any) -> Gpu:
@@ -49,7 +49,7 @@ def test_a_full_line_is_a_full_snapshot() -> None:
         "processes": [{"role": "engine_core", "rss": 3_000_000_000, "started_at": 1_759_990_000.0}],
     }
 
-    (snapshot,) = snapshots([HEADER, json.dumps(record).encode()])
+    (snapshot,) = parse_trace([HEADER, json.dumps(record).encode()])
 
     assert (snapshot.time_seconds, snapshot.monotonic_seconds) == (1_760_000_000.5, 1_760_000_000.5)
     assert not isinstance(snapshot.gpus, Failure)
@@ -129,19 +129,19 @@ def test_fields_of_later_versions_are_passed_over() -> None:
 
 
 def test_time_may_go_back() -> None:
-    seen = list(snapshots([HEADER, b'{"t": 20}\n', b'{"t": 10}\n']))
+    seen = list(parse_trace([HEADER, b'{"t": 20}\n', b'{"t": 10}\n']))
 
     assert [snapshot.time_seconds for snapshot in seen] == [20.0, 10.0]
 
 
 def test_rotated_traces_can_be_put_together() -> None:
-    seen = list(snapshots([HEADER, b'{"t": 1}\n', b"\n", HEADER, b'{"t": 2}']))
+    seen = list(parse_trace([HEADER, b'{"t": 1}\n', b"\n", HEADER, b'{"t": 2}']))
 
     assert [snapshot.time_seconds for snapshot in seen] == [1.0, 2.0]
 
 
 def test_a_trace_may_have_no_samples() -> None:
-    assert list(snapshots([HEADER])) == []
+    assert list(parse_trace([HEADER])) == []
 
 
 NO_TRACE = 'no trace of this version, whose first line is {"headroom_trace": 1}'
@@ -152,12 +152,12 @@ NO_TRACE = 'no trace of this version, whose first line is {"headroom_trace": 1}'
 )
 def test_the_first_line_says_that_it_is_a_trace(lines: list[bytes]) -> None:
     with pytest.raises(BadInput, match=re.escape(f"line 1: {NO_TRACE}")):
-        list(snapshots(lines))
+        list(parse_trace(lines))
 
 
 def test_a_later_header_of_another_version_is_refused() -> None:
     with pytest.raises(BadInput, match=re.escape(f"line 2: {NO_TRACE}")):
-        list(snapshots([HEADER, b'{"headroom_trace": 2}']))
+        list(parse_trace([HEADER, b'{"headroom_trace": 2}']))
 
 
 BYTES = "a number, 0 or more"
@@ -202,7 +202,7 @@ TEXT = "text without control characters"
     ],
 )
 def test_a_line_that_is_wrong_is_named_and_ends_the_trace(line: str, problem: str) -> None:
-    seen = snapshots([HEADER, b'{"t": 1}\n', line.encode() + b"\n", b'{"t": 2}\n'])
+    seen = parse_trace([HEADER, b'{"t": 1}\n', line.encode() + b"\n", b'{"t": 2}\n'])
 
     assert next(seen).time_seconds == 1.0
     with pytest.raises(BadInput) as error:
@@ -213,9 +213,9 @@ def test_a_line_that_is_wrong_is_named_and_ends_the_trace(line: str, problem: st
 
 def test_a_line_that_is_no_utf_8_is_named() -> None:
     with pytest.raises(BadInput, match=r"^line 2: not UTF-8$"):
-        list(snapshots([HEADER, b'{"t": "\xff"}\n']))
+        list(parse_trace([HEADER, b'{"t": "\xff"}\n']))
 
 
 def test_a_number_of_ten_thousand_digits_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^line 2: not JSON: "):
-        list(snapshots([HEADER, b'{"t": ' + b"9" * 10_000 + b"}\n"]))
+        list(parse_trace([HEADER, b'{"t": ' + b"9" * 10_000 + b"}\n"]))

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from tests.process import eventually
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.model import EngineProcess, Failure, GpuMemory, Snapshot
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.trace.recorder import Recorder
 from vllm_headroom.vocabulary import Attribution, Role, Source
 from vllm_headroom.worker import Worker
@@ -40,7 +40,7 @@ def record(subject: Recorder, *seen: Snapshot) -> list[dict[str, str]]:
 
 
 def read(file: Path) -> list[Snapshot]:
-    return list(snapshots(file.read_bytes().splitlines(keepends=True)))
+    return list(parse_trace(file.read_bytes().splitlines(keepends=True)))
 
 
 def times(file: Path) -> list[float]:

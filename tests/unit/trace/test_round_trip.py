@@ -27,8 +27,8 @@ from vllm_headroom.model import (
     Snapshot,
 )
 from vllm_headroom.parse.fields import LARGEST
-from vllm_headroom.trace.entries import HEADER, line, record_of
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.entries import HEADER, build_record, encode_line
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom.vocabulary import Attribution, MemoryPart, Role
 
 SHOWN: Final = st.text().filter(str.isprintable)
@@ -130,7 +130,7 @@ def test_what_was_seen_comes_back(
 
 
 def back(seen: Snapshot) -> Snapshot:
-    (found,) = snapshots((line(HEADER), line(record_of(seen))))
+    (found,) = parse_trace((encode_line(HEADER), encode_line(build_record(seen))))
     return found
 
 
@@ -157,7 +157,7 @@ def test_a_number_that_no_reader_takes_is_left_out(fact: str) -> None:
 def test_the_names_of_the_format_are_those_of_the_contract() -> None:
     facts: dict[str, Any] = dict.fromkeys(INPUTS, 1.0)
 
-    (entry,) = record_of(snapshot(engines=page(engine(**facts)), gpus=(gpu(used_peak_bytes=950),)))["engines"]
+    (entry,) = build_record(snapshot(engines=page(engine(**facts)), gpus=(gpu(used_peak_bytes=950),)))["engines"]
 
     assert set(entry) == {
         *("model_name", "engine", "running", "waiting", "kv_used_ratio", "kv_capacity_tokens", "finished_total"),
@@ -170,31 +170,31 @@ def test_the_names_of_the_format_are_those_of_the_contract() -> None:
 def test_the_host_has_the_names_of_the_contract() -> None:
     host = HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=3, shm_limit_bytes=4, oom_kills=0)
 
-    assert record_of(snapshot(host=host))["host"] == {
+    assert build_record(snapshot(host=host))["host"] == {
         "used": 1,
         "limit": 2,
         "shm_used": 3,
         "shm_limit": 4,
         "oom_kills": 0,
     }
-    assert "host" not in record_of(snapshot())
+    assert "host" not in build_record(snapshot())
 
 
 def test_what_is_inside_has_the_names_of_the_contract() -> None:
     known = Inside(granted_bytes=7, allocated_bytes=5, reserved_bytes=6, parts=((MemoryPart.WEIGHTS, 4),))
 
-    (entry,) = record_of(snapshot(gpus=(gpu(inside=known),)))["gpus"]
+    (entry,) = build_record(snapshot(gpus=(gpu(inside=known),)))["gpus"]
 
     names = ("granted", "allocated", "reserved_by_torch", "parts")
     assert tuple(entry[name] for name in names) == (7, 5, 6, {"weights": 4})
 
 
 def test_fields_that_have_no_home_yet_are_passed_over() -> None:
-    record = record_of(snapshot(gpus=(gpu(used_peak_bytes=950),)))
+    record = build_record(snapshot(gpus=(gpu(used_peak_bytes=950),)))
     (entry,) = record["gpus"]
     assert entry["used_peak"] == 950
     entry |= {"parts": {"ballast": 4}}
 
-    (found,) = snapshots((line(HEADER), json.dumps(record).encode()))
+    (found,) = parse_trace((encode_line(HEADER), json.dumps(record).encode()))
 
     assert isinstance(found, Snapshot)

@@ -15,14 +15,14 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.inside import moved
+from vllm_headroom.derive.leak.inside import move_track
 from vllm_headroom.derive.leak.leak import LeakMemory, LoadState, Tracks
-from vllm_headroom.derive.life.lives import Lives
+from vllm_headroom.derive.life.lives import EngineRuns
 from vllm_headroom.derive.per_request import Baselines
-from vllm_headroom.derive.readings import finished, life, named
+from vllm_headroom.derive.readings import count_finished, identify_run, list_named
 from vllm_headroom.expose.view import KeptHistory
 from vllm_headroom.model import EnginePage, Failure, Snapshot
-from vllm_headroom.trace.recorder import make, put
+from vllm_headroom.trace.recorder import make_folder, replace_file
 
 COUNTED_SECONDS: Final = 300.0
 """A counter alone vouches for a gap of this length. Nothing is said of growth before ten minutes of work, and a new
@@ -37,15 +37,15 @@ class Identity(Struct, frozen=True, kw_only=True):
     finished_total: float | None
 
 
-def identity(page: EnginePage | Failure) -> Identity | None:
+def identify_engine(page: EnginePage | Failure) -> Identity | None:
     """Return whose page it is; None while no engine on it has a name."""
-    if isinstance(page, Failure) or not named(page):
+    if isinstance(page, Failure) or not list_named(page):
         return None
-    models = sorted({engine.model_name for engine in named(page)})
-    return Identity(models=tuple(models), life=life(page), finished_total=finished(page))
+    models = sorted({engine.model_name for engine in list_named(page)})
+    return Identity(models=tuple(models), life=identify_run(page), finished_total=count_finished(page))
 
 
-def foreign(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
+def explain_mismatch(saved: Identity, now: Identity, gap_seconds: float) -> str | None:
     """Return why this is not the life that was saved; None when it is.
 
     Without a start time on both sides the counter has to vouch: it must be known, go on and not for too long.
@@ -95,17 +95,17 @@ class SavedState(Struct, frozen=True, kw_only=True):
     memory: Memory
 
 
-def visible(snapshot: Snapshot) -> set[str]:
+def list_visible(snapshot: Snapshot) -> set[str]:
     """Return the UUIDs of the GPUs that NVML shows."""
     return {gpu.reading.uuid for gpu in snapshot.devices}
 
 
-def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
+def restore_memory(saved: SavedState, snapshot: Snapshot) -> Memory:
     """Return the memory as if this process had slept since it was saved, for the GPUs that are visible.
 
     The monotonic clock starts anew with each machine, and the downtime is a gap on it.
     """
-    here = visible(snapshot)
+    here = list_visible(snapshot)
     gap = max(0.0, snapshot.time_seconds - saved.saved_at_seconds)
     shift = snapshot.monotonic_seconds - gap - saved.monotonic_seconds
     leak, baseline = saved.memory.leak, saved.memory.baseline
@@ -115,43 +115,43 @@ def taken_up(saved: SavedState, snapshot: Snapshot) -> Memory:
     return Memory(
         leak=LeakMemory(
             load=load if gap <= LOAD_GAP_SECONDS else LoadState(),
-            gpus=_moved(gpus, shift),
-            host=_moved(leak.host, shift),
-            inside={uuid: moved(track, shift) for uuid, track in leak.inside.items() if uuid in here},
+            gpus=_shift_tracks(gpus, shift),
+            host=_shift_tracks(leak.host, shift),
+            inside={uuid: move_track(track, shift) for uuid, track in leak.inside.items() if uuid in here},
             sleep=replace(leak.sleep, since_seconds=None),
-            asleep=_moved({uuid: track for uuid, track in leak.asleep.items() if uuid in here}, shift),
+            asleep=_shift_tracks({uuid: track for uuid, track in leak.asleep.items() if uuid in here}, shift),
         ),
         baseline=replace(baseline, bands={uuid: bands for uuid, bands in baseline.bands.items() if uuid in here}),
     )
 
 
-def refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
+def explain_refusal(saved: SavedState, snapshot: Snapshot) -> str | None:
     """Return why the saved state cannot be this engine's; None when it is, or when that is not known yet."""
     age = snapshot.time_seconds - saved.saved_at_seconds
     if age > STALE_SECONDS:
         return f"it is {age / 3600:.0f} h old"
     if age < -FUTURE_SECONDS:
         return f"it is from the future, by {-age:.0f} s: a clock was wrong"
-    now = identity(snapshot.engines)
-    if now is not None and (reason := foreign(saved.identity, now, age)):
+    now = identify_engine(snapshot.engines)
+    if now is not None and (reason := explain_mismatch(saved.identity, now, age)):
         return reason
     gpus = saved.memory.leak.gpus
-    if gpus and tells_gpus(saved, snapshot) and not visible(snapshot) & set(gpus):
+    if gpus and is_gpu_list_known(saved, snapshot) and not list_visible(snapshot) & set(gpus):
         return f"it is of other GPUs ({', '.join(gpus)})"
     return None
 
 
-def tells_gpus(saved: SavedState, snapshot: Snapshot) -> bool:
+def is_gpu_list_known(saved: SavedState, snapshot: Snapshot) -> bool:
     """Return whether it can be told which of its GPUs are here: one that does not open yet may be any of them."""
-    missing = saved.memory.leak.gpus.keys() - visible(snapshot)
-    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in visible(snapshot))
+    missing = saved.memory.leak.gpus.keys() - list_visible(snapshot)
+    return not missing or not (isinstance(snapshot.gpus, Failure) or "" in list_visible(snapshot))
 
 
-def _moved(tracks: Tracks, shift: float) -> Tracks:
+def _shift_tracks(tracks: Tracks, shift: float) -> Tracks:
     return {name: replace(track, clock=track.clock + shift) for name, track in tracks.items()}
 
 
-class Lock:
+class FolderLock:
     """A folder that this process has to itself from when it is free until the process ends; `is_ours` tells which.
 
     It is the folder itself that is locked: that takes no room, and nothing can be put in the place of a file. Where it
@@ -167,15 +167,15 @@ class Lock:
 
         One that was deleted is locked to no end: the folder that has its name now may be another's.
         """
-        if self._descriptor is not None and not _leads_to(folder, self._descriptor):
+        if self._descriptor is not None and not _is_same_folder(folder, self._descriptor):
             os.close(self._descriptor)
             self.is_ours, self._descriptor = False, None
         if not self.is_ours:
-            self.is_ours, self._descriptor = _locked(folder)
+            self.is_ours, self._descriptor = _lock_folder(folder)
         return self.is_ours
 
 
-def _leads_to(folder: Path, descriptor: int) -> bool:
+def _is_same_folder(folder: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(folder.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -184,10 +184,10 @@ def _leads_to(folder: Path, descriptor: int) -> bool:
         return True
 
 
-def _locked(folder: Path) -> tuple[bool, int | None]:
+def _lock_folder(folder: Path) -> tuple[bool, int | None]:
     """Return whether a folder may be written to, and what locks it."""
     try:
-        make(folder)
+        make_folder(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # stays open: closed, it would be free
     except OSError:
         return True, None
@@ -208,11 +208,11 @@ MOST_BYTES: Final = 64 * 2**20
 T = TypeVar("T")
 
 
-class Unusable(Exception):  # noqa: N818 - it says what the file is
+class UnusableState(Exception):  # noqa: N818 - it says what the file is
     """A file that holds no state for this daemon; its text says why."""
 
 
-class File(Generic[T]):
+class StateFile(Generic[T]):
     """The file `name` of a folder, which holds a value of `kind`, a struct.
 
     `number` is that of its format, to be raised when the fields of what is kept, or what they mean, change.
@@ -226,7 +226,7 @@ class File(Generic[T]):
     def encode(self, saved: T) -> bytes:
         """Return the file's content; raises ValueError when a value is not finite."""
         document = {**msgspec.to_builtins(saved, str_keys=True), "format": self._format}
-        return _canonical({**document, "checksum": _checksum(document)})
+        return _encode_canonical({**document, "checksum": _compute_checksum(document)})
 
     def decode(self, content: bytes) -> T:
         """Return what `encode` was given; raises Unusable."""
@@ -234,12 +234,12 @@ class File(Generic[T]):
             document = json.loads(content)
             written = document.pop("format"), document.pop("checksum")
             if written[0] != self._format:
-                raise Unusable(f"it is of format {written[0]!r:.20}, this version reads {self._format}")
-            if written[1] != _checksum({**document, "format": self._format}):
-                raise Unusable("it is damaged: its checksum is another")
+                raise UnusableState(f"it is of format {written[0]!r:.20}, this version reads {self._format}")
+            if written[1] != _compute_checksum({**document, "format": self._format}):
+                raise UnusableState("it is damaged: its checksum is another")
             return msgspec.convert(document, self._kind, str_keys=True)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise Unusable("it is damaged: it is no complete state") from None
+            raise UnusableState("it is damaged: it is no complete state") from None
 
     def read(self, folder: Path) -> T | None:
         """Return the saved state, None where there is none; raises Unusable and OSError.
@@ -247,26 +247,26 @@ class File(Generic[T]):
         A link, a pipe or a device in its place is not followed, opened or waited for: it is no state of ours.
         """
         try:
-            with open(folder / self.name, "rb", opener=_unfollowed) as stream:
+            with open(folder / self.name, "rb", opener=_open_unfollowed) as stream:
                 status = os.fstat(stream.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise Unusable("it is no file but a pipe or a device")
+                    raise UnusableState("it is no file but a pipe or a device")
                 if status.st_size > MOST_BYTES:
-                    raise Unusable("it is too large to be a state")
+                    raise UnusableState("it is too large to be a state")
                 content = stream.read(MOST_BYTES)
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
-                raise Unusable("it is no file but a link or a socket") from None
+                raise UnusableState("it is no file but a link or a socket") from None
             raise
         return self.decode(content)
 
     def write(self, folder: Path, saved: T) -> None:
         """Replace the saved state at once, and durably; makes the folder; raises OSError and what `encode` raises."""
         content = self.encode(saved)
-        make(folder)
-        put(folder / self.name, folder / f"{self.name}.new", (content,))
+        make_folder(folder)
+        replace_file(folder / self.name, folder / f"{self.name}.new", (content,))
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -278,21 +278,21 @@ class File(Generic[T]):
         (folder / self.name).replace(folder / f"{self.name}.bad")
 
 
-def _unfollowed(path: str, flags: int) -> int:
+def _open_unfollowed(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _canonical(document: dict[str, Any]) -> bytes:
+def _encode_canonical(document: dict[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _checksum(document: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(document)).hexdigest()
+def _compute_checksum(document: dict[str, Any]) -> str:
+    return hashlib.sha256(_encode_canonical(document)).hexdigest()
 
 
-STATE: Final = File("state.json", SavedState, FORMAT)
-LIVES: Final = File("lives.json", Lives, 2)
+STATE: Final = StateFile("state.json", SavedState, FORMAT)
+LIVES: Final = StateFile("lives.json", EngineRuns, 2)
 """Apart from what the leak detector learned, which is of one life: this goes on when that is set aside."""
 
-HISTORY: Final = File("history.json", KeptHistory, 3)
+HISTORY: Final = StateFile("history.json", KeptHistory, 3)
 """Apart from the rest: it is of whatever engine was there, and only shown."""

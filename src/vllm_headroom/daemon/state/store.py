@@ -15,20 +15,20 @@ from vllm_headroom.daemon.state.file import (
     HISTORY,
     LIVES,
     STATE,
-    File,
+    FolderLock,
     Identity,
-    Lock,
     Memory,
     SavedState,
-    Unusable,
-    identity,
-    refusal,
-    taken_up,
-    tells_gpus,
+    StateFile,
+    UnusableState,
+    explain_refusal,
+    identify_engine,
+    is_gpu_list_known,
+    restore_memory,
 )
-from vllm_headroom.derive.life.lives import LIFE, LifeState
+from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
 from vllm_headroom.model import Snapshot
-from vllm_headroom.trace.recorder import real
+from vllm_headroom.trace.recorder import resolve_folder
 from vllm_headroom.worker import Worker
 
 T = TypeVar("T")
@@ -44,14 +44,14 @@ SET_ASIDE: Final = {
 }
 
 
-class Keeper:
+class StateKeeper:
     """Owns the files of state in `folder` once `lock` is this daemon's; while it is another's they are only read.
 
     The lives of the engine are taken up at once. While a file cannot be read, or set aside, or waits for its engine to
     be seen, nothing is written over it.
     """
 
-    def __init__(self, *, folder: Path, clock: Clock, version: str, lock: Lock) -> None:
+    def __init__(self, *, folder: Path, clock: Clock, version: str, lock: FolderLock) -> None:
         self._lock = lock
         self._owned: bool | None = None
         self._folder = folder
@@ -66,25 +66,27 @@ class Keeper:
     async def recall(self, snapshot: Snapshot) -> Mapping[str, Any]:
         """Return the saved states by derivation, once, when the snapshot shows that they are of this engine."""
         if not self._owned:
-            await self._own()
+            await self._lock_state()
         lives = {} if self._owned is None else await self._read_the_rest()
-        self._identity = identity(snapshot.engines) or self._identity
+        self._identity = identify_engine(snapshot.engines) or self._identity
         if self._saved is None:
             return lives
-        if reason := refusal(self._saved, snapshot):
+        if reason := explain_refusal(self._saved, snapshot):
             self._saved = None
             await self._refuse(STATE, reason)
-        elif identity(snapshot.engines) is not None and tells_gpus(self._saved, snapshot):
+        elif identify_engine(snapshot.engines) is not None and is_gpu_list_known(self._saved, snapshot):
             return {**lives, **self._take_up(self._saved, snapshot)}
         return lives
 
     async def save(self, states: Mapping[str, Any], timeout_seconds: float = FILE_SECONDS) -> None:
         """Write the states of this engine; a failure is logged when it begins and when it ends."""
         if self._owned:
-            await self._own(timeout_seconds)  # the folder may have been deleted, and be another daemon's since then
+            await self._lock_state(
+                timeout_seconds
+            )  # the folder may have been deleted, and be another daemon's since then
         if not self._owned:
             return
-        life = states.get(LIFE)
+        life = states.get(ENGINE_RUN)
         if LIVES.name not in self._unread and life is not None and life.lives.newest is not None:
             await self._try(LIVES.name, partial(LIVES.write, self._folder, life.lives), timeout_seconds)
         if HISTORY.name not in self._unread and HISTORY.name in states:
@@ -100,14 +102,14 @@ class Keeper:
         )
         await self._try(STATE.name, partial(STATE.write, self._folder, saved), timeout_seconds)
 
-    async def _own(self, timeout_seconds: float = FILE_SECONDS) -> None:
+    async def _lock_state(self, timeout_seconds: float = FILE_SECONDS) -> None:
         """Ask for the folder, and tell when it is another daemon's and when no longer.
 
         A link that was set as the folder is followed now, once: one that is put in its place later is not.
         """
         before = self._owned
         if before is None:
-            self._folder = await self._try(".", partial(real, self._folder)) or self._folder
+            self._folder = await self._try(".", partial(resolve_folder, self._folder)) or self._folder
         owned = await self._try(".", partial(self._lock.take, self._folder), timeout_seconds)
         self._owned = before if owned is None else owned
         if self._owned is False and before is not False:
@@ -119,28 +121,28 @@ class Keeper:
         """Return lives and curves as soon as they are read; what cannot be is looked at again at the next tick."""
         lives, history = await self._read(LIVES), await self._read(HISTORY)
         self._saved = await self._read(STATE) or self._saved
-        found = {LIFE: None if lives is None else LifeState(lives=lives), HISTORY.name: history}
+        found = {ENGINE_RUN: None if lives is None else RunState(lives=lives), HISTORY.name: history}
         return {name: state for name, state in found.items() if state is not None}
 
-    async def _read(self, file: File[T]) -> T | None:
+    async def _read(self, file: StateFile[T]) -> T | None:
         """Return what a file that was not read before holds, None where there is none or it cannot be used."""
         if file.name not in self._unread:
             return None
         try:
             saved: T | None = await self._try(file.name, partial(file.read, self._folder))
-        except Unusable as error:
+        except UnusableState as error:
             self._report(file.name, None)
             await self._refuse(file, str(error))
             return None
         if file.name not in self._failing:
             self._unread.discard(file.name)
             if saved is None:
-                self._report(_aside(file), None)
+                self._report(_name_rejected(file), None)
         return saved
 
     def _take_up(self, saved: SavedState, snapshot: Snapshot) -> Mapping[str, Any]:
         self._saved = None
-        memory = taken_up(saved, snapshot)
+        memory = restore_memory(saved, snapshot)
         log.info(
             "saved state taken up",
             saved_by=saved.version,
@@ -149,16 +151,16 @@ class Keeper:
         )
         return {"leak": memory.leak, "baseline": memory.baseline}
 
-    async def _refuse(self, file: File[T], reason: str) -> None:
+    async def _refuse(self, file: StateFile[T], reason: str) -> None:
         """Set a file aside; one that cannot be is looked at again, and not written over."""
         self._unread.discard(file.name)
         if not self._owned:
             return  # the other daemon judges of its files
         self._unread.add(file.name)
-        await self._try(_aside(file), partial(file.set_aside, self._folder))
-        if _aside(file) not in self._failing:
+        await self._try(_name_rejected(file), partial(file.set_aside, self._folder))
+        if _name_rejected(file) not in self._failing:
             self._unread.discard(file.name)
-            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _aside(file)))
+            log.warning(SET_ASIDE[file.name], problem=reason, file=str(self._folder / _name_rejected(file)))
 
     async def _try(self, name: str, function: Callable[[], Any], timeout_seconds: float = FILE_SECONDS) -> Any:  # noqa: ANN401 - whatever the operation returns
         """Return what an operation on the file of this name returns, None when it fails."""
@@ -190,6 +192,6 @@ class Keeper:
             log.info("state is kept again", file=str(self._folder / name))
 
 
-def _aside(file: File[T]) -> str:
+def _name_rejected(file: StateFile[T]) -> str:
     """Return the name under which a file is kept that is no state for this daemon."""
     return f"{file.name}.bad"

@@ -14,12 +14,12 @@ from vllm_headroom.derive.leak.facts import (
     RISE_BYTES,
     THRESHOLDS,
     Block,
-    Level,
+    BlockLevel,
+    Certainty,
     Peaks,
     Point,
     Track,
-    Verdict,
-    chance,
+    compute_chance,
     weigh,
 )
 from vllm_headroom.derive.leak.shape import CLIP
@@ -43,7 +43,7 @@ GIVEN_BACK_LEVEL: Final = 2
 there is no verdict that this would end."""
 
 
-def lowered(level: Level, drop: float) -> Level:
+def lower_level(level: BlockLevel, drop: float) -> BlockLevel:
     """Return the level as if so much less had been held until now."""
     reference, began, block = level.reference_bytes, level.began, level.block
     return replace(
@@ -57,7 +57,7 @@ def lowered(level: Level, drop: float) -> Level:
     )
 
 
-def peaked(peaks: Peaks, running: float | None, now: float) -> Peaks:
+def add_peak(peaks: Peaks, running: float | None, now: float) -> Peaks:
     """Return the peaks of load with one more reading of it."""
     if not running or (peaks and running <= peaks[-1][1]):
         return peaks
@@ -65,14 +65,14 @@ def peaked(peaks: Peaks, running: float | None, now: float) -> Peaks:
     return (*(peak for peak in apart if peak[1] >= ALIKE_LOAD * running), (now, running))
 
 
-def founded(track: Track, block: Block) -> Track:
+def choose_first_block(track: Track, block: Block) -> Track:
     """Return the track with the block that work is counted from: the first one, or a later one in which load doubled.
 
     Demands are alike only at a load of a height: at twice the most that ever was, their records begin anew. Under an
     alarm only its end counts.
     """
     most = track.peaks[-1][1] if track.peaks else 0.0
-    alike = most <= LEAP * track.first_load or track.projected is Verdict.LEAKING
+    alike = most <= LEAP * track.first_load or track.projected is Certainty.LEAKING
     if track.first is not None and alike:
         return track
     first = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
@@ -80,7 +80,7 @@ def founded(track: Track, block: Block) -> Track:
     return replace(track, first=first, first_load=most, begun_bytes=begun_bytes)
 
 
-def close(track: Track, block: Block) -> Track | None:
+def close_block(track: Track, block: Block) -> Track | None:
     """End the shortest block: weigh it, and make it a part of the next level's block, which may end with it.
 
     None when memory was given back for good.
@@ -88,18 +88,18 @@ def close(track: Track, block: Block) -> Track | None:
     track, levels = _remember(track, block), list(track.levels)
     for index, level in enumerate(track.levels):
         if index:
-            block = _joined(level.block, block)
+            block = _join_block(level.block, block)
             if block.parts < PARTS[index]:
                 levels[index] = replace(level, block=block)
                 break
-        ended = _ended(track, index, block)
+        ended = _end_block(track, index, block)
         if ended is None:
             return None
         levels[index] = ended
     return replace(track, levels=tuple(levels))
 
 
-def _joined(whole: Block | None, part: Block) -> Block:
+def _join_block(whole: Block | None, part: Block) -> Block:
     """Return a block with one more part."""
     first = whole or replace(part, parts=0)
     return Block(
@@ -111,29 +111,29 @@ def _joined(whole: Block | None, part: Block) -> Block:
     )
 
 
-def _ended(track: Track, index: int, block: Block) -> Level | None:
+def _end_block(track: Track, index: int, block: Block) -> BlockLevel | None:
     """Return a level with the evidence of its block; None when memory was given back for good."""
     level = track.levels[index]
     point = Point(track.seconds, track.work.requests, track.busy_seconds, block.floor_bytes)
     if level.reference_bytes is None:
         return replace(level, block=None, reference_bytes=block.floor_bytes, points=(point,))
-    if not _tells(track, level.reference_bytes, block, point):
+    if not _is_evidence(track, level.reference_bytes, block, point):
         return replace(level, block=None)
-    level = weigh(level, point, _chance(track, block), THRESHOLDS[index])
+    level = weigh(level, point, _compute_chance(track, block), THRESHOLDS[index])
     if index != GIVEN_BACK_LEVEL:
         return level
-    level = _given_back(level, block)
+    level = _check_given_back(level, block)
     below = 0.0 if level.below_since is None else track.seconds - level.below_since
-    return None if below >= GIVEN_BACK_SECONDS and track.verdict is Verdict.NONE else level
+    return None if below >= GIVEN_BACK_SECONDS and track.verdict is Certainty.NONE else level
 
 
-def _tells(track: Track, reference_bytes: float, block: Block, point: Point) -> bool:
+def _is_evidence(track: Track, reference_bytes: float, block: Block, point: Point) -> bool:
     """Return whether a block counts: an idle one in which nothing rose is no evidence against a leak by requests."""
     uncounted = track.work.finished_total is None
     return uncounted or point.requests > block.requests or point.floor_bytes >= reference_bytes + RISE_BYTES
 
 
-def _chance(track: Track, block: Block) -> float:
+def _compute_chance(track: Track, block: Block) -> float:
     """Return the chance that a healthy engine's floor rises with a block.
 
     Where load was higher than ever in the block before, that explains one: what rises in a block shows in the next
@@ -144,10 +144,10 @@ def _chance(track: Track, block: Block) -> float:
         return 1.0
     seconds, requests = track.first.seconds - BLOCK_SECONDS, track.first.requests
     opened = (max(0.0, block.seconds - seconds), max(0.0, block.requests - requests))
-    return chance(opened, (track.seconds - seconds, track.work.requests - requests))
+    return compute_chance(opened, (track.seconds - seconds, track.work.requests - requests))
 
 
-def _given_back(level: Level, block: Block) -> Level:
+def _check_given_back(level: BlockLevel, block: Block) -> BlockLevel:
     if level.reference_bytes is None or block.ceiling_bytes >= level.reference_bytes - GIVEN_BACK_BYTES:
         return replace(level, below_since=None)
     return level if level.below_since is not None else replace(level, below_since=block.seconds)
@@ -171,6 +171,6 @@ def _remember(track: Track, block: Block) -> Track:
     return replace(track, rises=rises, grown_bytes=grown_bytes, busy_seconds=busy_seconds, history=history)
 
 
-def here(track: Track) -> tuple[float, float, float]:
+def measure_progress(track: Track) -> tuple[float, float, float]:
     """Return (requests, busy seconds, grown bytes) since the anchor."""
     return track.work.requests - track.anchor_requests, track.busy_seconds, track.grown_bytes

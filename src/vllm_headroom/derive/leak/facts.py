@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.readings import awake, finished, life, running_requests
+from vllm_headroom.derive.readings import awake, count_finished, count_running, identify_run
 from vllm_headroom.model import Gpu, Snapshot
 
 MIB = 2**20
@@ -19,7 +19,7 @@ Peaks = tuple[tuple[float, float], ...]
 """(seconds, requests) whenever more ran at once than ever before."""
 
 
-class Verdict(IntEnum):
+class Certainty(IntEnum):
     """How sure the detector is of a leak."""
 
     NONE = 0
@@ -45,7 +45,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     room_bytes: int | None = None
 
 
-def room(gpu: Gpu) -> int | None:
+def find_room(gpu: Gpu) -> int | None:
     """Return what is left to the engine on a device: what is free, but no more than is left of what it may take."""
     memory = gpu.reading.memory
     if memory is None:
@@ -79,7 +79,7 @@ class Block(Struct, frozen=True):
     parts: int
 
 
-class Level(Struct, frozen=True, kw_only=True):
+class BlockLevel(Struct, frozen=True, kw_only=True):
     """The evidence at one length of blocks.
 
     `reference_bytes` is the highest floor so far, `score` the CUSUM of the log likelihood ratio of "it rose", `points`
@@ -93,7 +93,7 @@ class Level(Struct, frozen=True, kw_only=True):
     began: Point | None = None
     misses: int = 0
     below_since: float | None = None
-    verdict: Verdict = Verdict.NONE
+    verdict: Certainty = Certainty.NONE
 
 
 class Work(Struct, frozen=True, kw_only=True):
@@ -132,7 +132,7 @@ class Estimate(Struct, frozen=True, kw_only=True):
     oom_seconds_lower: float | None = None
 
 
-class Run(Struct, frozen=True, kw_only=True):
+class FastRise(Struct, frozen=True, kw_only=True):
     """Rises without a fall: the newest readings of them, some seconds apart, as blocks of one.
 
     None counts before `quiet_until`; `alarm_until` is when an alarm of them ends, 0 without one.
@@ -189,24 +189,29 @@ class Track(Struct, frozen=True, kw_only=True):
     asleep: bool = False
     neighbours: int | None = None
     crowded_since: float | None = None
-    levels: tuple[Level, ...] = ()
+    levels: tuple[BlockLevel, ...] = ()
     history: tuple[tuple[float, float, float], ...] = ()
     rises: tuple[float, ...] = ()
     grown_bytes: float = 0.0
     held_bytes: float | None = None
     steps: tuple[Step, ...] = ()
-    run: Run = field(default_factory=Run)
-    projected: Verdict = Verdict.NONE
+    run: FastRise = field(default_factory=FastRise)
+    projected: Certainty = Certainty.NONE
     sure_seconds: float | None = None
     flush: Flush | None = None
-    verdict: Verdict = Verdict.NONE
+    verdict: Certainty = Certainty.NONE
     estimate: Estimate | None = None
 
 
-def observations(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
+def observe_gpus(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gpu, Observation]]:
     """Yield each GPU with what the detector is told of it."""
     page = snapshot.page
-    finished_total, running, named, is_awake = finished(page), running_requests(page), life(page), awake(page)
+    finished_total, running, named, is_awake = (
+        count_finished(page),
+        count_running(page),
+        identify_run(page),
+        awake(page),
+    )
     for gpu in gpus:
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
@@ -216,7 +221,7 @@ def observations(snapshot: Snapshot, gpus: tuple[Gpu, ...]) -> Iterator[tuple[Gp
             life=named,
             neighbours=gpu.process_count if gpu.engine_bytes is None else None,
             awake=is_awake,
-            room_bytes=room(gpu),
+            room_bytes=find_room(gpu),
         )
         yield gpu, seen
 
@@ -252,22 +257,22 @@ MISSES_THAT_END_IT: Final = (6, 6, 5, 2, 1, 1)
 in its block, at the levels whose blocks allow it."""
 
 
-def chance(first: tuple[float, float], last: tuple[float, float]) -> float:
+def compute_chance(first: tuple[float, float], last: tuple[float, float]) -> float:
     """Return the chance that a healthy engine's floor rises between two (seconds, requests) since the anchor.
 
     The n-th of exchangeable demands is a record with chance 1/n (Rényi), and an event of log-uniform rarity is first
     seen at rate 1/n, so J sources give at most J ln(n1/n0); idle processes age by time instead.
     """
     background = 1.0 - exp(-BACKGROUND_PER_SECOND * (last[0] - first[0]))
-    return max(RECORDS * folds(first, last), LEAST_CHANCE, background)
+    return max(RECORDS * count_folds(first, last), LEAST_CHANCE, background)
 
 
-def folds(first: tuple[float, float], last: tuple[float, float]) -> float:
+def count_folds(first: tuple[float, float], last: tuple[float, float]) -> float:
     """Return how many times the work done grew e-fold between two (seconds, requests) since the anchor."""
     return max(log((last[0] + 60.0) / (first[0] + 60.0)), log((last[1] + 50.0) / (first[1] + 50.0)))
 
 
-def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> Level:
+def weigh(level: BlockLevel, point: Point, rise_chance: float, threshold: float) -> BlockLevel:
     """Return the level with the evidence of its block, which ends; its reference must be known."""
     assert level.reference_bytes is not None  # noqa: S101 - the caller sets it with the first block
     rose = point.floor_bytes >= level.reference_bytes + RISE_BYTES
@@ -286,20 +291,20 @@ def weigh(level: Level, point: Point, rise_chance: float, threshold: float) -> L
     )
 
 
-def stretch(level: Level) -> tuple[Point, ...]:
+def find_stretch(level: BlockLevel) -> tuple[Point, ...]:
     """Return the newest blocks since the score was last 0."""
     began = level.began
     return () if began is None else tuple(point for point in level.points if point.seconds >= began.seconds)
 
 
-def settle(level: Level, judged: Verdict, threshold: float, most_misses: int, floor_bytes: float) -> Level:
+def settle(level: BlockLevel, judged: Certainty, threshold: float, most_misses: int, floor_bytes: float) -> BlockLevel:
     """Return the level with its verdict: it rises with the evidence, and ends with the growth or when that is gone."""
-    ended = level.misses >= most_misses or level.score < threshold / 2 or _given_back(level, floor_bytes)
-    verdict = Verdict.NONE if ended else max(level.verdict, judged)
+    ended = level.misses >= most_misses or level.score < threshold / 2 or _is_given_back(level, floor_bytes)
+    verdict = Certainty.NONE if ended else max(level.verdict, judged)
     return level if verdict is level.verdict else replace(level, verdict=verdict)
 
 
-def _given_back(level: Level, floor_bytes: float) -> bool:
+def _is_given_back(level: BlockLevel, floor_bytes: float) -> bool:
     """Return whether less is left than half of what grew."""
     if level.reference_bytes is None or level.began is None:
         return False

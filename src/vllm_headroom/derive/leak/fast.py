@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, THRESHOLDS, Estimate, Level, Point, Run, Track
+from vllm_headroom.derive.leak.facts import MIB, RISE_BYTES, THRESHOLDS, BlockLevel, Estimate, FastRise, Point, Track
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
 
 APART_SECONDS: Final = 5.0
@@ -43,7 +43,7 @@ LUMP_SHARE: Final = 0.3
 most so large a share of the growth, over two minutes, one may be off by the largest of them."""
 
 
-def followed(run: Run, now: Point) -> Run:
+def follow_rise(run: FastRise, now: Point) -> FastRise:
     """Return the run with one more reading; the same where it adds nothing."""
     if not run.points:
         return replace(run, points=(now,))
@@ -54,7 +54,7 @@ def followed(run: Run, now: Point) -> Run:
     return replace(run, points=(*run.points, now)[-READINGS:]) if rose and apart >= APART_SECONDS else run
 
 
-def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | None:
+def estimate_fast(run: FastRise, room_bytes: float, rate: float, *, on: bool) -> Estimate | None:
     """Return how fast it grows; None unless it grows evenly, not with the load, and would soon fill the room.
 
     `rate` is that of the requests, averaged over minutes. `on`: the alarm is up.
@@ -67,9 +67,9 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
     room = max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
     soon = room * lasted <= grown * (STILL_FAST_SECONDS if on else FAST_SECONDS)
     pace = grown / lasted
-    if not soon or surges or not _straight(run.points, pace):
+    if not soon or surges or not _is_straight(run.points, pace):
         return None
-    paces = _paces(run.points)
+    paces = _measure_paces(run.points)
     half_width = max(paces) - min(paces) + STEP_BYTES / lasted
     if half_width > UNEVEN_SHARE * pace:
         return None
@@ -87,7 +87,7 @@ def fast(run: Run, room_bytes: float, rate: float, *, on: bool) -> Estimate | No
     )
 
 
-def _straight(points: tuple[Point, ...], pace: float) -> bool:
+def _is_straight(points: tuple[Point, ...], pace: float) -> bool:
     """Return whether no reading is far off the line from the first to the last."""
     first, last = points[0], points[-1]
     grown = last.floor_bytes - first.floor_bytes
@@ -99,7 +99,7 @@ def _straight(points: tuple[Point, ...], pace: float) -> bool:
     return all(abs(p.floor_bytes - first.floor_bytes - pace * (p.seconds - first.seconds)) <= most for p in points)
 
 
-def _paces(points: tuple[Point, ...]) -> list[float]:
+def _measure_paces(points: tuple[Point, ...]) -> list[float]:
     """Return the pace of each third."""
     last = len(points) - 1
     ends = [points[place] for place in (0, last // 3, 2 * last // 3, last)]
@@ -120,7 +120,7 @@ CROWDED_MOST_SECONDS: Final = 3600.0
 """A neighbour that stays for this long belongs to the card; one that goes sooner leaves things as they were."""
 
 
-def crowded(track: Track, neighbours: int | None) -> Track:
+def update_neighbours(track: Track, neighbours: int | None) -> Track:
     """Return the track waiting while another process is on the card, and begun anew when it stays."""
     if not neighbours or neighbours == track.neighbours:
         return track if track.crowded_since is None else replace(track, crowded_since=None)
@@ -128,21 +128,21 @@ def crowded(track: Track, neighbours: int | None) -> Track:
         anchor = track.anchor_seconds if track.neighbours is None else None
         return replace(track, neighbours=neighbours, anchor_seconds=anchor, crowded_since=None)
     if track.crowded_since is None:
-        return _paused(replace(track, crowded_since=track.seconds))
+        return _pause(replace(track, crowded_since=track.seconds))
     if track.seconds - track.crowded_since < CROWDED_MOST_SECONDS:
         return track
     return replace(track, neighbours=neighbours, anchor_seconds=None, crowded_since=None)
 
 
-def _paused(track: Track) -> Track:
+def _pause(track: Track) -> Track:
     """Return the track without the block it was gathering, so that what follows a pause is not compared within it."""
     if not track.levels:
         return track
     levels = (replace(track.levels[0], block=None), *track.levels[1:])
-    return replace(track, run=Run(quiet_until=track.run.quiet_until), levels=levels, held_bytes=None)
+    return replace(track, run=FastRise(quiet_until=track.run.quiet_until), levels=levels, held_bytes=None)
 
 
-def anchored(track: Track) -> Track:
+def anchor_track(track: Track) -> Track:
     """Return the track at the beginning of a new stretch of comparable readings."""
     return Track(
         clock=track.clock,
@@ -153,24 +153,24 @@ def anchored(track: Track) -> Track:
         neighbours=track.neighbours,
         anchor_seconds=track.seconds,
         anchor_requests=track.work.requests,
-        levels=(Level(),) * len(THRESHOLDS),
-        run=Run(quiet_until=track.seconds + QUIET_SECONDS),
+        levels=(BlockLevel(),) * len(THRESHOLDS),
+        run=FastRise(quiet_until=track.seconds + QUIET_SECONDS),
     )
 
 
-def rested(track: Track, held_bytes: int) -> Track:
+def update_rest(track: Track, held_bytes: int) -> Track:
     """Return the track resting while the engine sleeps or has let go of its memory.
 
     What was learned is kept over it: the same process goes on with what it did not give back.
     """
     if track.anchor_seconds is None:
-        track = anchored(track)
+        track = anchor_track(track)
     if track.resting_since is None:
         if track.asleep or held_bytes < REST_SHARE * track.top_bytes:
-            return _paused(replace(track, resting_since=track.seconds))
+            return _pause(replace(track, resting_since=track.seconds))
         return track
     if track.asleep:
         return track
     if held_bytes >= WAKE_SHARE * track.top_bytes:
-        return replace(track, resting_since=None, run=Run(quiet_until=track.seconds + QUIET_SECONDS))
-    return anchored(track) if track.seconds - track.resting_since >= REST_MOST_SECONDS else track
+        return replace(track, resting_since=None, run=FastRise(quiet_until=track.seconds + QUIET_SECONDS))
+    return anchor_track(track) if track.seconds - track.resting_since >= REST_MOST_SECONDS else track

@@ -12,10 +12,10 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict, observations
-from vllm_headroom.derive.leak.judge import foretold, rated
-from vllm_headroom.derive.leak.track import observe, surer
-from vllm_headroom.derive.readings import remembered
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Estimate, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.judge import forecast_certainty, measure_rate
+from vllm_headroom.derive.leak.track import observe, take_surer
+from vllm_headroom.derive.readings import limit_remembered
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 
@@ -67,10 +67,10 @@ class Steady(Struct, frozen=True, kw_only=True):
 
     latest: tuple[Floor, ...] = ()
     points: tuple[Floor, ...] = ()
-    verdict: Verdict = Verdict.NONE
+    verdict: Certainty = Certainty.NONE
 
 
-def followed(steady: Steady, floor: Floor) -> Steady:
+def follow_floors(steady: Steady, floor: Floor) -> Steady:
     """Return the run with one more block; one in which nothing rose is passed over while little had to rise."""
     if not steady.latest:
         return Steady(latest=(floor,), points=(floor,))
@@ -84,48 +84,48 @@ def followed(steady: Steady, floor: Floor) -> Steady:
         latest=(*steady.latest, floor)[-LATEST_RISES - 1 :],
         points=points if len(points) <= MOST_POINTS else (*points[0:-1:2], floor),
     )
-    return replace(grown, verdict=_verdict(grown))
+    return replace(grown, verdict=_judge_floors(grown))
 
 
 def _is_overdue(steady: Steady, floor: Floor) -> bool:
     """Return whether by the pace of the run twice its usual rise was due by now."""
     if len(steady.latest) == 1:
         return True
-    last, usual = steady.latest[-1], median(_rises(steady.latest))
+    last, usual = steady.latest[-1], median(_list_rises(steady.latest))
     first = steady.points[0]
     done = last.requests - first.requests
     if done > 0:
         due = (last.held_bytes - first.held_bytes) / done * (floor.requests - last.requests)
     else:
-        due = _pace(steady.points) * (floor.seconds - last.seconds)
+        due = _measure_pace(steady.points) * (floor.seconds - last.seconds)
     return due >= OVERDUE * usual
 
 
-def _rises(floors: tuple[Floor, ...]) -> list[float]:
+def _list_rises(floors: tuple[Floor, ...]) -> list[float]:
     return [after.held_bytes - before.held_bytes for before, after in pairwise(floors)]
 
 
-def _verdict(steady: Steady) -> Verdict:
+def _judge_floors(steady: Steady) -> Certainty:
     first, last = steady.points[0], steady.points[-1]
     if len(steady.latest) <= LEAST_BLOCKS or last.held_bytes - first.held_bytes < LEAST_GROWTH_BYTES:
-        return Verdict.NONE
-    if not _is_smooth(steady.latest) or _follows_load(steady.points):
+        return Certainty.NONE
+    if not _is_smooth(steady.latest) or _is_following_load(steady.points):
         return steady.verdict
     lasts = last.seconds - first.seconds >= LEAKING_SECONDS
-    return Verdict.LEAKING if lasts and _keeps_pace(steady.points) else max(steady.verdict, Verdict.GROWING)
+    return Certainty.LEAKING if lasts and _is_keeping_pace(steady.points) else max(steady.verdict, Certainty.GROWING)
 
 
 def _is_smooth(latest: tuple[Floor, ...]) -> bool:
     """Return whether the rises are of many small events, by time or by requests, a few larger steps among them."""
-    by_time = _pieces(latest, [after.seconds - before.seconds for before, after in pairwise(latest)])
-    by_requests = _pieces(latest, [after.requests - before.requests for before, after in pairwise(latest)])
+    by_time = _is_in_pieces(latest, [after.seconds - before.seconds for before, after in pairwise(latest)])
+    by_requests = _is_in_pieces(latest, [after.requests - before.requests for before, after in pairwise(latest)])
     return by_time or by_requests
 
 
-def _pieces(latest: tuple[Floor, ...], lengths: list[float]) -> bool:
+def _is_in_pieces(latest: tuple[Floor, ...], lengths: list[float]) -> bool:
     if min(lengths) <= 0:
         return False
-    rises = _rises(latest)
+    rises = _list_rises(latest)
     pace = median(rise / length for rise, length in zip(rises, lengths, strict=True))
     beside = sorted(rise - pace * length for rise, length in zip(rises, lengths, strict=True))
     usual = pace * fmean(lengths)
@@ -133,26 +133,26 @@ def _pieces(latest: tuple[Floor, ...], lengths: list[float]) -> bool:
     return spread <= sqrt(EVENT_BYTES * usual + (JITTER * usual) ** 2)
 
 
-def _follows_load(points: tuple[Floor, ...]) -> bool:
+def _is_following_load(points: tuple[Floor, ...]) -> bool:
     half = len(points) // 2
     before, after = (fmean(point.running for point in part) for part in (points[:half], points[half:]))
     return after > before * (1 + LOAD_SHARE) + LOAD_REQUESTS
 
 
-def _keeps_pace(points: tuple[Floor, ...]) -> bool:
+def _is_keeping_pace(points: tuple[Floor, ...]) -> bool:
     third = len(points) // 3
-    early, late = _pace(points[: third + 1]), _pace(points[-third - 1 :])
+    early, late = _measure_pace(points[: third + 1]), _measure_pace(points[-third - 1 :])
     return late >= PACE * early
 
 
-def _pace(points: tuple[Floor, ...]) -> float:
+def _measure_pace(points: tuple[Floor, ...]) -> float:
     """Return growth by request, where requests are counted, else by time."""
     first, last = points[0], points[-1]
     done = last.requests - first.requests
     return (last.held_bytes - first.held_bytes) / (done if done > 0 else last.seconds - first.seconds)
 
 
-def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
+def estimate_steady(steady: Steady, room_bytes: float | None) -> Estimate | None:
     """Return how fast it grows and how long that can last; what is used for the first time meanwhile moves no slope."""
     if not steady.verdict:
         return None
@@ -160,9 +160,9 @@ def estimated(steady: Steady, room_bytes: float | None) -> Estimate | None:
     first, last = points[0], points[-1]
     done = last.requests - first.requests
     held = tuple(point.held_bytes for point in points)
-    step = median(_rises(steady.latest))
-    rate, half_width, _ = rated([point.seconds for point in points], held, step)
-    per_request, _, _ = rated([point.requests for point in points], held, step)
+    step = median(_list_rises(steady.latest))
+    rate, half_width, _ = measure_rate([point.seconds for point in points], held, step)
+    per_request, _, _ = measure_rate([point.requests for point in points], held, step)
     half_width += JITTER * rate
     return Estimate(
         bytes_per_second=rate,
@@ -225,22 +225,22 @@ InsideTracks = dict[str, InsideTrack]
 """A track by the UUID of its GPU."""
 
 
-def insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
+def update_insides(tracks: InsideTracks, snapshot: Snapshot) -> InsideTracks:
     """Return the tracks after one more look; what sleeps or begins anew is compared from there on."""
     now = snapshot.monotonic_seconds
-    tracks = remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
+    tracks = limit_remembered(tracks, {gpu.reading.uuid for gpu in snapshot.devices})
     kept = {uuid: track for uuid, track in tracks.items() if 0 <= now - track.clock < FORGET_SECONDS}
     watched = tuple(gpu for gpu in snapshot.devices if gpu.inside is not None or gpu.reading.uuid in kept)
-    for gpu, seen in observations(snapshot, watched):
-        uuid, mark = gpu.reading.uuid, _mark(gpu, now)
+    for gpu, seen in observe_gpus(snapshot, watched):
+        uuid, mark = gpu.reading.uuid, _make_mark(gpu, now)
         if seen.awake is False:
             kept.pop(uuid, None)
         elif mark is not None:
-            kept[uuid] = replace(_looked(kept.get(uuid), mark, snapshot, seen), room_bytes=seen.room_bytes)
+            kept[uuid] = replace(_update_track(kept.get(uuid), mark, snapshot, seen), room_bytes=seen.room_bytes)
     return kept
 
 
-def _mark(gpu: Gpu, now: float) -> Mark | None:
+def _make_mark(gpu: Gpu, now: float) -> Mark | None:
     inside, held = gpu.inside, gpu.held_bytes
     if inside is None or inside.allocated_bytes is None or inside.reserved_bytes is None or held is None:
         return None
@@ -249,20 +249,20 @@ def _mark(gpu: Gpu, now: float) -> Mark | None:
     return Mark(now, inside.allocated_bytes, fragmented_bytes, held - inside.reserved_bytes)
 
 
-def _looked(track: InsideTrack | None, mark: Mark, snapshot: Snapshot, seen: Observation) -> InsideTrack:
+def _update_track(track: InsideTrack | None, mark: Mark, snapshot: Snapshot, seen: Observation) -> InsideTrack:
     restarts = 0 if snapshot.life is None else snapshot.life.restarts
     if track is None or track.restarts != restarts:
         return InsideTrack(clock=mark.seconds, restarts=restarts, began_seconds=mark.seconds, block=mark)
     if track.block is not None and mark.seconds - track.began_seconds >= BLOCK_SECONDS:
-        track = _closed(track, track.block, snapshot, seen)
+        track = _close_block(track, track.block, snapshot, seen)
     if mark.seconds - track.clock > GAP_SECONDS:
         track = replace(track, tensors=Steady(), outside=Steady())
     if track.block is None:
         return replace(track, clock=mark.seconds, began_seconds=mark.seconds, block=mark)
-    return replace(track, clock=mark.seconds, block=_least(track.block, mark))
+    return replace(track, clock=mark.seconds, block=_take_least(track.block, mark))
 
 
-def _least(block: Mark, mark: Mark) -> Mark:
+def _take_least(block: Mark, mark: Mark) -> Mark:
     return Mark(
         mark.seconds,
         min(block.allocated_bytes, mark.allocated_bytes),
@@ -271,7 +271,7 @@ def _least(block: Mark, mark: Mark) -> Mark:
     )
 
 
-def _closed(track: InsideTrack, block: Mark, snapshot: Snapshot, seen: Observation) -> InsideTrack:
+def _close_block(track: InsideTrack, block: Mark, snapshot: Snapshot, seen: Observation) -> InsideTrack:
     if snapshot.page is None:  # how much was done is not known: the block goes on
         return track
     done, running = seen.finished_total or 0.0, seen.running or 0.0
@@ -280,13 +280,13 @@ def _closed(track: InsideTrack, block: Mark, snapshot: Snapshot, seen: Observati
         track,
         block=None,
         marks=marks if len(marks) <= MOST_MARKS else (*marks[0:-1:2], block),
-        tensors=followed(track.tensors, Floor(block.seconds, done, running, block.allocated_bytes)),
-        outside=followed(track.outside, Floor(block.seconds, done, running, block.outside_bytes)),
-        in_use=_in_use(track.in_use, block, seen),
+        tensors=follow_floors(track.tensors, Floor(block.seconds, done, running, block.allocated_bytes)),
+        outside=follow_floors(track.outside, Floor(block.seconds, done, running, block.outside_bytes)),
+        in_use=_update_in_use(track.in_use, block, seen),
     )
 
 
-def _in_use(track: Track | None, block: Mark, seen: Observation) -> Track:
+def _update_in_use(track: Track | None, block: Mark, seen: Observation) -> Track:
     """Return the track of what is in use after a block; the cache is room, for torch gives it back."""
     used_bytes = int(block.allocated_bytes + block.outside_bytes)
     cached_bytes = (seen.held_bytes or 0) - used_bytes
@@ -294,22 +294,24 @@ def _in_use(track: Track | None, block: Mark, seen: Observation) -> Track:
     return observe(track or Track(clock=seen.seconds), replace(seen, held_bytes=used_bytes, room_bytes=room_bytes))
 
 
-def sharpened(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
+def sharpen_track(track: Track, asleep: Track | None, inside: InsideTrack | None) -> Track:
     """Return the track of what is held with the surest verdict: its own, what is kept asleep, or what is inside.
 
     Of all that is in use only its large steps say anything: a cache that fills is as even there as a leak.
     """
-    track = surer(track, asleep)
+    track = take_surer(track, asleep)
     if inside is None:
         return track
     if inside.surest.verdict > track.verdict:
-        track = replace(track, verdict=inside.surest.verdict, estimate=estimated(inside.surest, inside.room_bytes))
-    if inside.in_use is not None and (steps := foretold(inside.in_use)) > track.verdict:
+        track = replace(
+            track, verdict=inside.surest.verdict, estimate=estimate_steady(inside.surest, inside.room_bytes)
+        )
+    if inside.in_use is not None and (steps := forecast_certainty(inside.in_use)) > track.verdict:
         track = replace(track, verdict=steps, estimate=inside.in_use.estimate)
     return track
 
 
-def moved(track: InsideTrack, shift: float) -> InsideTrack:
+def move_track(track: InsideTrack, shift: float) -> InsideTrack:
     """Return a track on another clock, in whose time the marks are; its runs begin anew."""
     in_use = track.in_use
     return InsideTrack(
@@ -341,7 +343,7 @@ HELD: Final[dict[LeakLocation, Callable[[Mark], float]]] = {
 }
 
 
-def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
+def find_location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation | None:
     """Return where it grows: where most was added in every sixth of the leak's time.
 
     What is used for the first time comes in steps, and a sixth without one does not count for it. Where next to
@@ -356,17 +358,19 @@ def location(found: Estimate | None, inside: InsideTrack | None) -> LeakLocation
     if not marks:
         return None
     whole = {place: held(marks[-1]) - held(marks[0]) for place, held in HELD.items()}
-    steady = {place: PARTS * _least_growth([held(mark) for mark in _ends(marks)]) for place, held in HELD.items()}
+    steady = {
+        place: PARTS * _find_least_growth([held(mark) for mark in _find_ends(marks)]) for place, held in HELD.items()
+    }
     most = max(steady, key=lambda place: steady[place])
     if steady[most] <= STEADY_SHARE * max(whole.values()):
         most = max(whole, key=lambda place: whole[place])
     return most if max(steady[most], whole[most]) > 0 else None
 
 
-def _ends(marks: tuple[Mark, ...]) -> list[Mark]:
+def _find_ends(marks: tuple[Mark, ...]) -> list[Mark]:
     """Return the marks between which the sixths of the time are; none where there are too few to say."""
     return [marks[round(part * (len(marks) - 1) / PARTS)] for part in range(PARTS + 1)] if len(marks) > PARTS else []
 
 
-def _least_growth(held_bytes: list[float]) -> float:
+def _find_least_growth(held_bytes: list[float]) -> float:
     return min((after - before for before, after in pairwise(held_bytes)), default=0.0)

@@ -10,31 +10,31 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.blocks import here
+from vllm_headroom.derive.leak.blocks import measure_progress
 from vllm_headroom.derive.leak.facts import (
     MIB,
     MISSES_THAT_END_IT,
     RISE_BYTES,
     THRESHOLDS,
+    BlockLevel,
+    Certainty,
     Estimate,
-    Level,
     Track,
-    Verdict,
     Work,
+    find_stretch,
     settle,
-    stretch,
 )
 from vllm_headroom.derive.leak.shape import (
     OUT_OF_MEMORY_BYTES,
     Growth,
-    expected_rate,
-    growth,
-    judge,
-    retained,
-    steadiness,
-    swing,
+    estimate_swing,
+    find_growth,
+    find_retained,
+    forecast_rate,
+    judge_growth,
+    judge_steadiness,
 )
-from vllm_headroom.derive.leak.steps import Life, project
+from vllm_headroom.derive.leak.steps import WindowContext, project
 
 BATCHES: Final = 5
 T_95: Final = 2.776
@@ -68,16 +68,16 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
     seconds = [point.seconds for point in grown.points]
     requests = [point.requests for point in grown.points]
     step = min(LARGEST_STEP_BYTES, median(rise for rise in grown.rises if rise > 0))
-    per_second, second_half_width, second_spread = rated(seconds, grown.retained_bytes, step)
-    per_request, request_half_width, request_spread = rated(requests, grown.retained_bytes, step)
+    per_second, second_half_width, second_spread = measure_rate(seconds, grown.retained_bytes, step)
+    per_request, request_half_width, request_spread = measure_rate(requests, grown.retained_bytes, step)
     by_requests = per_request > 0 and work.rate > 0 and request_spread <= UNLIKE * second_spread
     pace, fastest = (per_second, per_second + second_half_width) if per_second > 0 else (None, None)
     if room_bytes is not None and by_requests:
-        usual, most = _request_rates(_usable(room_bytes), per_request, work, now)
+        usual, most = _forecast_rates(_find_usable(room_bytes), per_request, work, now)
         pace = per_request * usual if usual > 0 else None
         fastest = (per_request + request_half_width) * most if most > 0 else None
     if room_bytes is not None and fastest is not None and (by_requests or work.finished_total is None):
-        fastest /= UNSEEN_SHARE if _unseen(room_bytes / fastest, now) else 1.0
+        fastest /= UNSEEN_SHARE if _is_unseen(room_bytes / fastest, now) else 1.0
     return Estimate(
         bytes_per_second=per_second,
         lower=max(min(0.0, per_second), per_second - second_half_width),
@@ -90,18 +90,18 @@ def estimate(grown: Growth, *, began_bytes: float, work: Work, now: float, room_
     )
 
 
-def _unseen(horizon: float, now: float) -> bool:
+def _is_unseen(horizon: float, now: float) -> bool:
     """Return whether what is left is long against what was seen of the load, which was not yet a whole day."""
     return now < DAY_SECONDS and horizon > now / 2
 
 
-def timed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
+def set_time_left(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
     """Return the estimate with the time that is left now.
 
     The next height, with a demand on it as large as the largest of late, may be what finds no room: the lower bound of
     the time is to that.
     """
-    room, least = _usable(room_bytes), max(0.0, room_bytes - max(demand_bytes, OUT_OF_MEMORY_BYTES))
+    room, least = _find_usable(room_bytes), max(0.0, room_bytes - max(demand_bytes, OUT_OF_MEMORY_BYTES))
     return replace(
         found,
         oom_seconds=room / found.pace if found.pace else None,
@@ -109,17 +109,17 @@ def timed(found: Estimate, room_bytes: float, demand_bytes: float) -> Estimate:
     )
 
 
-def _usable(room_bytes: float) -> float:
+def _find_usable(room_bytes: float) -> float:
     return max(0.0, room_bytes - OUT_OF_MEMORY_BYTES)
 
 
-def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
+def measure_rate(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tuple[float, float, float]:
     """Return slope, half width of its 95 % interval and relative spread of its batches on one axis."""
     if axis[-1] <= axis[0]:
         return 0.0, 0.0, float("inf")
     half = len(axis) // 2
-    slope = _late_slope(axis, values)
-    batches = _batches(axis, values)
+    slope = _fit_late_slope(axis, values)
+    batches = _fit_batches(axis, values)
     if len(batches) < BATCHES:
         return slope, abs(slope), float("inf")
     mean = fmean(batches)
@@ -128,17 +128,17 @@ def rated(axis: list[float], values: tuple[float, ...], step_bytes: float) -> tu
     return slope, half_width, spread / max(abs(mean), 1e-9)
 
 
-def _late_slope(axis: list[float], values: tuple[float, ...]) -> float:
+def _fit_late_slope(axis: list[float], values: tuple[float, ...]) -> float:
     """Return the slope of the later half, Theil and Sen's: single steps do not move it, nor do a few that are large.
 
     Where it is none the growth was in such, and the slope is that of the whole.
     """
     half = len(axis) // 2
     every = -(-(len(axis) - half) // SLOPE_POINTS)
-    return _theil_sen(axis[half::every], values[half::every]) or (values[-1] - values[0]) / (axis[-1] - axis[0])
+    return _fit_theil_sen(axis[half::every], values[half::every]) or (values[-1] - values[0]) / (axis[-1] - axis[0])
 
 
-def _theil_sen(axis: list[float], values: tuple[float, ...]) -> float:
+def _fit_theil_sen(axis: list[float], values: tuple[float, ...]) -> float:
     slopes = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in combinations(zip(axis, values, strict=True), 2)
@@ -147,7 +147,7 @@ def _theil_sen(axis: list[float], values: tuple[float, ...]) -> float:
     return median(slopes) if slopes else 0.0
 
 
-def _batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
+def _fit_batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     """Return the slopes of five equal batches of the later three quarters."""
     first = len(axis) // 4
     size = (len(axis) - 1 - first) // BATCHES
@@ -161,7 +161,7 @@ def _batches(axis: list[float], values: tuple[float, ...]) -> list[float]:
     ]
 
 
-def _request_rates(room: float, per_request: float, work: Work, now: float) -> tuple[float, float]:
+def _forecast_rates(room: float, per_request: float, work: Work, now: float) -> tuple[float, float]:
     """Return the requests per second to expect until the room is full, and the most to reckon with.
 
     The horizon decides the rate to expect, and the rate the horizon.
@@ -169,11 +169,11 @@ def _request_rates(room: float, per_request: float, work: Work, now: float) -> t
     rate = work.rate
     for _ in range(3):
         horizon = room / (per_request * rate)
-        rate = expected_rate(work, now, horizon)
+        rate = forecast_rate(work, now, horizon)
         if rate <= 0:
             return 0.0, 0.0
     spans = (LAST_SECONDS, *(horizon * share for share in (0.125, 0.25, 0.5, 1.0, 2.0)))
-    return rate, 1.1 * max(expected_rate(work, now, span) for span in spans)
+    return rate, 1.1 * max(forecast_rate(work, now, span) for span in spans)
 
 
 PROJECTED_LEVEL: Final = 3
@@ -193,99 +193,99 @@ REFILL_SECONDS: Final = 3600.0
 """After the allocator gave back its cache that fills again, and for this long is not taken for the leak's rate."""
 
 
-def judged(track: Track, room_bytes: int | None) -> Track:
+def judge_track(track: Track, room_bytes: int | None) -> Track:
     """Return the track with the verdict of the surest level and its estimate."""
     if track.seconds < track.run.alarm_until:
         return track
     if room_bytes is not None:
-        track = replace(track, most_bytes=max(track.most_bytes, _floor(track) + room_bytes))
-    own_room = None if room_bytes is None else track.most_bytes - _floor(track)
-    track, grown = _weighed(track, own_room)
-    verdict = max(foretold(track), *(level.verdict for level in track.levels))
-    if verdict is not Verdict.LEAKING and _is_held(track):
-        return replace(_timed(track, room_bytes), verdict=Verdict.LEAKING)
+        track = replace(track, most_bytes=max(track.most_bytes, _find_floor(track) + room_bytes))
+    own_room = None if room_bytes is None else track.most_bytes - _find_floor(track)
+    track, grown = _weigh_levels(track, own_room)
+    verdict = max(forecast_certainty(track), *(level.verdict for level in track.levels))
+    if verdict is not Certainty.LEAKING and _is_held(track):
+        return replace(_update_time_left(track, room_bytes), verdict=Certainty.LEAKING)
     track = replace(track, verdict=verdict)
-    if verdict is Verdict.NONE:
+    if verdict is Certainty.NONE:
         return replace(track, estimate=None, sure_seconds=None)
     refills = track.flush is not None and track.seconds - track.flush.seconds < REFILL_SECONDS
     known = track.estimate is not None and (refills or grown is None)
     if grown is not None and not known:
-        track = _estimated(track, grown, room_bytes)
-    track = _timed(track, room_bytes)
-    near = verdict is Verdict.LEAKING and _is_near(track, room_bytes)
+        track = _update_estimate(track, grown, room_bytes)
+    track = _update_time_left(track, room_bytes)
+    near = verdict is Certainty.LEAKING and _is_near(track, room_bytes)
     return replace(track, sure_seconds=track.seconds if near else None)
 
 
-def foretold(track: Track) -> Verdict:
+def forecast_certainty(track: Track) -> Certainty:
     """Return what the last hours foretell, less between two steps; an alarm of theirs is older than any block here."""
-    if track.projected is not Verdict.LEAKING:
+    if track.projected is not Certainty.LEAKING:
         return track.projected
     points = track.levels[STEP_LEVEL].points
-    floors = retained(points)
-    risen = max(_flushed(track), points[bisect_left(floors, floors[-1] - RISE_BYTES)].seconds)
-    return Verdict.GROWING if track.seconds - risen >= STEP_SECONDS else Verdict.LEAKING
+    floors = find_retained(points)
+    risen = max(_find_flush_time(track), points[bisect_left(floors, floors[-1] - RISE_BYTES)].seconds)
+    return Certainty.GROWING if track.seconds - risen >= STEP_SECONDS else Certainty.LEAKING
 
 
-def _flushed(track: Track) -> float:
+def _find_flush_time(track: Track) -> float:
     """Return when the allocator last gave back its cache, 0 where it never did."""
     return 0.0 if track.flush is None else track.flush.seconds
 
 
-def _floor(track: Track) -> float:
+def _find_floor(track: Track) -> float:
     return track.levels[0].points[-1].floor_bytes
 
 
-def _weighed(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
+def _weigh_levels(track: Track, room_bytes: float | None) -> tuple[Track, Growth | None]:
     """Return the track with each level's verdict and that of the last hours, and the growth that says most.
 
     There is none where the surest level, the longest of them, has no new block.
     """
-    steady, floor_bytes = steadiness(track.history, here(track)), _floor(track)
+    steady, floor_bytes = judge_steadiness(track.history, measure_progress(track)), _find_floor(track)
     levels = []
     for level, threshold, most in zip(track.levels, THRESHOLDS, MISSES_THAT_END_IT, strict=True):
-        grown = None if level.verdict is Verdict.LEAKING else _grown(track, level, threshold)
-        said = Verdict.NONE if grown is None else judge(grown, steady, room_bytes)
+        grown = None if level.verdict is Certainty.LEAKING else _find_grown(track, level, threshold)
+        said = Certainty.NONE if grown is None else judge_growth(grown, steady, room_bytes)
         levels.append(settle(level, said, threshold, most, floor_bytes))
     surest, threshold = max(zip(reversed(levels), reversed(THRESHOLDS), strict=True), key=lambda pair: pair[0].verdict)
-    projected, grown = _projected(track, room_bytes)
+    projected, grown = _project_growth(track, room_bytes)
     track = replace(track, levels=tuple(levels), projected=projected)
     if grown is not None and projected > surest.verdict:
         return track, grown
-    return track, _grown(track, surest, threshold) if surest.verdict else None
+    return track, _find_grown(track, surest, threshold) if surest.verdict else None
 
 
-def _grown(track: Track, level: Level, threshold: float) -> Growth | None:
+def _find_grown(track: Track, level: BlockLevel, threshold: float) -> Growth | None:
     """Return the growth of a level whose evidence is enough; a level says something new only when its block ended."""
-    return growth(stretch(level)) if level.score >= threshold and _just_ended(track, level) else None
+    return find_growth(find_stretch(level)) if level.score >= threshold and _has_just_ended(track, level) else None
 
 
-def _projected(track: Track, room_bytes: float | None) -> tuple[Verdict, Growth | None]:
+def _project_growth(track: Track, room_bytes: float | None) -> tuple[Certainty, Growth | None]:
     """Return what the last hours foretell; anew when one of their blocks ends, and for an alarm without a figure."""
     level = track.levels[PROJECTED_LEVEL]
-    unknown = track.projected is Verdict.LEAKING and track.estimate is None and bool(level.points)
-    if track.first is None or not (unknown or _just_ended(track, level)):
+    unknown = track.projected is Certainty.LEAKING and track.estimate is None and bool(level.points)
+    if track.first is None or not (unknown or _has_just_ended(track, level)):
         return track.projected, None
-    life = Life(
+    life = WindowContext(
         first=track.first,
         room_bytes=room_bytes,
         before=track.projected,
-        flushed_seconds=_flushed(track),
+        flushed_seconds=_find_flush_time(track),
         alike_seconds=track.peaks[0][0] if track.peaks else 0.0,
     )
     return project(level.points, track.steps, life)
 
 
-def _just_ended(track: Track, level: Level) -> bool:
+def _has_just_ended(track: Track, level: BlockLevel) -> bool:
     return bool(level.points) and level.points[-1].seconds == track.seconds
 
 
-def _timed(track: Track, room_bytes: int | None) -> Track:
+def _update_time_left(track: Track, room_bytes: int | None) -> Track:
     """Return the track with the time that is left now, at the paces of its estimate."""
     found = track.estimate
     if found is None or room_bytes is None:
         return track
-    back = swing(track, _floor(track), found.bytes_per_second)
-    return replace(track, estimate=timed(found, room_bytes, back + max(track.rises, default=0.0)))
+    back = estimate_swing(track, _find_floor(track), found.bytes_per_second)
+    return replace(track, estimate=set_time_left(found, room_bytes, back + max(track.rises, default=0.0)))
 
 
 def _is_near(track: Track, room_bytes: int | None) -> bool:
@@ -296,12 +296,12 @@ def _is_near(track: Track, room_bytes: int | None) -> bool:
 
 
 def _is_held(track: Track) -> bool:
-    if track.sure_seconds is None or track.projected is Verdict.LEAKING:
+    if track.sure_seconds is None or track.projected is Certainty.LEAKING:
         return False
     return track.seconds - track.sure_seconds <= HELD_SECONDS
 
 
-def _estimated(track: Track, grown: Growth, room_bytes: int | None) -> Track:
+def _update_estimate(track: Track, grown: Growth, room_bytes: int | None) -> Track:
     """Return the track with a new estimate; with the one it has where the new one, in a valley, sees no growth."""
     began = min(
         (level.began for level in track.levels if level.verdict and level.began),

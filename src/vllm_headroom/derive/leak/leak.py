@@ -10,22 +10,22 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Estimate, Observation, Track, Verdict, observations
-from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, insides, location, sharpened
+from vllm_headroom.derive.leak.facts import Certainty, Estimate, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.inside import InsideTrack, InsideTracks, find_location, sharpen_track, update_insides
 from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES
-from vllm_headroom.derive.leak.track import held, observe, residues, warming_up
-from vllm_headroom.derive.life.signs import of_service, out_of_service
+from vllm_headroom.derive.leak.track import is_warming_up, observe, update_held, update_residues
+from vllm_headroom.derive.life.signs import derive_out_of_service, keep_service
 from vllm_headroom.derive.readings import (
     awake,
-    begun_anew,
-    finished,
-    gpu_labels,
-    life,
-    named,
-    remembered,
-    running_requests,
-    states,
-    together,
+    count_finished,
+    count_running,
+    identify_run,
+    is_new_run,
+    label_gpu,
+    limit_remembered,
+    list_named,
+    make_states,
+    sum_known,
 )
 from vllm_headroom.model import Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import LeakState, Role
@@ -39,28 +39,28 @@ Tracks = dict[str, Track]
 """A track per series, by UUID or role."""
 
 
-def gpu_leaks(
+def derive_gpu_leaks(
     state: Tracks, seen: Collection[tuple[Gpu, Observation]], *, settled: bool, inside: InsideTracks, asleep: Tracks
 ) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak family of each of the engine's GPUs; a GPU that cannot be read has no series."""
-    tracks = kept(state, {gpu.reading.uuid for gpu, _ in seen})
+    tracks = keep_recent(state, {gpu.reading.uuid for gpu, _ in seen})
     samples: list[Sample] = []
     for gpu, each in seen:
         uuid = gpu.reading.uuid
-        tracks[uuid] = held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
-        told = sharpened(tracks[uuid], asleep.get(uuid), inside.get(uuid))
-        samples += _samples(gpu, told, inside.get(uuid), settled=settled)
+        tracks[uuid] = update_held(tracks.get(uuid) or Track(clock=each.seconds), each, asleep.get(uuid))
+        told = sharpen_track(tracks[uuid], asleep.get(uuid), inside.get(uuid))
+        samples += _make_samples(gpu, told, inside.get(uuid), settled=settled)
     return tracks, tuple(samples)
 
 
-def kept(tracks: Tracks, present: Collection[str]) -> Tracks:
+def keep_recent(tracks: Tracks, present: Collection[str]) -> Tracks:
     """Return the tracks that were moved within a day of the newest; a wild date makes none forgotten."""
     newest = max((track.clock for track in tracks.values()), default=0.0)
-    tracks = remembered(tracks, present)
+    tracks = limit_remembered(tracks, present)
     return {name: track for name, track in tracks.items() if newest - track.clock < FORGET_SECONDS}
 
 
-def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
+def find_leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
     """Return the one state of the contract that a track is in."""
     if not known or track.anchor_seconds is None:
         return LeakState.UNKNOWN
@@ -68,17 +68,17 @@ def leak_state(track: Track, *, known: bool, settled: bool) -> LeakState:
         return LeakState.ASLEEP
     if track.resting_since is not None:
         return LeakState.UNSETTLED
-    if track.verdict is not Verdict.NONE:
-        return LeakState.LEAKING if track.verdict is Verdict.LEAKING else LeakState.GROWING
+    if track.verdict is not Certainty.NONE:
+        return LeakState.LEAKING if track.verdict is Certainty.LEAKING else LeakState.GROWING
     if not settled:
         return LeakState.UNSETTLED
-    return LeakState.WARMING_UP if warming_up(track) else LeakState.STABLE
+    return LeakState.WARMING_UP if is_warming_up(track) else LeakState.STABLE
 
 
-def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
-    labels = gpu_labels(gpu)
-    is_in = leak_state(track, known=gpu.held_bytes is not None, settled=settled)
-    yield from states(catalog.LEAK_STATE, labels, is_in)
+def _make_samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: bool) -> Iterator[Sample]:
+    labels = label_gpu(gpu)
+    is_in = find_leak_state(track, known=gpu.held_bytes is not None, settled=settled)
+    yield from make_states(catalog.LEAK_STATE, labels, is_in)
     if track.estimate is None or is_in not in SHOWN:
         return
     found = track.estimate
@@ -94,12 +94,12 @@ def _samples(gpu: Gpu, track: Track, inside: InsideTrack | None, *, settled: boo
     for metric, value in values:
         if value is not None:
             yield Sample(metric, labels, value)
-    where = location(found, inside)
+    where = find_location(found, inside)
     if where is not None:
-        yield from states(catalog.LEAK_LOCATION, labels, where)
+        yield from make_states(catalog.LEAK_LOCATION, labels, where)
 
 
-def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
+def derive_host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tracks, tuple[Sample, ...]]:
     """Return the leak state of each role's memory, and when all roles that grow will have filled what is left.
 
     The same detector as on GPU memory. A role without a process has no series; a process that comes, goes or is another
@@ -107,17 +107,19 @@ def host_leaks(state: Tracks, snapshot: Snapshot, *, settled: bool) -> tuple[Tra
     """
     if isinstance(snapshot.processes, Failure):
         return state, ()
-    tracks = kept(state, state)
+    tracks = keep_recent(state, state)
     samples: list[Sample] = []
-    for role, seen in host_observations(snapshot):
+    for role, seen in observe_host(snapshot):
         tracks[role] = observe(tracks.get(role) or Track(clock=snapshot.monotonic_seconds), seen)
-        samples += _host_samples(role, tracks[role], settled=settled)
+        samples += _make_host_samples(role, tracks[role], settled=settled)
     shown = {sample.labels[0] for sample in samples if sample.metric is catalog.HOST_LEAK_RATE}
-    left = _left([track.estimate for role, track in tracks.items() if role in shown and track.estimate is not None])
+    left = _derive_time_left(
+        [track.estimate for role, track in tracks.items() if role in shown and track.estimate is not None]
+    )
     return tracks, (*samples, *left)
 
 
-def host_observations(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
+def observe_host(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
     """Yield what the detector is told of the processes of each role that shows.
 
     Files that are mapped, such as weights, do not count: the kernel takes them back before it kills. Nor does the room
@@ -133,8 +135,8 @@ def host_observations(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         seen = Observation(
             seconds=snapshot.monotonic_seconds,
             held_bytes=sum(process.rss_bytes - (process.file_bytes or 0) for process in processes),
-            finished_total=None if page is None else finished(page),
-            running=None if page is None else running_requests(page),
+            finished_total=None if page is None else count_finished(page),
+            running=None if page is None else count_running(page),
             life=",".join(sorted(f"{process.pid}:{process.started_at_seconds:.2f}" for process in processes)),
             awake=None if page is None else awake(page),
             room_bytes=None if room_bytes is None else room_bytes + OUT_OF_MEMORY_BYTES,
@@ -142,14 +144,14 @@ def host_observations(snapshot: Snapshot) -> Iterator[tuple[Role, Observation]]:
         yield role, seen
 
 
-def _host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
-    is_in = leak_state(track, known=True, settled=settled)
-    yield from states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
+def _make_host_samples(role: Role, track: Track, *, settled: bool) -> Iterator[Sample]:
+    is_in = find_leak_state(track, known=True, settled=settled)
+    yield from make_states(catalog.HOST_LEAK_STATE, (str(role),), is_in)
     if track.estimate is not None and is_in in SHOWN:
         yield Sample(catalog.HOST_LEAK_RATE, (str(role),), track.estimate.bytes_per_second)
 
 
-def _left(growing: list[Estimate]) -> Iterator[Sample]:
+def _derive_time_left(growing: list[Estimate]) -> Iterator[Sample]:
     """Yield the time that is left where several roles fill the same room: their paces add up."""
     for metric, times in (
         (catalog.HOST_TIME_TO_OOM, [found.oom_seconds for found in growing]),
@@ -183,15 +185,15 @@ class LoadState(Struct, frozen=True, kw_only=True):
     held_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
+def derive_load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample, ...]]:
     """Return whether the requests in the engine stayed level for ten minutes, and each GPU's change since they have."""
-    requests = _requests(snapshot)
+    requests = _count_requests(snapshot)
     if requests is None:
         return LoadState(), ()
-    state = _gathered(state, requests, snapshot.monotonic_seconds)
+    state = _gather_minute(state, requests, snapshot.monotonic_seconds)
     if state.stable is None:
         return state, ()
-    held = _held(snapshot) if state.stable else {}
+    held = _find_held(snapshot) if state.stable else {}
     first = {uuid: state.held_bytes.get(uuid, now) for uuid, (_, now) in held.items()}
     if first != state.held_bytes:
         state = replace(state, held_bytes=first)
@@ -199,31 +201,31 @@ def load(state: LoadState, snapshot: Snapshot) -> tuple[LoadState, tuple[Sample,
     return state, (Sample(catalog.LOAD_STABLE, (), 1.0 if state.stable else 0.0), *deltas)
 
 
-def _requests(snapshot: Snapshot) -> float | None:
+def _count_requests(snapshot: Snapshot) -> float | None:
     """Return requests running and waiting in all engines; None where one does not say how many run."""
-    engines = () if snapshot.page is None else named(snapshot.page)
-    running = together(engine.running for engine in engines)
+    engines = () if snapshot.page is None else list_named(snapshot.page)
+    running = sum_known(engine.running for engine in engines)
     return None if running is None else running + sum(engine.waiting or 0.0 for engine in engines)
 
 
-def _gathered(state: LoadState, requests: float, now: float) -> LoadState:
+def _gather_minute(state: LoadState, requests: float, now: float) -> LoadState:
     began = now if state.began_seconds is None or now < state.began_seconds else state.began_seconds
     state = replace(state, began_seconds=began, total=state.total + requests, count=state.count + 1)
     if now - began < MINUTE_SECONDS:
         return state
     minutes = (*state.minutes, state.total / state.count)[-WINDOW_MINUTES:]
-    stable = _level(minutes) if len(minutes) == WINDOW_MINUTES else None
+    stable = _is_level(minutes) if len(minutes) == WINDOW_MINUTES else None
     return replace(state, minutes=minutes, began_seconds=now, total=0.0, count=0, stable=stable)
 
 
-def _level(minutes: tuple[float, ...]) -> bool:
+def _is_level(minutes: tuple[float, ...]) -> bool:
     mean = fmean(minutes)
     return all(abs(minute - mean) <= max(BAND * mean, SLACK_REQUESTS) for minute in minutes)
 
 
-def _held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
+def _find_held(snapshot: Snapshot) -> dict[str, tuple[tuple[str, str], int]]:
     held = ((gpu, gpu.held_bytes) for gpu in snapshot.devices)
-    return {gpu.reading.uuid: (gpu_labels(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}
+    return {gpu.reading.uuid: (label_gpu(gpu), held_bytes) for gpu, held_bytes in held if held_bytes is not None}
 
 
 SETTLED_SECONDS: Final = 30.0
@@ -246,26 +248,26 @@ class SleepState(Struct, frozen=True, kw_only=True):
     least_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
+def derive_sleep(state: SleepState, snapshot: Snapshot) -> tuple[SleepState, tuple[Sample, ...]]:
     """Return the residue of each of the engine's GPUs: of this sleep once it has settled, or of the one before.
 
     Another life has not slept yet.
     """
-    state = _followed(state, snapshot)
+    state = _update_sleep(state, snapshot)
     samples = tuple(
-        Sample(catalog.SLEEP_RESIDUE, gpu_labels(gpu), float(state.least_bytes[gpu.reading.uuid]))
+        Sample(catalog.SLEEP_RESIDUE, label_gpu(gpu), float(state.least_bytes[gpu.reading.uuid]))
         for gpu in snapshot.owned
         if gpu.reading.uuid in state.least_bytes
     )
     return state, samples
 
 
-def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
+def _update_sleep(state: SleepState, snapshot: Snapshot) -> SleepState:
     page = snapshot.page
     if page is None:
         return state
-    now, named = snapshot.monotonic_seconds, life(page)
-    anew = begun_anew(state.life, named, None, None)
+    now, named = snapshot.monotonic_seconds, identify_run(page)
+    anew = is_new_run(state.life, named, None, None)
     state = SleepState(life=named) if anew else replace(state, life=state.life or named)
     if awake(page) is not False:
         return SleepState(life=state.life, least_bytes=state.least_bytes)
@@ -276,7 +278,9 @@ def _followed(state: SleepState, snapshot: Snapshot) -> SleepState:
     to_wake = {} if snapshot.life is None else dict(snapshot.life.to_wake)
     held = {uuid: n_bytes for uuid, n_bytes in held.items() if to_wake.get(uuid, n_bytes) >= GIVEN_BACK * n_bytes}
     least = state.least_bytes if state.settled else {}
-    least = remembered(least, held) | {uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()}
+    least = limit_remembered(least, held) | {
+        uuid: min(n_bytes, least.get(uuid, n_bytes)) for uuid, n_bytes in held.items()
+    }
     return replace(state, settled=state.settled or bool(held), least_bytes=least or state.least_bytes)
 
 
@@ -291,20 +295,20 @@ class LeakMemory(Struct, frozen=True, kw_only=True):
     asleep: Tracks = field(default_factory=dict)
 
 
-def leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
+def derive_leaks(state: LeakMemory, snapshot: Snapshot) -> tuple[LeakMemory, tuple[Sample, ...]]:
     """Return what is kept asleep, whether load is stable and the leak family of every GPU and role of the engine's.
 
     Only a life that has worked and goes on is looked at for leaks; any other is asleep or not, all the same.
     """
-    slept, kept = sleep(state.sleep, snapshot)
-    served = of_service(snapshot)
-    loaded, load_samples = load(state.load, served)
+    slept, kept = derive_sleep(state.sleep, snapshot)
+    served = keep_service(snapshot)
+    loaded, load_samples = derive_load(state.load, served)
     settled = loaded.stable is not False
-    inside = insides(state.inside, served)
-    seen = tuple(observations(served, served.owned))
-    asleep = residues(state.asleep, state.gpus, slept.least_bytes, seen)
-    gpus, gpu_samples = gpu_leaks(state.gpus, seen, settled=settled, inside=inside, asleep=asleep)
-    host, host_samples = host_leaks(state.host, served, settled=settled)
+    inside = update_insides(state.inside, served)
+    seen = tuple(observe_gpus(served, served.owned))
+    asleep = update_residues(state.asleep, state.gpus, slept.least_bytes, seen)
+    gpus, gpu_samples = derive_gpu_leaks(state.gpus, seen, settled=settled, inside=inside, asleep=asleep)
+    host, host_samples = derive_host_leaks(state.host, served, settled=settled)
     memory = LeakMemory(load=loaded, gpus=gpus, host=host, inside=inside, sleep=slept, asleep=asleep)
     samples = (*load_samples, *gpu_samples, *host_samples)
-    return memory, (*kept, *(samples if snapshot.in_service else out_of_service(snapshot, samples)))
+    return memory, (*kept, *(samples if snapshot.in_service else derive_out_of_service(snapshot, samples)))

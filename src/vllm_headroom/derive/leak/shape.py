@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Observation, Point, Track, Verdict, Work
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Point, Track, Work
 
 LEAST_RISES: Final = 6
 """Rises before anything is said: fewer are indistinguishable from first uses of kernels."""
@@ -26,7 +26,7 @@ CLIP: Final = 3.0
 LARGEST_STEP: Final = 0.40
 """A stretch of which one rise makes up more than this may be growing; it is not called a leak."""
 
-EVEN_SHARES: Final = {Verdict.LEAKING: (0.45, 0.35), Verdict.GROWING: (0.40, 0.30)}
+EVEN_SHARES: Final = {Certainty.LEAKING: (0.45, 0.35), Certainty.GROWING: (0.40, 0.30)}
 """The later half's least share of the growth, on the axis where it is larger and on the other one."""
 
 FIRST_QUARTER, LAST_QUARTER = 0.05, 0.10
@@ -62,9 +62,9 @@ class Growth(Struct, frozen=True, kw_only=True):
     largest_share: float
 
 
-def growth(points: tuple[Point, ...]) -> Growth | None:
+def find_growth(points: tuple[Point, ...]) -> Growth | None:
     """Return the growth that was never given back; None when it is too little to say anything."""
-    floors = retained(points)
+    floors = find_retained(points)
     raw = [after - before for before, after in pairwise(floors)]
     rising = [rise for rise in raw if rise > 0]
     if len(rising) < LEAST_RISES:
@@ -78,7 +78,7 @@ def growth(points: tuple[Point, ...]) -> Growth | None:
     return Growth(points=points, retained_bytes=floors, rises=clipped, total_bytes=total, largest_share=largest_share)
 
 
-def retained(points: tuple[Point, ...]) -> tuple[float, ...]:
+def find_retained(points: tuple[Point, ...]) -> tuple[float, ...]:
     """Return the floors less what later floors gave back: running minima from the end."""
     least, kept = float("inf"), []
     for point in reversed(points):
@@ -87,28 +87,28 @@ def retained(points: tuple[Point, ...]) -> tuple[float, ...]:
     return tuple(reversed(kept))
 
 
-def judge(grown: Growth, steadiness: Verdict, room_bytes: float | None) -> Verdict:
+def judge_growth(grown: Growth, steadiness: Certainty, room_bytes: float | None) -> Certainty:
     """Return what the stretch amounts to, given how steady the whole life's growth is.
 
     Whatever its cause may be, growth that has lasted longer than what is left until the device is full is an alarm.
     Single large steps are no part of an even pace: sure growth is waited for the longer, the more of it is theirs.
     """
-    even = _evenness(grown)
-    if Verdict.NONE in (even, steadiness):
-        return Verdict.NONE
+    even = _judge_evenness(grown)
+    if Certainty.NONE in (even, steadiness):
+        return Certainty.NONE
     lasted = grown.points[-1].seconds - grown.points[0].seconds
     raw_bytes = grown.retained_bytes[-1] - grown.retained_bytes[0]
-    left = _left(raw_bytes, lasted, room_bytes)
-    left_evenly = _left(grown.total_bytes**2 / raw_bytes, lasted, room_bytes)
-    sure = even is steadiness is Verdict.LEAKING and grown.largest_share <= LARGEST_STEP
-    if sure and lasted >= patience(left_evenly):
-        return Verdict.LEAKING
+    left = _find_time_left(raw_bytes, lasted, room_bytes)
+    left_evenly = _find_time_left(grown.total_bytes**2 / raw_bytes, lasted, room_bytes)
+    sure = even is steadiness is Certainty.LEAKING and grown.largest_share <= LARGEST_STEP
+    if sure and lasted >= compute_patience(left_evenly):
+        return Certainty.LEAKING
     if lasted < GROWING_SECONDS:
-        return Verdict.NONE
-    return Verdict.LEAKING if left is not None and lasted >= left else Verdict.GROWING
+        return Certainty.NONE
+    return Certainty.LEAKING if left is not None and lasted >= left else Certainty.GROWING
 
 
-def patience(left: float | None) -> float:
+def compute_patience(left: float | None) -> float:
     """Return how many seconds sure growth must have lasted, given what is left."""
     if left is None:
         return LEAKING_SECONDS
@@ -116,29 +116,29 @@ def patience(left: float | None) -> float:
     return min(max(HASTE * left, GROWING_SECONDS), late)
 
 
-def _left(grown_bytes: float, lasted: float, room_bytes: float | None) -> float | None:
+def _find_time_left(grown_bytes: float, lasted: float, room_bytes: float | None) -> float | None:
     """Return the seconds until the device is full at a stretch's pace; None where nothing can fill up."""
     return None if room_bytes is None else max(0.0, room_bytes - OUT_OF_MEMORY_BYTES) * lasted / grown_bytes
 
 
-def _evenness(grown: Growth) -> Verdict:
+def _judge_evenness(grown: Growth) -> Certainty:
     """Return whether the later half has its share of the growth, by requests or by busy time."""
     axes = ([point.requests for point in grown.points], [point.busy_seconds for point in grown.points])
-    quarters = [shares for axis in axes if (shares := _quarters(grown, axis)) is not None]
-    if not quarters or not any(_never_stops(shares) for shares in quarters):
-        return Verdict.NONE
+    quarters = [shares for axis in axes if (shares := _split_quarters(grown, axis)) is not None]
+    if not quarters or not any(_is_unceasing(shares) for shares in quarters):
+        return Certainty.NONE
     late = [shares[2] + shares[3] for shares in quarters]
     for verdict, (most, least) in EVEN_SHARES.items():
         if max(late) >= most and min(late) >= least:
             return verdict
-    return Verdict.NONE
+    return Certainty.NONE
 
 
-def _never_stops(shares: list[float]) -> bool:
+def _is_unceasing(shares: list[float]) -> bool:
     return shares[0] >= FIRST_QUARTER and shares[1] > 0 and shares[2] > 0 and shares[3] >= LAST_QUARTER
 
 
-def _quarters(grown: Growth, axis: list[float]) -> list[float] | None:
+def _split_quarters(grown: Growth, axis: list[float]) -> list[float] | None:
     """Return the share of the growth in each quarter of the axis; None when nothing happened on it."""
     first, length = axis[0], axis[-1] - axis[0]
     if length <= 0:
@@ -150,33 +150,35 @@ def _quarters(grown: Growth, axis: list[float]) -> list[float] | None:
     return [share / grown.total_bytes for share in shares]
 
 
-def steadiness(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float]) -> Verdict:
+def judge_steadiness(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float]) -> Certainty:
     """Return whether growth keeps its pace over this life: the last half against the quarter before it.
 
     `history` and `now` are (requests, busy seconds, grown bytes) since the anchor. Growth by records and first uses is
     logarithmic in the work done, which halves the pace; a leak keeps it.
     """
     if len(history) < YOUNG:
-        return Verdict.LEAKING
-    by_requests, by_time = _pace(history, now, 0), _pace(history, now, 1)
+        return Certainty.LEAKING
+    by_requests, by_time = _measure_pace(history, now, 0), _measure_pace(history, now, 1)
     if by_requests is None:
         by_requests = float("inf") if by_time is None else by_time
     if by_requests >= STEADY_PACE or (by_time is not None and by_time >= 1.0 and by_requests >= STEADY_BY_TIME):
-        return Verdict.LEAKING
-    return Verdict.GROWING if by_requests >= GROWING_PACE else Verdict.NONE
+        return Certainty.LEAKING
+    return Certainty.GROWING if by_requests >= GROWING_PACE else Certainty.NONE
 
 
-def _pace(history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float], axis: int) -> float | None:
+def _measure_pace(
+    history: tuple[tuple[float, float, float], ...], now: tuple[float, float, float], axis: int
+) -> float | None:
     """Return the growth per unit in the last half over that in the quarter before; None when nothing happened."""
     here = now[axis]
     if here <= 0:
         return None
-    half, quarter = _grown_at(history, axis, here / 2), _grown_at(history, axis, here / 4)
+    half, quarter = _interpolate_grown(history, axis, here / 2), _interpolate_grown(history, axis, here / 4)
     before = (half - quarter) / (here / 4)
     return float("inf") if before <= 0 else (now[2] - half) / (here / 2) / before
 
 
-def _grown_at(history: tuple[tuple[float, float, float], ...], axis: int, where: float) -> float:
+def _interpolate_grown(history: tuple[tuple[float, float, float], ...], axis: int, where: float) -> float:
     """Interpolate the grown bytes at a place on an axis."""
     index = bisect_right(history, where, key=lambda entry: entry[axis])
     if index in (0, len(history)):
@@ -185,13 +187,13 @@ def _grown_at(history: tuple[tuple[float, float, float], ...], axis: int, where:
     return left[2] + (right[2] - left[2]) * (where - left[axis]) / (right[axis] - left[axis])
 
 
-def swing(track: Track, held_bytes: float, pace: float) -> float:
+def estimate_swing(track: Track, held_bytes: float, pace: float) -> float:
     """Return how far above what is held now memory would be at its next height, at a pace of growth beneath.
 
     Memory that follows load, and the teeth of a collector, come back to where they were, and higher by what leaked
     since: out-of-memory is at the height, not in the valley that is seen now.
     """
-    most = max(_swing(level.points, track.seconds, held_bytes, pace) for level in track.levels)
+    most = max(_estimate_swing(level.points, track.seconds, held_bytes, pace) for level in track.levels)
     if track.flush is None:
         return most
     flush = track.flush
@@ -199,7 +201,7 @@ def swing(track: Track, held_bytes: float, pace: float) -> float:
     return max(most, flush.height_bytes - flush.valley_bytes - max(0.0, grown))
 
 
-def _swing(points: tuple[Point, ...], now: float, held_bytes: float, pace: float) -> float:
+def _estimate_swing(points: tuple[Point, ...], now: float, held_bytes: float, pace: float) -> float:
     valley_bytes, valley_seconds, most = held_bytes, now, 0.0
     for point in reversed(points):
         if point.floor_bytes < valley_bytes:
@@ -219,7 +221,7 @@ MILEAGE_POINTS: Final = 97
 """A day in quarters of an hour: the request rate expected over an horizon is that of as long a time before."""
 
 
-def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
+def add_work(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     """Return the work done by `now`.
 
     While the counter cannot be read, or a lower one of another server is, requests go on at the last known rate: a gap
@@ -233,7 +235,7 @@ def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
     if total is None or (since is not None and now < since + RESET_SECONDS):
         requests += rate * elapsed
         return replace(
-            work, requests=requests, life=life, below_since=since, mileage=_mileage(work.mileage, now, requests)
+            work, requests=requests, life=life, below_since=since, mileage=_add_mileage(work.mileage, now, requests)
         )
     if highest is not None and not lower:
         requests = max(requests, base + total - highest)
@@ -245,17 +247,19 @@ def worked(work: Work, seen: Observation, elapsed: float, now: float) -> Work:
         finished_total=total,
         base_requests=requests,
         life=life,
-        mileage=_mileage(work.mileage, now, requests),
+        mileage=_add_mileage(work.mileage, now, requests),
     )
 
 
-def _mileage(mileage: tuple[tuple[float, float], ...], now: float, requests: float) -> tuple[tuple[float, float], ...]:
+def _add_mileage(
+    mileage: tuple[tuple[float, float], ...], now: float, requests: float
+) -> tuple[tuple[float, float], ...]:
     if mileage and now - mileage[-1][0] < MILEAGE_SECONDS:
         return mileage
     return (*mileage, (now, requests))[-MILEAGE_POINTS:]
 
 
-def expected_rate(work: Work, now: float, horizon_seconds: float) -> float:
+def forecast_rate(work: Work, now: float, horizon_seconds: float) -> float:
     """Return the requests per second to expect over a horizon: the mean of as long a time back, a day at most."""
     then = bisect_right(work.mileage, now - horizon_seconds, key=itemgetter(0)) - 1
     seconds, requests = work.mileage[max(0, then)] if work.mileage else (now, work.requests)

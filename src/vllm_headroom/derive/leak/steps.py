@@ -10,8 +10,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.derive.leak.facts import MIB, Point, Step, Verdict, folds
-from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, patience, retained
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Point, Step, count_folds
+from vllm_headroom.derive.leak.shape import OUT_OF_MEMORY_BYTES, Growth, compute_patience, find_retained
 
 LEAST_STEP_BYTES: Final = 24 * MIB
 """More than a segment for small tensors, 20 MiB (c10 kLargeBuffer)."""
@@ -29,16 +29,16 @@ REPEATED, MOST_REPEATED, SMALLER, RECORD = 2.0, 6.0, 0.5, -1.0
 above all before. Slots, graphs and kernels are alike too, but smaller. Fitted to simulated days."""
 
 
-def stepped(steps: tuple[Step, ...], seconds: float, before_bytes: float, held_bytes: float) -> tuple[Step, ...]:
+def add_step(steps: tuple[Step, ...], seconds: float, before_bytes: float, held_bytes: float) -> tuple[Step, ...]:
     """Return the steps with the difference between two readings that follow each other."""
     if held_bytes <= before_bytes:
-        return _given_back(steps, held_bytes)
+        return _lower_steps(steps, held_bytes)
     if held_bytes - before_bytes < LEAST_STEP_BYTES:
         return steps
     return (*steps, Step(seconds, before_bytes, held_bytes))[-NEWEST_STEPS:]
 
 
-def _given_back(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
+def _lower_steps(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
     """Return what is left of the steps: nothing above what is held now."""
     while steps and steps[-1].top_bytes > held_bytes:
         last, steps = steps[-1], steps[:-1]
@@ -47,7 +47,7 @@ def _given_back(steps: tuple[Step, ...], held_bytes: float) -> tuple[Step, ...]:
     return steps
 
 
-def likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:
+def score_likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float:
     """Return how much the sizes of the events after a time, of so many bytes at least, speak for a leak.
 
     As a log likelihood ratio. Records outgrow all before them: the allocator takes a new segment for a demand that fits
@@ -56,20 +56,20 @@ def likeness(steps: tuple[Step, ...], since: float, least_bytes: float) -> float
     """
     earlier: list[float] = []
     most = total = 0.0
-    for event in _events(steps):
+    for event in _group_events(steps):
         size = event[-1].top_bytes - event[0].bottom_bytes
         if size < least_bytes:
             continue
         parts = {size, *(step.top_bytes - step.bottom_bytes for step in event)}
         if event[0].seconds > since:
             again = [part for part in parts if least_bytes <= part <= most and _is_among(part, earlier)]
-            total += _repeated(max(again)) if again else _new(size, most)
+            total += _score_repeated(max(again)) if again else _score_new(size, most)
         earlier += parts
         most = max(most, size)
     return total
 
 
-def _events(steps: tuple[Step, ...]) -> list[list[Step]]:
+def _group_events(steps: tuple[Step, ...]) -> list[list[Step]]:
     events: list[list[Step]] = []
     for step in steps:
         if events and step.seconds - events[-1][-1].seconds <= JOINED_SECONDS:
@@ -83,11 +83,11 @@ def _is_among(size: float, earlier: list[float]) -> bool:
     return any(abs(size - other) <= ALIKE_BYTES for other in earlier)
 
 
-def _repeated(size: float) -> float:
+def _score_repeated(size: float) -> float:
     return min(MOST_REPEATED, max(0.0, REPEATED * log(size / REPEATED_BYTES)))
 
 
-def _new(size: float, most: float) -> float:
+def _score_new(size: float, most: float) -> float:
     if size < most:
         return SMALLER
     return RECORD if size > NEARLY_ALIKE * most else 0.0
@@ -131,7 +131,7 @@ PAUSE_GAPS: Final = 1.5
 """Growth has ended when no more than its last twentieth came for this long, and for so many of its steps' distances."""
 
 
-class Life(Struct, frozen=True, kw_only=True):
+class WindowContext(Struct, frozen=True, kw_only=True):
     """What the window is held against: the block that work is counted from, the room that is left.
 
     `before` is what was said last, `flushed_seconds` when the allocator gave back its cache for want of room: what grew
@@ -140,7 +140,7 @@ class Life(Struct, frozen=True, kw_only=True):
 
     first: Point
     room_bytes: float | None
-    before: Verdict
+    before: Certainty
     flushed_seconds: float = 0.0
     alike_seconds: float = 0.0
 
@@ -161,7 +161,7 @@ class Window(Struct, frozen=True, kw_only=True):
     slowness: float
 
 
-def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: Life) -> tuple[Verdict, Growth | None]:
+def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: WindowContext) -> tuple[Certainty, Growth | None]:
     """Return what the retained floors and the steps foretell, and the growth that does: of the surest windows the best.
 
     Growing: the device would be full within a day. Leaking: steps at a pace that does not slow down, of sizes that come
@@ -169,24 +169,24 @@ def project(points: tuple[Point, ...], steps: tuple[Step, ...], life: Life) -> t
     Where nobody knows the room it is taken for as much as was held at first. Once there is an alarm, only its end
     counts.
     """
-    floors, whole = retained(points), _folds(life.first, life.first, points[-1])
+    floors, whole = find_retained(points), _count_folds(life.first, life.first, points[-1])
     steps = tuple(step for step in steps if step.seconds > life.first.seconds)
-    best: tuple[Verdict, float, Window | None] = (Verdict.NONE, 0.0, None)
-    for window in _windows(points, floors, life):
-        odds = _odds(window, life.first, points[-1], whole)
-        verdict, sure = _said(window, odds, steps, points[-1], life)
+    best: tuple[Certainty, float, Window | None] = (Certainty.NONE, 0.0, None)
+    for window in _find_windows(points, floors, life):
+        odds = _compute_odds(window, life.first, points[-1], whole)
+        verdict, sure = _judge_window(window, odds, steps, points[-1], life)
         if verdict and (verdict, sure) > best[:2] and not _has_ended(window, points, floors, life):
             best = (verdict, sure, window)
     verdict, _, found = best
-    return verdict, None if found is None else _growth(found, points, floors)
+    return verdict, None if found is None else _build_growth(found, points, floors)
 
 
-def _windows(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> Iterator[Window]:
+def _find_windows(points: tuple[Point, ...], floors: tuple[float, ...], life: WindowContext) -> Iterator[Window]:
     """Yield each window of this life that begins with a step and is worth two, the shortest first.
 
     One is enough when the cache has been given back: what was lost before was taken from it, and no step was seen.
     """
-    since = life.first.seconds if life.before is Verdict.LEAKING else max(life.first.seconds, life.alike_seconds)
+    since = life.first.seconds if life.before is Certainty.LEAKING else max(life.first.seconds, life.alike_seconds)
     first, least = life.first, 1.0 if life.flushed_seconds > points[0].seconds else LEAST_STEPS
     highest = tuple(accumulate((point.floor_bytes for point in points), max))
     total = squares = largest = slow = 0.0
@@ -197,7 +197,7 @@ def _windows(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -
         if rise <= 0:
             continue
         total, squares, largest = total + rise, squares + rise * rise, max(largest, rise)
-        slow += rise * log((points[begin].seconds - opened.seconds) / _folds(first, opened, points[begin]))
+        slow += rise * log((points[begin].seconds - opened.seconds) / _count_folds(first, opened, points[begin]))
         grown = floors[-1] - highest[begin]
         if grown >= LEAST_BYTES and total * total >= least * squares:
             yield Window(
@@ -211,17 +211,17 @@ def _windows(points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -
             )
 
 
-def _folds(first: Point, before: Point, after: Point) -> float:
+def _count_folds(first: Point, before: Point, after: Point) -> float:
     """Return how many times the work done since the first block grew e-fold."""
     seconds, requests = first.seconds, first.requests
-    return folds(
+    return count_folds(
         (before.seconds - seconds, before.requests - requests), (after.seconds - seconds, after.requests - requests)
     )
 
 
-def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...], life: Life) -> bool:
+def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, ...], life: WindowContext) -> bool:
     """Return whether growth has paused for long; an alarm does not end where one more step may find no room."""
-    if life.before is Verdict.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
+    if life.before is Certainty.LEAKING and life.room_bytes is not None and life.room_bytes <= window.largest_bytes:
         return False
     risen = points[bisect_left(floors, floors[-1] - LAST_SHARE * window.grown_bytes, lo=1) - 1].seconds
     risen = max(risen, life.flushed_seconds)
@@ -229,7 +229,7 @@ def _has_ended(window: Window, points: tuple[Point, ...], floors: tuple[float, .
     return points[-2].seconds - risen > max(PAUSE_SECONDS, PAUSE_GAPS * (risen - window.opened.seconds) / gaps)
 
 
-def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
+def _compute_odds(window: Window, first: Point, now: Point, whole: float) -> float:
     """Return the log likelihood ratio of growth by time in the window against growth by all the folds of work.
 
     Records and first uses come at a constant rate per e-fold of work, or a falling one, a leak by time: Poisson's law,
@@ -239,30 +239,32 @@ def _odds(window: Window, first: Point, now: Point, whole: float) -> float:
     before = max(0.0, window.highest_bytes - first.floor_bytes) + window.largest_bytes
     pace = (before + window.grown_bytes) / whole
     by_time = log(window.grown_bytes / (now.seconds - window.opened.seconds) / pace) + window.slowness
-    by_folds = log(before / _folds(first, first, window.opened) / pace)
+    by_folds = log(before / _count_folds(first, first, window.opened) / pace)
     return (before * by_folds + window.grown_bytes * by_time) / window.typical_bytes if by_folds < 0 else 0.0
 
 
-def _said(window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: Life) -> tuple[Verdict, float]:
+def _judge_window(
+    window: Window, odds: float, steps: tuple[Step, ...], now: Point, life: WindowContext
+) -> tuple[Certainty, float]:
     """Return the verdict of a window, and how sure it is."""
     room = life.first.floor_bytes if life.room_bytes is None else max(1.0, life.room_bytes - OUT_OF_MEMORY_BYTES)
     left_steps, lasted = room / window.largest_bytes, now.seconds - window.opened.seconds
     left = room / window.grown_bytes * lasted
-    goes_on = life.before is Verdict.LEAKING
+    goes_on = life.before is Certainty.LEAKING
     is_full = life.room_bytes is not None and left_steps <= 1
     least_odds, least_sure = (ODDS_WHERE_FULL, SURE_WHERE_FULL) if is_full else (LEAST_ODDS, SURE)
     enough = window.grown_bytes >= min(ENOUGH_BYTES, ROOM_SHARE * (room + window.grown_bytes))
     old = now.seconds - life.first.seconds >= YOUNG_SECONDS
-    if goes_on or (odds >= least_odds and enough and old and lasted >= patience(left)):
-        sizes = likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
+    if goes_on or (odds >= least_odds and enough and old and lasted >= compute_patience(left)):
+        sizes = score_likeness(steps, window.opened.seconds, STEP_SHARE * window.grown_bytes)
         sure = odds + sizes - SCARCE * log(min(MOST_LEFT, max(1.0, left_steps)))
         if goes_on or sure >= least_sure:
-            return Verdict.LEAKING, sure
+            return Certainty.LEAKING, sure
     growing = odds >= ODDS and left <= DAY_SECONDS and lasted >= GROWING_SHARE * left
-    return Verdict.GROWING if growing else Verdict.NONE, odds
+    return Certainty.GROWING if growing else Certainty.NONE, odds
 
 
-def _growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:
+def _build_growth(window: Window, points: tuple[Point, ...], floors: tuple[float, ...]) -> Growth:
     kept = floors[window.begin :]
     return Growth(
         points=points[window.begin :],

@@ -7,26 +7,33 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, close, founded, lowered, peaked
+from vllm_headroom.derive.leak.blocks import GIVEN_BACK_BYTES, add_peak, choose_first_block, close_block, lower_level
 from vllm_headroom.derive.leak.facts import (
     BLOCK_SECONDS,
     MIB,
     RISE_BYTES,
     USELESS_CHANCE,
     Block,
+    Certainty,
+    FastRise,
     Flush,
     Observation,
     Point,
-    Run,
     Track,
-    Verdict,
-    chance,
+    compute_chance,
 )
-from vllm_headroom.derive.leak.fast import LASTS_SECONDS, anchored, crowded, fast, followed, rested
-from vllm_headroom.derive.leak.judge import judged
-from vllm_headroom.derive.leak.shape import worked
-from vllm_headroom.derive.leak.steps import stepped
-from vllm_headroom.derive.readings import begun_anew
+from vllm_headroom.derive.leak.fast import (
+    LASTS_SECONDS,
+    anchor_track,
+    estimate_fast,
+    follow_rise,
+    update_neighbours,
+    update_rest,
+)
+from vllm_headroom.derive.leak.judge import judge_track
+from vllm_headroom.derive.leak.shape import add_work
+from vllm_headroom.derive.leak.steps import add_step
+from vllm_headroom.derive.readings import is_new_run
 from vllm_headroom.model import Gpu
 
 DOUBTED_SECONDS: Final = 86_400.0
@@ -53,10 +60,10 @@ was there before anything grew, has come back by then."""
 
 def observe(track: Track, seen: Observation) -> Track:
     """Return the track with one more reading; takes some microseconds, and a millisecond when a long block ends."""
-    if _doubtful(track, seen):
+    if _is_doubtful(track, seen):
         return replace(track, doubted_clock=seen.seconds)
     work = track.work
-    another = begun_anew(work.life, seen.life, work.finished_total, seen.finished_total)
+    another = is_new_run(work.life, seen.life, work.finished_total, seen.finished_total)
     if another or seen.seconds - track.clock >= DOUBTED_SECONDS:
         life = work.life if seen.life is None else seen.life
         return observe(Track(clock=seen.seconds), replace(seen, life=life))
@@ -67,20 +74,20 @@ def observe(track: Track, seen: Observation) -> Track:
         clock=seen.seconds,
         doubted_clock=None,
         seconds=now,
-        work=worked(work, seen, elapsed, now),
-        peaks=peaked(track.peaks, seen.running, now),
+        work=add_work(work, seen, elapsed, now),
+        peaks=add_peak(track.peaks, seen.running, now),
         asleep=seen.awake is False,
     )
     if seen.held_bytes is None:
         return track
-    track = crowded(track, seen.neighbours)
+    track = update_neighbours(track, seen.neighbours)
     if track.crowded_since is not None:
         return track
-    track = rested(track, seen.held_bytes)
+    track = update_rest(track, seen.held_bytes)
     return track if track.resting_since is not None else _gather(track, float(seen.held_bytes), seen.room_bytes)
 
 
-def _doubtful(track: Track, seen: Observation) -> bool:
+def _is_doubtful(track: Track, seen: Observation) -> bool:
     """Return whether a time is far off, and the reading before was not as far off."""
     if 0 <= seen.seconds - track.clock < DOUBTED_SECONDS:
         return False
@@ -88,25 +95,25 @@ def _doubtful(track: Track, seen: Observation) -> bool:
     return doubted is None or not 0 <= seen.seconds - doubted < DOUBTED_SECONDS
 
 
-def warming_up(track: Track) -> bool:
+def is_warming_up(track: Track) -> bool:
     """Return whether so little work was done since the anchor that the next block can be no evidence."""
     if track.anchor_seconds is None:
         return True
     age, done = track.seconds - track.anchor_seconds, track.work.requests - track.anchor_requests
     soon = (age + BLOCK_SECONDS, done + BLOCK_SECONDS * track.work.rate)
-    return chance((age, done), soon) >= USELESS_CHANCE
+    return compute_chance((age, done), soon) >= USELESS_CHANCE
 
 
 def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
-    track = _flushed(_stepped(track, held_bytes), held_bytes, room_bytes)
+    track = _apply_flush(_update_steps(track, held_bytes), held_bytes, room_bytes)
     block = track.levels[0].block
     if block is not None and track.seconds - block.seconds >= BLOCK_SECONDS:
-        closed = close(founded(track, block), block)
+        closed = close_block(choose_first_block(track, block), block)
         if closed is None or _was_cache(track, held_bytes):
-            return _gather(anchored(track), held_bytes, room_bytes)
+            return _gather(anchor_track(track), held_bytes, room_bytes)
         track = closed
         if track.levels[JUDGED_LEVEL].block is None:
-            track = judged(track, room_bytes)
+            track = judge_track(track, room_bytes)
         block = None
     now = (track.seconds, track.work.requests)
     if block is None:
@@ -119,18 +126,18 @@ def _gather(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     if opened is not block:
         levels = (replace(track.levels[0], block=opened), *track.levels[1:])
         track = replace(track, levels=levels, top_bytes=max(track.top_bytes, held_bytes))
-    return _hastened(track, held_bytes, room_bytes)
+    return _raise_fast_alarm(track, held_bytes, room_bytes)
 
 
-def _stepped(track: Track, held_bytes: float) -> Track:
+def _update_steps(track: Track, held_bytes: float) -> Track:
     """Return the track with the difference to the reading before."""
     if held_bytes == track.held_bytes:
         return track
     before_bytes = held_bytes if track.held_bytes is None else track.held_bytes
-    return replace(track, held_bytes=held_bytes, steps=stepped(track.steps, track.seconds, before_bytes, held_bytes))
+    return replace(track, held_bytes=held_bytes, steps=add_step(track.steps, track.seconds, before_bytes, held_bytes))
 
 
-def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
+def _apply_flush(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with all that was before lowered by what the allocator gave back of its cache.
 
     Before torch fails for want of room it gives back whole free segments; the growth beneath goes on from there, and
@@ -145,14 +152,14 @@ def _flushed(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     kept_bytes = held_bytes - track.begun_bytes
     settled = track.seconds - first.seconds >= SETTLED_SECONDS
     kept = settled and kept_bytes >= max(KEPT_BYTES, KEPT_SHARE * (kept_bytes + drop))
-    if not kept and track.verdict is not Verdict.LEAKING:
+    if not kept and track.verdict is not Certainty.LEAKING:
         return track
     return replace(
         track,
-        projected=Verdict.LEAKING if kept else track.projected,
+        projected=Certainty.LEAKING if kept else track.projected,
         first=replace(first, floor_bytes=first.floor_bytes - drop),
         flush=Flush(track.seconds, block.ceiling_bytes, held_bytes),
-        levels=tuple(lowered(level, drop) for level in track.levels),
+        levels=tuple(lower_level(level, drop) for level in track.levels),
     )
 
 
@@ -164,31 +171,31 @@ def _was_cache(track: Track, held_bytes: float) -> bool:
     return held_bytes - track.begun_bytes < CACHE_SHARE * (flush.height_bytes - track.begun_bytes)
 
 
-def _hastened(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
+def _raise_fast_alarm(track: Track, held_bytes: float, room_bytes: int | None) -> Track:
     """Return the track with the alarm of growth that leaves no time for evidence.
 
     Where nobody knows how much room there is, it is taken for as much as is held. What only comes back is no growth.
     """
     run, reference = track.run, track.levels[0].reference_bytes
     if track.seconds < run.quiet_until or reference is None or held_bytes < reference - GIVEN_BACK_BYTES:
-        return replace(track, run=Run(quiet_until=run.quiet_until)) if run.points else track
+        return replace(track, run=FastRise(quiet_until=run.quiet_until)) if run.points else track
     if run.alarm_until and track.seconds >= run.alarm_until:
-        return judged(replace(track, run=Run()), room_bytes)
-    if track.verdict is Verdict.LEAKING and not run.alarm_until:
+        return judge_track(replace(track, run=FastRise()), room_bytes)
+    if track.verdict is Certainty.LEAKING and not run.alarm_until:
         return track
-    longer = followed(run, Point(track.seconds, track.work.requests, track.busy_seconds, held_bytes))
+    longer = follow_rise(run, Point(track.seconds, track.work.requests, track.busy_seconds, held_bytes))
     if longer is run:
         return track
     track = replace(track, run=longer)
     room = held_bytes if room_bytes is None else room_bytes
-    found = fast(longer, room, track.work.rate, on=run.alarm_until > 0)
+    found = estimate_fast(longer, room, track.work.rate, on=run.alarm_until > 0)
     if found is None:
         return track
     lasting = replace(longer, alarm_until=track.seconds + LASTS_SECONDS)
-    return replace(track, run=lasting, verdict=Verdict.LEAKING, estimate=found)
+    return replace(track, run=lasting, verdict=Certainty.LEAKING, estimate=found)
 
 
-def residues(
+def update_residues(
     asleep: dict[str, Track],
     tracks: dict[str, Track],
     least_bytes: Mapping[str, int],
@@ -204,11 +211,11 @@ def residues(
         uuid = gpu.reading.uuid
         before = found.get(uuid) or (Track(clock=each.seconds) if each.awake is False else None)
         if before is not None and uuid in least_bytes:
-            found[uuid] = _looked(before, tracks.get(uuid), _kept(each, least_bytes[uuid]))
+            found[uuid] = _update_residue(before, tracks.get(uuid), _observe_residue(each, least_bytes[uuid]))
     return found
 
 
-def _kept(seen: Observation, least_bytes: int) -> Observation:
+def _observe_residue(seen: Observation, least_bytes: int) -> Observation:
     """Return the look as if the engine held the residue until its next sleep.
 
     Nothing is known asleep, when the room is not what it will be, nor where another process may hold a part of it.
@@ -217,29 +224,29 @@ def _kept(seen: Observation, least_bytes: int) -> Observation:
     return replace(seen, held_bytes=least_bytes if seen.awake and alone else None, awake=None)
 
 
-def _looked(before: Track, held: Track | None, seen: Observation) -> Track:
+def _update_residue(before: Track, held: Track | None, seen: Observation) -> Track:
     """Return the track with one more look; an alarm of either is held for a while after a sleep that kept more."""
     track = observe(before, seen)
-    alarm = before if held is None else surer(held, before)
+    alarm = before if held is None else take_surer(held, before)
     more = seen.held_bytes is not None and seen.held_bytes >= (before.held_bytes or 0.0) + RISE_BYTES
-    if alarm.verdict is not Verdict.LEAKING or not more:
+    if alarm.verdict is not Certainty.LEAKING or not more:
         return track
-    return replace(track, verdict=Verdict.LEAKING, estimate=alarm.estimate, sure_seconds=track.seconds)
+    return replace(track, verdict=Certainty.LEAKING, estimate=alarm.estimate, sure_seconds=track.seconds)
 
 
-def held(before: Track, seen: Observation, asleep: Track | None) -> Track:
+def update_held(before: Track, seen: Observation, asleep: Track | None) -> Track:
     """Return the track of what is held with one more look, begun anew at a wake to whose alarm the sleep added nothing.
 
     What had grown was cache, then.
     """
     track = observe(before, seen)
     woke = before.resting_since is not None and track.resting_since is None
-    if not woke or before.verdict is not Verdict.LEAKING or asleep is None or asleep.held_bytes is None:
+    if not woke or before.verdict is not Certainty.LEAKING or asleep is None or asleep.held_bytes is None:
         return track
-    return track if asleep.verdict is Verdict.LEAKING else anchored(track)
+    return track if asleep.verdict is Certainty.LEAKING else anchor_track(track)
 
 
-def surer(track: Track, asleep: Track | None) -> Track:
+def take_surer(track: Track, asleep: Track | None) -> Track:
     """Return the track with the verdict of what is kept asleep, unless its own is as sure.
 
     Its own time to out-of-memory reckons with the next height, of which what is kept knows nothing.

@@ -10,8 +10,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from vllm_headroom import catalog
-from vllm_headroom.derive.readings import engine_labels, finished, gpu_labels, named, states
-from vllm_headroom.derive.readings import life as page_life
+from vllm_headroom.derive.readings import count_finished, label_engine, label_gpu, list_named, make_states
+from vllm_headroom.derive.readings import identify_run as page_life
 from vllm_headroom.model import (
     EnginePage,
     EngineProcess,
@@ -87,7 +87,7 @@ class Signs(Struct, frozen=True, kw_only=True):
         return min((at for at in told if at is not None), default=None) or min(seen, default=None)
 
 
-def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
+def collect_signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: bool) -> Signs:
     """Return what the snapshot shows, given what was known of the sight and the most this life held while it served.
 
     That an engine which was `asleep` holds little tells nothing of its end, nor does the rest where one of its GPUs
@@ -99,28 +99,28 @@ def signs(snapshot: Snapshot, *, sighted: bool | None, top_bytes: int, asleep: b
         sighted = bool(processes)
     gpus = snapshot.owned
     held = {gpu.reading.uuid: gpu.held_bytes for gpu in gpus if gpu.held_bytes is not None}
-    alive = sum(held.values()) > _least(gpus, top_bytes) if held else None
+    alive = sum(held.values()) > _find_least(gpus, top_bytes) if held else None
     alive = alive or None if asleep or len(held) < len(gpus) else alive
     if processes or (processes is not None and sighted is not False):
         alive = bool(processes)
     return Signs(
         snapshot=snapshot,
         host=snapshot.host or HostMemory(),
-        answer=_answer(snapshot.engines),
+        answer=_classify_answer(snapshot.engines),
         alive=alive,
         sighted=sighted,
         page=page,
         page_life=page_life(page),
-        finished_total=finished(page),
+        finished_total=count_finished(page),
         processes=processes,
         held=held,
-        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _room(gpu)) is not None},
+        rooms={gpu.reading.uuid: room for gpu in gpus if (room := _find_room(gpu)) is not None},
         silent=isinstance(snapshot.probe, ProbeReadings) and any(each.scheduler for each in snapshot.probe.silent),
-        oom_seconds=_oom_seconds(snapshot.probe),
+        oom_seconds=_find_oom_seconds(snapshot.probe),
     )
 
 
-def _oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
+def _find_oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
     if not isinstance(probe, ProbeReadings):
         return None
     return max(
@@ -133,7 +133,7 @@ def _oom_seconds(probe: ProbeReadings | Failure | None) -> float | None:
     )
 
 
-def _answer(page: EnginePage | Failure) -> Answer:
+def _classify_answer(page: EnginePage | Failure) -> Answer:
     if not isinstance(page, Failure):
         return Answer.GIVEN
     if page.reason is Reason.UNREACHABLE:
@@ -141,14 +141,14 @@ def _answer(page: EnginePage | Failure) -> Answer:
     return Answer.SILENT if page.reason in _SILENT else Answer.UNREADABLE
 
 
-def _least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
+def _find_least(gpus: tuple[Gpu, ...], top_bytes: int) -> float:
     """Return what an engine holds at the least, of the GPUs where that is known."""
     memories = [gpu.reading.memory for gpu in gpus if gpu.held_bytes is not None]
     total_bytes = sum(memory.total_bytes for memory in memories if memory is not None)
     return max(OCCUPIED_RATIO * total_bytes, KEPT_RATIO * top_bytes)
 
 
-def _room(gpu: Gpu) -> int | None:
+def _find_room(gpu: Gpu) -> int | None:
     """Return the least that was left in the last minute."""
     memory = gpu.reading.memory
     return None if memory is None else min(memory.left_bytes, memory.usable_bytes - (gpu.reading.used_peak_bytes or 0))
@@ -174,12 +174,17 @@ class Movement(Struct, frozen=True, kw_only=True):
     kv_used_ratio: float | None
 
 
-def moved(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
+def update_movements(before: Mapping[Labels, Movement], page: EnginePage, now: float) -> dict[Labels, Movement]:
     """Return the movement of each engine of the page; one that was idle or slept starts to move when it has work."""
-    return {engine_labels(engine): _of(before.get(engine_labels(engine)), engine, now) for engine in named(page)}
+    return {
+        label_engine(engine): _update_movement(before.get(label_engine(engine)), engine, now)
+        for engine in list_named(page)
+    }
 
 
-def progress_age(movements: Mapping[Labels, Movement], now: float, owed_since: float | None = None) -> float | None:
+def find_progress_age(
+    movements: Mapping[Labels, Movement], now: float, owed_since: float | None = None
+) -> float | None:
     """Return the longest time in which an engine that has work has not moved; None where none has work that shows.
 
     A request of the daemon's own that has waited since `owed_since` is work, be it on the page or not: the gauges of a
@@ -191,7 +196,7 @@ def progress_age(movements: Mapping[Labels, Movement], now: float, owed_since: f
     return max(ages, default=None)
 
 
-def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
+def find_stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[Labels, float], ...]:
     """Return what the KV cache of each engine still holds that has been awake and idle for a minute."""
     return tuple(
         (labels, each.kv_used_ratio)
@@ -200,20 +205,20 @@ def stranded(movements: Mapping[Labels, Movement], now: float) -> tuple[tuple[La
     )
 
 
-def worked(page: EnginePage) -> bool | None:
+def has_worked(page: EnginePage) -> bool | None:
     """Return whether any engine of the page has ever done something; taken for granted where none shows on it.
 
     None where they have a name and tell nothing of work, as Dynamo's own series.
     """
     if not page.engines:
         return True
-    told = [fact for engine in named(page) for fact in (*_counted(engine)[:-1], engine.running)]
+    told = [fact for engine in list_named(page) for fact in (*_list_counters(engine)[:-1], engine.running)]
     return None if told and not any(map(_is_known, told)) else any(told)
 
 
-def _of(before: Movement | None, engine: EngineReading, now: float) -> Movement:
+def _update_movement(before: Movement | None, engine: EngineReading, now: float) -> Movement:
     asleep = engine.awake is False
-    counted, busy = _counted(engine), bool(engine.running or engine.waiting) and not asleep
+    counted, busy = _list_counters(engine), bool(engine.running or engine.waiting) and not asleep
     same = before is not None and before.counted == counted
     done = before is not None and before.counted[_DONE] == counted[_DONE]
     rested = before.idle_seconds if before is not None and before.idle_seconds is not None else now
@@ -235,7 +240,7 @@ _DONE: Final = slice(1, 4)
 """Tokens and steps: a request that is given up counts as finished and frees its share of the cache."""
 
 
-def _counted(engine: EngineReading) -> tuple[float | None, ...]:
+def _list_counters(engine: EngineReading) -> tuple[float | None, ...]:
     """Return what moves while the engine works.
 
     A step whose requests all prefill counts nothing (vllm/v1/engine/async_llm.py: no IterationStats without outputs);
@@ -261,7 +266,7 @@ _BEFORE_WORK: Final = {
 """What is said of a leak before an engine has worked, by what it does; in any other state nothing is known."""
 
 
-def of_service(snapshot: Snapshot) -> Snapshot:
+def keep_service(snapshot: Snapshot) -> Snapshot:
     """Return what belongs to a working life: of all else there is no page, no process and no held memory.
 
     While weights load, memory grows without bound and without work: a leak by all that a detector can tell. What is not
@@ -275,17 +280,19 @@ def of_service(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, engines=_OUT_OF_SERVICE, gpus=gpus, processes=())
 
 
-def out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+def derive_out_of_service(snapshot: Snapshot, samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     """Return what the leak detector says of what is not in service: what state the engine is in, and no leak's."""
     life = snapshot.life
     engine = EngineState.UNKNOWN if life is None or life.in_service is None else life.state
     rest = (sample for sample in samples if sample.metric is not catalog.LEAK_STATE)
-    return (*rest, *_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
+    return (*rest, *_make_states(snapshot, _BEFORE_WORK.get(engine, LeakState.UNKNOWN)))
 
 
-def _states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:
+def _make_states(snapshot: Snapshot, state: LeakState) -> Iterator[Sample]:
     for gpu in snapshot.owned:
-        yield from states(catalog.LEAK_STATE, gpu_labels(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state)
+        yield from make_states(
+            catalog.LEAK_STATE, label_gpu(gpu), LeakState.UNKNOWN if gpu.held_bytes is None else state
+        )
     processes = () if isinstance(snapshot.processes, Failure) else snapshot.processes
     for role in sorted({process.role for process in processes}, key=list(Role).index):
-        yield from states(catalog.HOST_LEAK_STATE, (str(role),), state)
+        yield from make_states(catalog.HOST_LEAK_STATE, (str(role),), state)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
 
-from vllm_headroom.text_file import file_bytes
+from vllm_headroom.text_file import read_file
 
 if TYPE_CHECKING:
     import yaml
@@ -34,9 +34,9 @@ MOST_BYTES: Final = 2**20
 """A thousand users with their passwords take 100 kB; what has no end need not be held in memory."""
 
 
-def yaml_text(path: Path) -> str:
+def read_yaml(path: Path) -> str:
     """Return what a file that people write holds; raises OSError, also for one that no person has written."""
-    held = file_bytes(path, MOST_BYTES + 1)
+    held = read_file(path, MOST_BYTES + 1)
     if len(held) > MOST_BYTES:
         raise OSError(EFBIG, strerror(EFBIG))
     return held.decode()
@@ -47,20 +47,20 @@ def read_document(path: Path) -> object:
     import yaml  # noqa: PLC0415 - for those who set a file: it takes 15 ms of the start, and 1 MiB
 
     try:
-        text = yaml_text(path)
+        text = read_yaml(path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except OSError as error:
         raise WebConfigError([f"it cannot be read ({error.strerror})"]) from None
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError):  # AttributeError: `!!timestamp x`
         raise WebConfigError(["it is not YAML"]) from None
-    twice = [] if root is None else list(dict.fromkeys(_twice(root, set())))
+    twice = [] if root is None else list(dict.fromkeys(_find_repeated(root, set())))
     if twice:
         raise WebConfigError([f"{name}: given twice" for name in twice])
     return document
 
 
-def _twice(node: yaml.Node, seen: set[int]) -> Iterator[str]:
+def _find_repeated(node: yaml.Node, seen: set[int]) -> Iterator[str]:
     """Yield the keys that a mapping has more than once; what an alias shows again is looked at once."""
     if id(node) in seen or isinstance(node.value, str):
         return
@@ -69,7 +69,7 @@ def _twice(node: yaml.Node, seen: set[int]) -> Iterator[str]:
     names = [key.value for key, _ in pairs if key is not None and isinstance(key.value, str)]
     yield from (name for name in names if names.count(name) > 1)
     for _, value in pairs:
-        yield from _twice(value, seen)
+        yield from _find_repeated(value, seen)
 
 
 HEADERS: Final = (
@@ -151,14 +151,14 @@ class _Mistakes:
 
     def config(self, document: object, folder: Path) -> WebConfig:
         top = self._mapping("", document)
-        http = self._mapping("http_server_config", _given(top, "http_server_config"))
+        http = self._mapping("http_server_config", _read_key(top, "http_server_config"))
         if http.get("http2") is True:
             self.lines.append("http_server_config.http2: HTTP/2 is not spoken here: leave it out, or set it to false")
         tls = top.get("tls_server_config")
         return WebConfig(
             tls=None if tls is None else self._tls(self._mapping("tls_server_config", tls), folder),
-            headers=self._headers(_given(http, "headers")),
-            users=self._users(_given(top, "basic_auth_users")),
+            headers=self._headers(_read_key(http, "headers")),
+            users=self._users(_read_key(top, "basic_auth_users")),
         )
 
     def _mapping(self, name: str, value: object) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class _Mistakes:
         return {str(name): str(secret) for name, secret in users.items()}
 
 
-def _given(mapping: dict[str, Any], name: str) -> object:
+def _read_key(mapping: dict[str, Any], name: str) -> object:
     """Return what a key holds; none is an empty mapping, and anything else that is empty is no mapping."""
     value = mapping.get(name)
     return {} if value is None else value

@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 from msgspec import Struct
 
-from vllm_headroom.expose.answers import Request, Response, text
+from vllm_headroom.expose.answers import Request, Response, respond_text
 from vllm_headroom.expose.web.config import Tls, WebConfig, WebConfigError, read_web_config
 from vllm_headroom.worker import Worker
 
@@ -37,9 +37,9 @@ class Users:
         self._key = secrets.token_bytes(32)
         self._right: dict[bytes, None] = {}
 
-    async def knows(self, users: Mapping[str, str], authorization: str) -> bool:
+    async def is_login_valid(self, users: Mapping[str, str], authorization: str) -> bool:
         """Tell whether the header names a user with the right password."""
-        login = _login(authorization)
+        login = _parse_login(authorization)
         if login is None:
             return False
         name, password = login
@@ -67,7 +67,7 @@ def _is_right(password: bytes, wanted: bytes) -> bool:
         return False
 
 
-def _login(authorization: str) -> tuple[str, bytes] | None:
+def _parse_login(authorization: str) -> tuple[str, bytes] | None:
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "basic":
         return None
@@ -84,7 +84,7 @@ RELOAD_SECONDS: Final = 5.0
 FILE_SECONDS: Final = 2.0
 
 
-class _Lock(Struct, frozen=True, kw_only=True):
+class _Loaded(Struct, frozen=True, kw_only=True):
     """The file as it was read: what it asks for, the TLS that comes of it, and what its files looked like then."""
 
     config: WebConfig
@@ -100,9 +100,9 @@ class Door:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._worker = Worker[_Lock]("web")
+        self._worker = Worker[_Loaded]("web")
         self._users = Users()
-        self._lock = _read(file)
+        self._lock = _load(file)
         self._problem: str | None = None
 
     @property
@@ -110,7 +110,7 @@ class Door:
         """How to speak to the next connection; None for plain HTTP."""
         return self._lock.tls
 
-    def admits(self, certificate: dict[str, object] | None) -> bool:
+    def is_admitted(self, certificate: dict[str, object] | None) -> bool:
         """Tell whether the client's certificate, which was verified, has one of the names that are wanted."""
         tls = self._lock.config.tls
         if tls is None or not tls.client_allowed_sans:
@@ -118,15 +118,15 @@ class Door:
         names = (certificate or {}).get("subjectAltName", ())
         return any(name[1] in tls.client_allowed_sans for name in names)  # type: ignore[attr-defined]
 
-    async def refusal(self, request: Request) -> Response | None:
+    async def find_refusal(self, request: Request) -> Response | None:
         """Return what is answered to a request without the right login, None to one with it."""
         users = self._lock.config.users
-        if not users or await self._users.knows(users, request.headers.get("authorization", "")):
+        if not users or await self._users.is_login_valid(users, request.headers.get("authorization", "")):
             return None
-        refused = text(401, "Unauthorized")
+        refused = respond_text(401, "Unauthorized")
         return Response(status=401, body=refused.body, headers=(*refused.headers, ("WWW-Authenticate", "Basic")))
 
-    def dressed(self, answer: Response) -> Response:
+    def add_headers(self, answer: Response) -> Response:
         """Return the answer with the headers that the file asks for."""
         headers = self._lock.config.headers
         if not headers:
@@ -144,7 +144,7 @@ class Door:
         while True:
             await asyncio.sleep(RELOAD_SECONDS)
             try:
-                found = await self._worker.call(lambda: _again(self._file, self._lock), FILE_SECONDS)
+                found = await self._worker.call(lambda: _reload(self._file, self._lock), FILE_SECONDS)
             except TimeoutError:
                 self._report(f"the volume does not answer within {FILE_SECONDS:g} s")
             except OSError as error:
@@ -163,25 +163,27 @@ class Door:
         self._problem = problem
 
 
-def _read(file: Path) -> _Lock:
+def _load(file: Path) -> _Loaded:
     config = read_web_config(file)
-    return _Lock(config=config, tls=None if config.tls is None else _context(config.tls), marks=_marks(file, config))
+    return _Loaded(
+        config=config, tls=None if config.tls is None else _build_context(config.tls), marks=_stat_files(file, config)
+    )
 
 
-def _again(file: Path, lock: _Lock) -> _Lock:
-    return lock if _marks(file, lock.config) == lock.marks else _read(file)
+def _reload(file: Path, lock: _Loaded) -> _Loaded:
+    return lock if _stat_files(file, lock.config) == lock.marks else _load(file)
 
 
-def _marks(file: Path, config: WebConfig) -> tuple[object, ...]:
+def _stat_files(file: Path, config: WebConfig) -> tuple[object, ...]:
     """Return what changes when a file is written or replaced, by a link as Kubernetes does or in place."""
     files = [file]
     if config.tls is not None:
         files += [config.tls.cert_file, config.tls.key_file]
         files += [config.tls.client_ca_file] if config.tls.client_ca_file else []
-    return tuple(_mark(each) for each in files)
+    return tuple(_stat_file(each) for each in files)
 
 
-def _mark(file: Path) -> object:
+def _stat_file(file: Path) -> object:
     try:
         stat = file.stat()
     except OSError as error:
@@ -189,27 +191,27 @@ def _mark(file: Path) -> object:
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-def _context(tls: Tls) -> ssl.SSLContext:
+def _build_context(tls: Tls) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version, context.maximum_version = tls.min_version, tls.max_version
     context.set_alpn_protocols(["http/1.1"])
     try:
         # without a password OpenSSL would ask the terminal
-        context.load_cert_chain(_lasting(tls.cert_file), _lasting(tls.key_file), password="")
+        context.load_cert_chain(_refuse_pipe(tls.cert_file), _refuse_pipe(tls.key_file), password="")
     except OSError as error:
         problem = f"tls_server_config.cert_file, key_file: no pair that can be used ({error.strerror or error})"
         raise WebConfigError([problem]) from None
     context.verify_mode = tls.client_auth
     if tls.client_ca_file is not None:
         try:
-            context.load_verify_locations(_lasting(tls.client_ca_file))
+            context.load_verify_locations(_refuse_pipe(tls.client_ca_file))
         except OSError as error:
             problem = f"tls_server_config.client_ca_file: it cannot be used ({error.strerror or error})"
             raise WebConfigError([problem]) from None
     return context
 
 
-def _lasting(file: Path) -> Path:
+def _refuse_pipe(file: Path) -> Path:
     """Return the file; raises OSError for a pipe, which OpenSSL would wait for."""
     if file.is_fifo():
         raise OSError(ESPIPE, "a pipe cannot be read again")

@@ -10,39 +10,39 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.files import start_of
+from vllm_headroom.scrape.proc.files import read_start
 
 
-def text(path: str) -> str:
+def read_text(path: str) -> str:
     """Return what a file says; raise OSError where it cannot be read."""
-    return start_of(path).decode(errors="replace").strip()
+    return read_start(path).decode(errors="replace").strip()
 
 
-def number(path: str) -> int | None:
+def read_number(path: str) -> int | None:
     """Return the number in a file, None where it holds none; raise OSError where it cannot be read."""
     try:
-        return int(start_of(path))
+        return int(read_start(path))
     except ValueError:
         return None
 
 
-def told(path: str) -> int | None:
+def read_optional_number(path: str) -> int | None:
     """Return the number in a file, None where the driver does not tell it now or at all."""
     try:
-        return number(path)
+        return read_number(path)
     except OSError:
         return None
 
 
-def line(path: str) -> str:
+def read_line(path: str) -> str:
     """Return what a file says, nothing where it cannot be read."""
     try:
-        return text(path)
+        return read_text(path)
     except OSError:
         return ""
 
 
-def names(folder: str) -> list[str]:
+def list_names(folder: str) -> list[str]:
     """Return the names in a folder in order, none where it cannot be looked into."""
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - no Path, as in start_of
@@ -93,16 +93,16 @@ class Card(Struct, frozen=True, kw_only=True):
     nodes: tuple[Node, ...] | None
 
 
-def cards(sys: str) -> dict[str, Card]:
+def find_cards(sys: str) -> dict[str, Card]:
     """Return the driver's cards by UUID, in the order of PCI addresses, which is not that of their numbers in DRM."""
     devices = {
-        os.path.realpath(f"{sys}/{DRM}/{name}/device") for name in names(f"{sys}/{DRM}") if _CARD.fullmatch(name)
+        os.path.realpath(f"{sys}/{DRM}/{name}/device") for name in list_names(f"{sys}/{DRM}") if _CARD.fullmatch(name)
     }
     found = {os.path.basename(folder): folder for folder in devices if is_driven(folder)}  # noqa: PTH119 - as there
-    nodes, hidden = _nodes(sys, found.keys())
-    ids = Counter(line(f"{folder}/unique_id") for folder in found.values())
+    nodes, hidden = _read_nodes(sys, found.keys())
+    ids = Counter(read_line(f"{folder}/unique_id") for folder in found.values())
     made = (
-        _card(address, found[address], ids, None if hidden and address not in nodes else tuple(nodes[address]))
+        _build_card(address, found[address], ids, None if hidden and address not in nodes else tuple(nodes[address]))
         for address in sorted(found)
     )
     return {card.uuid: card for card in made}
@@ -114,16 +114,16 @@ def is_driven(folder: str) -> bool:
     return bool(_ADDRESS.fullmatch(folder.rpartition("/")[2])) and driver.endswith(f"/{DRIVER}")
 
 
-def signature(sys: str) -> tuple[list[str], int | None]:
+def read_signature(sys: str) -> tuple[list[str], int | None]:
     """Return what changes when a card comes, goes, or is cut anew."""
-    return names(f"{sys}/{DRM}"), told(f"{sys}/{TOPOLOGY}/generation_id")
+    return list_names(f"{sys}/{DRM}"), read_optional_number(f"{sys}/{TOPOLOGY}/generation_id")
 
 
-def _card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] | None) -> Card:
+def _build_card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] | None) -> Card:
     """Return one card; its id names it where it has one, and shares it with no other, as virtual functions might."""
-    unique, product = line(f"{folder}/unique_id"), line(f"{folder}/product_name")
-    monitor = f"{folder}/hwmon/{next(iter(names(f'{folder}/hwmon')), '')}"
-    sensors = names(monitor)
+    unique, product = read_line(f"{folder}/unique_id"), read_line(f"{folder}/product_name")
+    monitor = f"{folder}/hwmon/{next(iter(list_names(f'{folder}/hwmon')), '')}"
+    sensors = list_names(monitor)
     return Card(
         address=address,
         folder=folder,
@@ -131,22 +131,22 @@ def _card(address: str, folder: str, ids: Counter[str], nodes: tuple[Node, ...] 
         power=next((f"{monitor}/{name}" for name in POWERS if name in sensors), None),
         is_apu="in1_label" in sensors,
         uuid=f"GPU-{unique}" if unique and ids[unique] == 1 else f"PCI-{address}",
-        name=product or f"AMD GPU {line(f'{folder}/device')}".rstrip(),
+        name=product or f"AMD GPU {read_line(f'{folder}/device')}".rstrip(),
         nodes=nodes,
     )
 
 
-def _nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
+def _read_nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[Node]], bool]:
     """Return KFD's nodes by the card they are on, and whether there are some that may not be asked."""
     found: defaultdict[str, list[Node]] = defaultdict(list)
     hidden = False
-    for name in sorted(names(f"{sys}/{TOPOLOGY}/nodes"), key=lambda name: (len(name), name)):
+    for name in sorted(list_names(f"{sys}/{TOPOLOGY}/nodes"), key=lambda name: (len(name), name)):
         folder = f"{sys}/{TOPOLOGY}/nodes/{name}"
         try:
-            gpu_id = int(text(f"{folder}/gpu_id"))
+            gpu_id = int(read_text(f"{folder}/gpu_id"))
             if gpu_id:
-                address = _address(text(f"{folder}/properties"), addresses)
-                found[address].append(Node(gpu_id=gpu_id, memory_bytes=_memory(f"{folder}/mem_banks")))
+                address = _parse_address(read_text(f"{folder}/properties"), addresses)
+                found[address].append(Node(gpu_id=gpu_id, memory_bytes=_sum_memory(f"{folder}/mem_banks")))
         except PermissionError:
             hidden = True
         except (OSError, ValueError, KeyError):
@@ -154,26 +154,26 @@ def _nodes(sys: str, addresses: Collection[str]) -> tuple[defaultdict[str, list[
     return found, hidden
 
 
-def _address(properties: str, addresses: Collection[str]) -> str:
+def _parse_address(properties: str, addresses: Collection[str]) -> str:
     """Return the PCI address of a node's card; the number of a partition lies in the bits of the function."""
-    facts = _facts(properties)
+    facts = _parse_facts(properties)
     location = int(facts["location_id"])
     device = f"{int(facts.get('domain', 0)):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
     exact = f"{device}.{location & 7}"
     return exact if exact in addresses else f"{device}.0"
 
 
-def _memory(banks: str) -> int | None:
-    sizes = [_size(f"{banks}/{name}/properties") for name in names(banks)]
+def _sum_memory(banks: str) -> int | None:
+    sizes = [_read_size(f"{banks}/{name}/properties") for name in list_names(banks)]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
 
 
-def _size(path: str) -> int | None:
-    size = _facts(line(path)).get("size_in_bytes", "")
+def _read_size(path: str) -> int | None:
+    size = _parse_facts(read_line(path)).get("size_in_bytes", "")
     return int(size) if size.isdecimal() else None
 
 
-def _facts(properties: str) -> dict[str, str]:
+def _parse_facts(properties: str) -> dict[str, str]:
     pairs = (words.partition(" ") for words in properties.splitlines())
     return {name: value for name, _, value in pairs}

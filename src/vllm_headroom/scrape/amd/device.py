@@ -13,10 +13,20 @@ from typing import Final
 from msgspec import Struct
 
 from vllm_headroom.model import GpuMemory, GpuProcess, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import DRIVER, Card, Node, is_driven, line, names, number, text, told
+from vllm_headroom.scrape.amd.cards import (
+    DRIVER,
+    Card,
+    Node,
+    is_driven,
+    list_names,
+    read_line,
+    read_number,
+    read_optional_number,
+    read_text,
+)
 from vllm_headroom.scrape.peak import Peak
-from vllm_headroom.scrape.proc.files import sees_host_pids
-from vllm_headroom.scrape.proc.host import machine_of
+from vllm_headroom.scrape.proc.files import has_host_pids
+from vllm_headroom.scrape.proc.host import read_machine
 
 KFD: Final = "class/kfd/kfd/proc"
 DEVICES: Final = "/dev/dri/"
@@ -36,15 +46,15 @@ class CardProcesses:
         self._sys = sys
         self._proc = proc
 
-    def on_node(self, node: Node) -> tuple[GpuProcess, ...] | None:
+    def list_on_node(self, node: Node) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a node of KFD, None where they cannot be known."""
         listed = self._by_kfd
         return None if listed is None else listed.get(str(node.gpu_id), ())
 
-    def on_card(self, card: Card) -> tuple[GpuProcess, ...] | None:
+    def list_on_card(self, card: Card) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a card that is not cut, None where they cannot be known."""
         if card.nodes and self._by_kfd is not None:
-            return self.on_node(card.nodes[0])
+            return self.list_on_node(card.nodes[0])
         listed = self._by_files
         return None if listed is None else listed.get(card.address, ())
 
@@ -52,7 +62,7 @@ class CardProcesses:
     def _computing(self) -> list[str] | None:
         """The pids that KFD lists, None where it does not or they mean others here."""
         try:
-            found = os.listdir(f"{self._sys}/{KFD}") if sees_host_pids(self._proc) else None  # noqa: PTH208 - as in all
+            found = os.listdir(f"{self._sys}/{KFD}") if has_host_pids(self._proc) else None  # noqa: PTH208 - as in all
         except OSError:
             return None
         return None if found is None else sorted(filter(str.isdecimal, found), key=int)
@@ -64,9 +74,9 @@ class CardProcesses:
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         for pid in self._computing:
             folder = f"{self._sys}/{KFD}/{pid}"
-            for name in names(folder):
+            for name in list_names(folder):
                 if name.startswith("vram_"):
-                    listed[name.removeprefix("vram_")] += _on_node(int(pid), f"{folder}/{name}")
+                    listed[name.removeprefix("vram_")] += _read_on_node(int(pid), f"{folder}/{name}")
         return listed
 
     @cached_property
@@ -77,10 +87,10 @@ class CardProcesses:
         """
         listed: defaultdict[str, tuple[GpuProcess, ...]] = defaultdict(tuple)
         hidden = False
-        pids = filter(str.isdecimal, names(str(self._proc))) if self._computing is None else self._computing
+        pids = filter(str.isdecimal, list_names(str(self._proc))) if self._computing is None else self._computing
         for pid in pids:
             try:
-                held = _held(f"{self._proc}/{pid}")
+                held = _read_held(f"{self._proc}/{pid}")
             except PermissionError:
                 hidden = True
             except OSError:
@@ -91,10 +101,10 @@ class CardProcesses:
         return None if hidden and not listed else listed
 
 
-def _on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
+def _read_on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
     """Return a process that holds memory of a node; it has a file for every node it may use, at 0 where it does not."""
     try:
-        held_bytes = number(path)
+        held_bytes = read_number(path)
     except FileNotFoundError:
         return ()  # it has ended
     except OSError:
@@ -102,14 +112,14 @@ def _on_node(pid: int, path: str) -> tuple[GpuProcess, ...]:
     return () if held_bytes == 0 else (GpuProcess(pid=pid, used_bytes=held_bytes),)
 
 
-def _held(process: str) -> dict[str, int]:
+def _read_held(process: str) -> dict[str, int]:
     """Return the bytes that a process holds of each card; raise OSError where it does not show or has ended.
 
     A client of DRM is one however many files it is open through (the kernel's drm-usage-stats.rst).
     """
     clients: dict[tuple[str, str], int] = {}
     for name in os.listdir(f"{process}/fd"):  # noqa: PTH208 - a process has hundreds of them
-        facts = _facts(process, name)
+        facts = _read_facts(process, name)
         size, unit = (*facts.get("drm-memory-vram", "").split(), "", "")[:2]
         if facts.get("drm-driver") == DRIVER and size.isdecimal() and unit == "KiB":
             clients[facts.get("drm-pdev", ""), facts.get("drm-client-id", "")] = int(size) * _KIB
@@ -119,12 +129,12 @@ def _held(process: str) -> dict[str, int]:
     return {address: held_bytes for address, held_bytes in held.items() if held_bytes}
 
 
-def _facts(process: str, descriptor: str) -> dict[str, str]:
+def _read_facts(process: str, descriptor: str) -> dict[str, str]:
     """Return what the kernel says of an open file that is a device of DRM, nothing of any other or a closed one."""
     try:
         if not os.readlink(f"{process}/fd/{descriptor}").startswith(DEVICES):  # noqa: PTH115 - as above
             return {}
-        lines = text(f"{process}/fdinfo/{descriptor}").splitlines()
+        lines = read_text(f"{process}/fdinfo/{descriptor}").splitlines()
     except FileNotFoundError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -134,7 +144,7 @@ WHOLE: Final = "SPX"
 """The compute partition of a card that is not cut."""
 
 
-class Look(Struct, frozen=True, kw_only=True):
+class ReadContext(Struct, frozen=True, kw_only=True):
     """What the readings of one moment share; `peaks`, by UUID, outlive it."""
 
     processes: CardProcesses
@@ -143,49 +153,49 @@ class Look(Struct, frozen=True, kw_only=True):
     proc: Path
 
 
-def readings(card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
+def read_card(card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
     """Return a reading of the card, or of each of its partitions; raise OSError where its memory cannot be read."""
     if card.nodes is not None and len(card.nodes) > 1:
-        _own(card, "total")  # KFD would go on to say nothing of a card that is gone
-        return tuple(_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
-    memory = memory_of(card, look.proc)
-    busy_percent = told(f"{card.folder}/gpu_busy_percent")
-    millidegrees = None if card.temperature is None else told(card.temperature)
-    microwatts = None if card.power is None else told(card.power)
+        _read_own(card, "total")  # KFD would go on to say nothing of a card that is gone
+        return tuple(_read_partition(card, index, place, node, look) for place, node in enumerate(card.nodes))
+    memory = read_memory(card, look.proc)
+    busy_percent = read_optional_number(f"{card.folder}/gpu_busy_percent")
+    millidegrees = None if card.temperature is None else read_optional_number(card.temperature)
+    microwatts = None if card.power is None else read_optional_number(card.power)
     reading = GpuReading(
         vendor=Vendor.AMD,
         index=index,
         uuid=card.uuid,
         name=card.name,
         memory=memory,
-        used_peak_bytes=_peak(card.uuid, memory, look),
+        used_peak_bytes=_update_peak(card.uuid, memory, look),
         utilization_ratio=None if busy_percent is None else busy_percent / 100,
         temperature_celsius=None if millidegrees is None else millidegrees / 1000,
         power_watts=None if microwatts is None else microwatts / 1_000_000,
-        processes=look.processes.on_card(card),
+        processes=look.processes.list_on_card(card),
     )
     return (reading,)
 
 
-def memory_of(card: Card, proc: Path) -> GpuMemory | None:
+def read_memory(card: Card, proc: Path) -> GpuMemory | None:
     """Return the memory of a card that is not cut, None where it does not tell what its processes may take.
 
     Raises OSError where it cannot be read.
     """
-    total_bytes, used_bytes = _own(card, "total"), _own(card, "used")
+    total_bytes, used_bytes = _read_own(card, "total"), _read_own(card, "used")
     if total_bytes is None or used_bytes is None:
         return None
     granted_bytes = card.nodes[0].memory_bytes if card.nodes else None
     if granted_bytes is not None and granted_bytes > total_bytes:
-        return _of_the_machine(card, granted_bytes, proc)
-    if card.nodes is None and _may_grant_other(card):
+        return _read_machine_share(card, granted_bytes, proc)
+    if card.nodes is None and _can_grant_other(card):
         return None
-    return _memory(total_bytes, used_bytes)
+    return _build_memory(total_bytes, used_bytes)
 
 
-def _own(card: Card, fact: str) -> int | None:
+def _read_own(card: Card, fact: str) -> int | None:
     try:
-        value = number(f"{card.folder}/mem_info_vram_{fact}")
+        value = read_number(f"{card.folder}/mem_info_vram_{fact}")
     except FileNotFoundError:
         if is_driven(card.folder):
             return None
@@ -195,26 +205,26 @@ def _own(card: Card, fact: str) -> int | None:
     return value
 
 
-def _of_the_machine(card: Card, granted_bytes: int, proc: Path) -> GpuMemory | None:
+def _read_machine_share(card: Card, granted_bytes: int, proc: Path) -> GpuMemory | None:
     """Return the memory of an APU that has less of its own: KFD grants the machine's then (amdgpu_ttm_init)."""
-    machine, taken_bytes = machine_of(proc), told(f"{card.folder}/mem_info_gtt_used")
+    machine, taken_bytes = read_machine(proc), read_optional_number(f"{card.folder}/mem_info_gtt_used")
     if machine is None or taken_bytes is None:
         return None
     free_bytes = max(0, min(granted_bytes - taken_bytes, machine.available_bytes))
-    return _memory(granted_bytes, granted_bytes - free_bytes, machine.available_bytes)
+    return _build_memory(granted_bytes, granted_bytes - free_bytes, machine.available_bytes)
 
 
-def _may_grant_other(card: Card) -> bool:
+def _can_grant_other(card: Card) -> bool:
     """Tell whether a card of which KFD does not tell may grant the machine's memory, or a share of its own."""
-    return card.is_apu or line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
+    return card.is_apu or read_line(f"{card.folder}/current_compute_partition") not in {"", WHOLE}
 
 
-def _partition(card: Card, index: int, place: int, node: Node, look: Look) -> GpuReading:
+def _read_partition(card: Card, index: int, place: int, node: Node, look: ReadContext) -> GpuReading:
     """Return a reading of a partition: in use is what its processes hold, as KFD counts, beside what the driver has."""
-    listed = look.processes.on_node(node)
-    used_bytes = None if listed is None else _total(listed)
+    listed = look.processes.list_on_node(node)
+    used_bytes = None if listed is None else _sum_used(listed)
     known = node.memory_bytes is not None and used_bytes is not None
-    memory = _memory(node.memory_bytes or 0, used_bytes or 0) if known else None
+    memory = _build_memory(node.memory_bytes or 0, used_bytes or 0) if known else None
     uuid = f"{card.uuid}-{place}"
     return GpuReading(
         vendor=Vendor.AMD,
@@ -222,17 +232,17 @@ def _partition(card: Card, index: int, place: int, node: Node, look: Look) -> Gp
         uuid=uuid,
         name=f"{card.name} partition {place}",
         memory=memory,
-        used_peak_bytes=_peak(uuid, memory, look),
+        used_peak_bytes=_update_peak(uuid, memory, look),
         processes=listed,
     )
 
 
-def _total(listed: tuple[GpuProcess, ...]) -> int | None:
+def _sum_used(listed: tuple[GpuProcess, ...]) -> int | None:
     held = [process.used_bytes for process in listed]
     return None if None in held else sum(each for each in held if each is not None)
 
 
-def _memory(total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None) -> GpuMemory:
+def _build_memory(total_bytes: int, used_bytes: int, machine_available_bytes: int | None = None) -> GpuMemory:
     return GpuMemory(
         total_bytes=total_bytes,
         used_bytes=used_bytes,
@@ -242,7 +252,7 @@ def _memory(total_bytes: int, used_bytes: int, machine_available_bytes: int | No
     )
 
 
-def _peak(uuid: str, memory: GpuMemory | None, look: Look) -> int | None:
+def _update_peak(uuid: str, memory: GpuMemory | None, look: ReadContext) -> int | None:
     peak = look.peaks[uuid]
     if memory is not None:
         peak.add(look.now, memory.used_bytes)

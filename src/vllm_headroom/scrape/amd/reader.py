@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from vllm_headroom.model import Failure, GpuReading, Vendor
-from vllm_headroom.scrape.amd.cards import Card, cards, signature
-from vllm_headroom.scrape.amd.device import CardProcesses, Look, memory_of, readings
+from vllm_headroom.scrape.amd.cards import Card, find_cards, read_signature
+from vllm_headroom.scrape.amd.device import CardProcesses, ReadContext, read_card, read_memory
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason, Source
@@ -37,15 +37,15 @@ _MESSAGES: Final = {
 }
 
 
-def failure(reason: Reason, error: OSError | None = None) -> Failure:
+def build_failure(reason: Reason, error: OSError | None = None) -> Failure:
     """Return the failure of one card, with what the kernel said."""
     suffix = "" if error is None else f" ({error.strerror or error})"
     return Failure(source=Source.NVML, reason=reason, message=_MESSAGES[reason] + suffix)
 
 
-def failure_of(error: OSError) -> Failure:
+def explain_error(error: OSError) -> Failure:
     """Return what it means that a card's file could not be read."""
-    return failure(_REASONS.get(error.errno or 0, Reason.DRIVER_ERROR), error)
+    return build_failure(_REASONS.get(error.errno or 0, Reason.DRIVER_ERROR), error)
 
 
 LOOK_AGAIN_SECONDS: Final = 15.0
@@ -81,7 +81,7 @@ class Amd:
         try:
             found: tuple[GpuReading, ...] = await self._worker.call(self._read, timeout_seconds)
         except OSError as error:
-            why = failure(Reason.TIMEOUT) if isinstance(error, TimeoutError) else failure_of(error)
+            why = build_failure(Reason.TIMEOUT) if isinstance(error, TimeoutError) else explain_error(error)
             found = tuple(
                 each for index, card in enumerate(self._cards.values()) for each in self._failed(card, index, why)
             )
@@ -101,24 +101,24 @@ class Amd:
         self._worker.stop()
 
     def _read(self) -> tuple[GpuReading, ...]:
-        self._find()
-        look = Look(
+        self._find_cards()
+        look = ReadContext(
             processes=CardProcesses(self._sys, self._proc), peaks=self._peaks, now=self._monotonic(), proc=self._proc
         )
         found = [(card, self._card(card, index, look)) for index, card in enumerate(self._cards.values())]
         self.integrated = frozenset(part.uuid for card, parts in found for part in parts if _is_integrated(card, part))
         return tuple(part for _, parts in found for part in parts)
 
-    def _find(self) -> None:
-        now = signature(self._sys)
+    def _find_cards(self) -> None:
+        now = read_signature(self._sys)
         if now != self._seen:
-            self._seen, self._cards = now, self._cards | cards(self._sys)
+            self._seen, self._cards = now, self._cards | find_cards(self._sys)
 
-    def _card(self, card: Card, index: int, look: Look) -> tuple[GpuReading, ...]:
+    def _card(self, card: Card, index: int, look: ReadContext) -> tuple[GpuReading, ...]:
         try:
-            self._parts[card.uuid] = readings(card, index, look)
+            self._parts[card.uuid] = read_card(card, index, look)
         except OSError as error:
-            return self._failed(card, index, failure_of(error))
+            return self._failed(card, index, explain_error(error))
         return self._parts[card.uuid]
 
     def _failed(self, card: Card, index: int, why: Failure) -> tuple[GpuReading, ...]:
@@ -132,7 +132,7 @@ class Amd:
             if card.nodes is not None and len(card.nodes) > 1:
                 continue
             with contextlib.suppress(OSError):  # the next reading finds it too, and tells it
-                memory = memory_of(card, self._proc)
+                memory = read_memory(card, self._proc)
                 if memory is not None:
                     used[card.uuid] = memory.used_bytes
                     self._peaks[card.uuid].add(self._monotonic(), memory.used_bytes)
@@ -140,4 +140,4 @@ class Amd:
 
 
 def _is_integrated(card: Card, reading: GpuReading) -> bool:
-    return reading.memory.unified if reading.memory is not None else card.is_apu
+    return reading.memory.is_unified if reading.memory is not None else card.is_apu

@@ -14,7 +14,7 @@ from typing import Final
 import httpx
 
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.shortage import SHORTAGES, unavailable
+from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom.worker import Worker
 
@@ -22,38 +22,38 @@ _LOCATION_CHARACTERS: Final = 200
 """Enough for an address worth following; a header can be 100 kB long."""
 
 
-def failure(reason: Reason, message: str) -> Failure:
+def build_failure(reason: Reason, message: str) -> Failure:
     """Return the engine's failure."""
     return Failure(source=Source.ENGINE, reason=reason, message=message)
 
 
-def without_advice(failed: Failure) -> str:
+def strip_advice(failed: Failure) -> str:
     """Return what happened, for those to whom the engine's settings are no help."""
     return failed.message.rpartition(": ")[0]
 
 
-def without_secrets(url: httpx.URL) -> httpx.URL:
+def hide_secrets(url: httpx.URL) -> httpx.URL:
     """Return the URL fit to be shown: without user and password, and with stars for a query, which may hold a token."""
     return url.copy_with(userinfo=b"", query=b"***" if url.query else None, fragment=None)
 
 
-def refusal(response: httpx.Response, url: str) -> Failure:
+def explain_status(response: httpx.Response, url: str) -> Failure:
     """Return what a status other than 200 means."""
     answer = f"{url} answers {response.status_code} {response.reason_phrase}".strip()
     match response.status_code:
         case HTTPStatus.UNAUTHORIZED | HTTPStatus.FORBIDDEN:
             advice = "set HEADROOM_ENGINE_BEARER_TOKEN_FILE to a token that may read the page"
-            return failure(Reason.UNAUTHORIZED, f"{answer}: {advice}")
+            return build_failure(Reason.UNAUTHORIZED, f"{answer}: {advice}")
         case HTTPStatus.NOT_FOUND:
             advice = "correct HEADROOM_ENGINE_URL, vLLM serves its metrics at /metrics"
-            return failure(Reason.NOT_FOUND, f"{answer}: {advice}")
+            return build_failure(Reason.NOT_FOUND, f"{answer}: {advice}")
     if response.has_redirect_location:
         advice = "set HEADROOM_ENGINE_URL to the address of the page itself"
-        return failure(Reason.REDIRECT, f"{answer}, a redirect to {_location(response)}: {advice}")
-    return failure(Reason.HTTP_STATUS, f"{answer}: look for the cause in the engine's log")
+        return build_failure(Reason.REDIRECT, f"{answer}, a redirect to {_read_location(response)}: {advice}")
+    return build_failure(Reason.HTTP_STATUS, f"{answer}: look for the cause in the engine's log")
 
 
-def broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
+def explain_broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
     """Return what it means that a body could not be read to its end."""
     messages = {
         Reason.MALFORMED: f"{url} answers in an encoding that was not asked for: make it send the page uncompressed",
@@ -64,56 +64,58 @@ def broken_body(reason: Reason, url: str, max_bytes: int) -> Failure:
         Reason.OUT_OF_BOUNDS: f"{url} sends its page in crumbs: check that it is vLLM's, and what stands before it",
         Reason.INCOMPLETE: f"{url} broke off its page: if it stays so, look for a proxy that cuts it",
     }
-    return failure(reason, messages[reason])
+    return build_failure(reason, messages[reason])
 
 
-def no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
+def explain_no_answer(error: Exception, url: str, timeout_seconds: float) -> Failure:
     """Return what it means that a request ended in `error`, one of httpx's or the operating system's."""
     match error:
         case TimeoutError() | httpx.TimeoutException():
             advice = "check whether vLLM hangs, or raise HEADROOM_ENGINE_TIMEOUT_SECONDS"
-            return failure(Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s: {advice}")
+            return build_failure(Reason.TIMEOUT, f"{url} sent no complete page within {timeout_seconds:g} s: {advice}")
         case httpx.LocalProtocolError():  # its text quotes the header, which may be a secret
-            return failure(
+            return build_failure(
                 Reason.CREDENTIALS, f"HTTP cannot carry a header set for {url}: correct HEADROOM_ENGINE_HEADERS"
             )
         case httpx.RemoteProtocolError() | httpx.InvalidURL():  # its text quotes what was received
             advice = "check that HEADROOM_ENGINE_URL names vLLM's own port, and https only if it serves that"
-            return failure(Reason.INCOMPLETE, f"{url} hung up or broke HTTP before it answered: {advice}")
-    return _no_connection(error, url)
+            return build_failure(Reason.INCOMPLETE, f"{url} hung up or broke HTTP before it answered: {advice}")
+    return _explain_no_connection(error, url)
 
 
-def _no_connection(error: Exception, url: str) -> Failure:
-    for cause in _causes(error):
+def _explain_no_connection(error: Exception, url: str) -> Failure:
+    for cause in _walk_causes(error):
         match cause:
             case socket.gaierror():
                 advice = "correct the host in HEADROOM_ENGINE_URL, or the resolver"
-                return failure(Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause}): {advice}")
+                return build_failure(
+                    Reason.NAME_RESOLUTION, f"the host of {url} cannot be resolved ({cause}): {advice}"
+                )
             case ssl.SSLError():
                 advice = "set HEADROOM_ENGINE_CA_FILE to the authority that signed its certificate, or use http"
-                return failure(Reason.TLS, f"TLS with {url} failed ({cause}): {advice}")
+                return build_failure(Reason.TLS, f"TLS with {url} failed ({cause}): {advice}")
             case OSError(errno=int(number)) if number in SHORTAGES:
-                return unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
+                return build_unavailable(Source.ENGINE, f"{url} cannot be asked", cause)
             case OSError(errno=int(number)):
-                return _unreachable(url, os.strerror(number))
-    return _unreachable(url, type(error).__name__)
+                return _explain_unreachable(url, os.strerror(number))
+    return _explain_unreachable(url, type(error).__name__)
 
 
-def _unreachable(url: str, problem: str) -> Failure:
+def _explain_unreachable(url: str, problem: str) -> Failure:
     advice = "check that vLLM runs and that HEADROOM_ENGINE_URL names its host and port"
-    return failure(Reason.UNREACHABLE, f"no connection to {url} ({problem}): {advice}")
+    return build_failure(Reason.UNREACHABLE, f"no connection to {url} ({problem}): {advice}")
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
     """Walk down to what happened: httpx wraps httpcore, which wraps anyio, which groups its attempts."""
     while error is not None:
         yield error
         error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__ or error.__context__
 
 
-def _location(response: httpx.Response) -> str:
+def _read_location(response: httpx.Response) -> str:
     try:
-        return str(without_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
+        return str(hide_secrets(httpx.URL(response.headers["Location"])))[:_LOCATION_CHARACTERS]
     except httpx.InvalidURL as error:
         raise httpx.RemoteProtocolError("redirects to what is no address") from error
 
@@ -131,7 +133,7 @@ class UnusableCredentials(Exception):  # noqa: N818 - it says what the file is
     """A file that cannot be used; the message is for the operator."""
 
 
-def bearer_token(file: Path) -> str:
+def read_token(file: Path) -> str:
     """Return the token in a file; raises Unusable."""
     try:
         with file.open("rb") as stream:
@@ -145,7 +147,7 @@ def bearer_token(file: Path) -> str:
     return token
 
 
-def trust(ca_file: Path | None) -> ssl.SSLContext:
+def load_trust(ca_file: Path | None) -> ssl.SSLContext:
     """Return how a server's certificate is checked, by the usual authorities without a file; raises Unusable."""
     try:
         return ssl.create_default_context(cafile=ca_file)
@@ -167,7 +169,7 @@ class CredentialReader:
         file = self._token_file
         if file is None:
             return None
-        token = await self._read(lambda: bearer_token(file), f"the token file {file} cannot be read")
+        token = await self._read(lambda: read_token(file), f"the token file {file} cannot be read")
         return token if isinstance(token, Failure) else str(token)
 
     async def trust(self) -> ssl.SSLContext | Failure:
@@ -175,7 +177,7 @@ class CredentialReader:
         file = self._ca_file
         if file is None:
             return httpx.create_ssl_context(trust_env=False)
-        context = await self._read(lambda: trust(file), f"the CA file {file} cannot be used")
+        context = await self._read(lambda: load_trust(file), f"the CA file {file} cannot be used")
         assert not isinstance(context, str)  # noqa: S101 - what the worker was given to make
         return context
 
@@ -192,6 +194,6 @@ class CredentialReader:
             return await self._worker.call(function, _FILE_SECONDS)
         except TimeoutError:
             advice = "make it a file that can be read at once"
-            return failure(Reason.CREDENTIALS, f"{trouble} (no answer within {_FILE_SECONDS:g} s): {advice}")
+            return build_failure(Reason.CREDENTIALS, f"{trouble} (no answer within {_FILE_SECONDS:g} s): {advice}")
         except UnusableCredentials as problem:
-            return failure(Reason.CREDENTIALS, str(problem))
+            return build_failure(Reason.CREDENTIALS, str(problem))

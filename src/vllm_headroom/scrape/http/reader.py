@@ -16,7 +16,13 @@ import httpx
 from msgspec import Struct
 
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import CredentialReader, broken_body, no_answer, refusal, without_secrets
+from vllm_headroom.scrape.http.failures import (
+    CredentialReader,
+    explain_broken_body,
+    explain_no_answer,
+    explain_status,
+    hide_secrets,
+)
 from vllm_headroom.scrape.http.transport import OneConnection
 from vllm_headroom.vocabulary import Reason
 
@@ -55,7 +61,7 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes | Reason:
 T = TypeVar("T")
 
 
-def port_of(url: httpx.URL) -> int:
+def find_port(url: httpx.URL) -> int:
     """Return the port that an http or https URL means."""
     return url.port or (443 if url.scheme == "https" else 80)
 
@@ -97,7 +103,7 @@ class PageReader:
     ) -> None:
         login = httpx.URL(url)
         self._url = login.copy_with(userinfo=b"")
-        self._shown = str(without_secrets(login))
+        self._shown = str(hide_secrets(login))
         self._auth = httpx.BasicAuth(login.username, login.password) if login.userinfo else None
         self._timeout_seconds = timeout_seconds
         self._max_bytes = max_bytes
@@ -123,7 +129,7 @@ class PageReader:
             async with asyncio.timeout(self._timeout_seconds):
                 return await request
         except (TimeoutError, httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            problem = no_answer(error, self._shown, self._timeout_seconds)
+            problem = explain_no_answer(error, self._shown, self._timeout_seconds)
         if problem.reason is Reason.TLS:
             await self.close()  # the next fetch reads the CA file again: it may have been renewed
         return problem
@@ -140,7 +146,7 @@ class PageReader:
             if isinstance(response, Failure):
                 return response
             if response.status_code != HTTPStatus.OK:
-                return refusal(response, self._shown)
+                return explain_status(response, self._shown)
             return await self._text(response)
 
     async def _answer(self, body: Mapping[str, object]) -> Reply | Failure:
@@ -169,7 +175,7 @@ class PageReader:
     async def _text(self, response: httpx.Response) -> str | Failure:
         body = await read_body(response, self._max_bytes)
         if isinstance(body, Reason):
-            return broken_body(body, self._shown, self._max_bytes)
+            return explain_broken_body(body, self._shown, self._max_bytes)
         return body.decode(errors="replace")
 
     async def _opened_client(self) -> httpx.AsyncClient | Failure:

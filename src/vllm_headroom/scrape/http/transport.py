@@ -36,7 +36,7 @@ class OneConnection(httpx.AsyncBaseTransport):
     def __init__(self, tls: ssl.SSLContext | None) -> None:
         self._tls = tls
         self._resolver = Worker[list[Any]]("resolver")  # uvloop's own threads end the process when one cannot start
-        self._connection: _Connection | None = None
+        self._find_connection: _Connection | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer as soon as its head is here; raise httpx's errors, the cause beside them."""
@@ -59,20 +59,20 @@ class OneConnection(httpx.AsyncBaseTransport):
         self._resolver.stop()
 
     def _drop(self) -> None:
-        connection, self._connection = self._connection, None
+        connection, self._find_connection = self._find_connection, None
         if connection is not None:
             connection.drop()
 
     async def _ready(self, url: httpx.URL) -> _Connection:
-        if self._connection is None or not self._connection.is_fresh():
+        if self._find_connection is None or not self._find_connection.is_fresh():
             self._drop()
             try:
-                self._connection = _Connection(*await self._opened(url))
+                self._find_connection = _Connection(*await self._connect(url))
             except OSError as error:  # SSLError and gaierror are among them
                 raise httpx.ConnectError(str(error)) from error
-        return self._connection
+        return self._find_connection
 
-    async def _opened(self, url: httpx.URL) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self, url: httpx.URL) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to the first address of the host that answers; raise the last one's OSError."""
         tls, port = self._tls, url.port or (443 if self._tls else 80)
         problem = OSError("the host has no address")
@@ -172,13 +172,13 @@ class _Body(httpx.AsyncByteStream):
     """The body of an answer; what is left unread when it is closed costs the connection."""
 
     def __init__(self, connection: _Connection) -> None:
-        self._connection = connection
+        self._find_connection = connection
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._connection.body():
+        async for part in self._find_connection.body():
             yield part
 
     async def aclose(self) -> None:
         """Keep the connection only if the body was read to its end."""
-        if not self._connection.is_idle:
-            self._connection.drop()
+        if not self._find_connection.is_idle:
+            self._find_connection.drop()

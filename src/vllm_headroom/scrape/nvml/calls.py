@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 import pynvml
 
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.shortage import SHORTAGES, unavailable
+from vllm_headroom.scrape.shortage import SHORTAGES, build_unavailable
 from vllm_headroom.vocabulary import Reason, Source
 
 DRIVER_WIDE: Final = frozenset(
@@ -98,35 +98,35 @@ _DEVICE_MESSAGES: Final = {
 }
 
 
-def source_failure(reason: Reason, code: int | None = None) -> Failure:
+def build_source_failure(reason: Reason, code: int | None = None) -> Failure:
     """Return the failure of NVML as a whole, with NVML's error code where it gave one."""
-    return _failure(reason, _SOURCE_MESSAGES[reason], code)
+    return _build_failure(reason, _SOURCE_MESSAGES[reason], code)
 
 
-def source_failure_of(code: int) -> Failure:
+def explain_source_code(code: int) -> Failure:
     """Return the failure that `code` means for NVML as a whole."""
-    return source_failure(_SOURCE_REASONS.get(code, Reason.DRIVER_ERROR), code)
+    return build_source_failure(_SOURCE_REASONS.get(code, Reason.DRIVER_ERROR), code)
 
 
-def device_failure(reason: Reason, code: int | None = None) -> Failure:
+def build_device_failure(reason: Reason, code: int | None = None) -> Failure:
     """Return the failure of one device, with NVML's error code where it gave one."""
-    return _failure(reason, _DEVICE_MESSAGES[reason], code)
+    return _build_failure(reason, _DEVICE_MESSAGES[reason], code)
 
 
-def device_failure_of(code: int) -> Failure:
+def explain_device_code(code: int) -> Failure:
     """Return the failure that `code` means for one device."""
-    return device_failure(_DEVICE_REASONS.get(code, Reason.DRIVER_ERROR), code)
+    return build_device_failure(_DEVICE_REASONS.get(code, Reason.DRIVER_ERROR), code)
 
 
-def unexpected(error: Exception) -> Failure:
+def explain_unexpected(error: Exception) -> Failure:
     """Return the failure for an error that is not NVML's: this side is short of something, or nobody knows it."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
-        return unavailable(Source.NVML, "NVML cannot be asked", error)
+        return build_unavailable(Source.NVML, "NVML cannot be asked", error)
     message = f"reading NVML raised {error!r}: please report this with the driver's version"
-    return _failure(Reason.DRIVER_ERROR, message, None)
+    return _build_failure(Reason.DRIVER_ERROR, message, None)
 
 
-def _failure(reason: Reason, message: str, code: int | None) -> Failure:
+def _build_failure(reason: Reason, message: str, code: int | None) -> Failure:
     suffix = "" if code is None else f" (NVML error {code})"
     return Failure(source=Source.NVML, reason=reason, message=message + suffix)
 
@@ -228,7 +228,7 @@ class Xids:
         """Count the XID errors of this GPU from now on. Raises NVMLError where the GPU has no such events."""
         if self._events is not None:
             pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
-            self._uuids[_address(handle)] = uuid
+            self._uuids[_find_address(handle)] = uuid
 
     def poll(self) -> None:
         """Count the events that have arrived, without waiting for more."""
@@ -239,7 +239,7 @@ class Xids:
                 event = pynvml.nvmlEventSetWait_v2(self._events, 0)
             except pynvml.NVMLError:  # usually a timeout: nothing has arrived
                 return
-            uuid = self._uuids.get(_address(event.device))
+            uuid = self._uuids.get(_find_address(event.device))
             if uuid is not None:
                 counts, kind = self._counts[uuid], (event.eventData, event.gpuInstanceId)
                 counts[kind if kind in counts or len(counts) < MOST_KINDS else OTHER] += 1
@@ -256,6 +256,6 @@ class Xids:
         return tuple(sorted(counts.items()))
 
 
-def _address(handle: Handle) -> int:
+def _find_address(handle: Handle) -> int:
     # The GPU may be lost, so its handle must not be asked for its UUID; NVML gives one address per GPU.
     return ctypes.addressof(handle.contents)

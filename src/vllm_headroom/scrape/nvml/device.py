@@ -14,7 +14,7 @@ from msgspec import Struct
 from vllm_headroom.model import Failure, GpuMemory, GpuProcess, GpuReading
 from vllm_headroom.scrape.nvml.calls import LOST, Calls, Handle, Xids
 from vllm_headroom.scrape.peak import Peak
-from vllm_headroom.scrape.proc.host import machine_of
+from vllm_headroom.scrape.proc.host import read_machine
 
 CHANGE_BYTES: Final = 2 * 2**20
 """A device's memory is given out in pieces of 2 MiB: who moved by less has not moved."""
@@ -47,20 +47,20 @@ class ProcessList:
         self.processes, self._listed_at, self._used_bytes = processes, now, used_bytes
 
 
-def compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
+def list_compute_processes(handle: Handle) -> tuple[GpuProcess, ...]:
     """Return the processes NVML lists on a device. Raises NVMLError.
 
     The function is named with its version because pynvml answers a missing one by another class of error otherwise.
     """
-    return _processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+    return _build_processes(pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
 
 
-def mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
+def list_mps_clients(handle: Handle) -> tuple[GpuProcess, ...]:
     """Return the processes that compute through NVIDIA's MPS, whose server alone is a compute process then."""
-    return _processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
+    return _build_processes(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
 
 
-def _processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
+def _build_processes(listed: Iterable[Any]) -> tuple[GpuProcess, ...]:
     return tuple(GpuProcess(pid=process.pid, used_bytes=process.usedGpuMemory) for process in listed)
 
 
@@ -80,7 +80,7 @@ class Part:
         return GpuReading(index=self.index, uuid=self.uuid, name=self.name, xid_errors=xid_errors, failure=failure)
 
 
-def whole_gpu(index: int, calls: Calls) -> Part:
+def open_gpu(index: int, calls: Calls) -> Part:
     """Open the GPU at an NVML index. Raises NVMLError where it cannot be opened."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     uuid = pynvml.nvmlDeviceGetUUID(handle)
@@ -88,7 +88,7 @@ def whole_gpu(index: int, calls: Calls) -> Part:
     return Part(index=index, uuid=uuid, name=name, gpu_uuid=uuid, handle=handle)
 
 
-def parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
+def list_parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
     """Return the MIG instances seen from here, or the GPU itself where there are none; never both.
 
     Instances can be made and removed at any time, so this is asked anew for every reading.
@@ -97,11 +97,11 @@ def parts(gpu: Part, calls: Calls) -> tuple[Part, ...]:
     if mode is None or mode[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
         return (gpu,)
     count = calls.ask(gpu.uuid, "MIG devices", lambda: pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)) or 0
-    instances = (_instance(gpu, position, calls) for position in range(count))
+    instances = (_open_instance(gpu, position, calls) for position in range(count))
     return tuple(instance for instance in instances if instance is not None) or (gpu,)
 
 
-def _instance(gpu: Part, position: int, calls: Calls) -> Part | None:
+def _open_instance(gpu: Part, position: int, calls: Calls) -> Part | None:
     handle = calls.ask(
         gpu.uuid,
         f"MIG device {position}",
@@ -135,7 +135,7 @@ class GpuFaults(Struct, frozen=True, kw_only=True):
     page_retirement_pending: bool | None = None
 
 
-def faults_of(gpu: Part, calls: Calls) -> GpuFaults:
+def read_faults(gpu: Part, calls: Calls) -> GpuFaults:
     """Ask a whole GPU. Raises NVMLError where it, or the driver, fails."""
     ecc = calls.ask(gpu.uuid, "ECC mode", lambda: pynvml.nvmlDeviceGetEccMode(gpu.handle))
     rows = calls.ask(gpu.uuid, "row remapping", lambda: pynvml.nvmlDeviceGetRemappedRows(gpu.handle))
@@ -152,7 +152,7 @@ def faults_of(gpu: Part, calls: Calls) -> GpuFaults:
 T = TypeVar("T")
 
 
-class Surroundings(Struct, frozen=True, kw_only=True):
+class DriverContext(Struct, frozen=True, kw_only=True):
     """What the GPUs of one init share; `memory_version` is NVML's number of memory info v2, None for v1.
 
     `alone` is whether there is but one, as where it works on the machine's memory, which `proc` tells. `peaks` and
@@ -169,14 +169,14 @@ class Surroundings(Struct, frozen=True, kw_only=True):
     alone: bool
 
 
-class Device:
+class NvmlDevice:
     """A GPU at one NVML index from init to shutdown, opened when it is first read.
 
     Its methods make NVML calls and belong on NVML's thread. They raise NVMLError where the whole GPU, or the driver,
     fails; after an error that means a lost GPU, `lost_code` is set and no method may be called again.
     """
 
-    def __init__(self, index: int, surroundings: Surroundings) -> None:
+    def __init__(self, index: int, surroundings: DriverContext) -> None:
         self.index = index
         self.gpu: Part | None = None
         self.parts: tuple[Part, ...] = ()
@@ -188,10 +188,10 @@ class Device:
         """Return a full reading of the GPU, or of each of its MIG instances."""
         try:
             gpu = self.gpu or self._open()
-            before, self.parts = self.parts, parts(gpu, self._around.calls)
+            before, self.parts = self.parts, list_parts(gpu, self._around.calls)
             for uuid in {part.uuid for part in before} - {part.uuid for part in self.parts}:
                 self._forget(uuid)
-            return tuple(self._reading(part) for part in self.parts)
+            return tuple(self._read_part(part) for part in self.parts)
         except pynvml.NVMLError as error:
             self._note(error.value)
             raise
@@ -208,7 +208,7 @@ class Device:
     def faults(self) -> GpuFaults:
         """Return what the whole GPU says of faults in its memory."""
         try:
-            return faults_of(self.gpu or self._open(), self._around.calls)
+            return read_faults(self.gpu or self._open(), self._around.calls)
         except pynvml.NVMLError as error:
             self._note(error.value)
             raise
@@ -225,15 +225,15 @@ class Device:
 
     def _open(self) -> Part:
         around = self._around
-        gpu = whole_gpu(self.index, around.calls)
+        gpu = open_gpu(self.index, around.calls)
         around.calls.ask(gpu.uuid, "XID events", lambda: around.xids.listen(gpu.handle, gpu.uuid))
         self.gpu = gpu
         return gpu
 
-    def _reading(self, part: Part) -> GpuReading:
+    def _read_part(self, part: Part) -> GpuReading:
         memory = self._memory(part)
         utilization = self._ask(part, "utilization", pynvml.nvmlDeviceGetUtilizationRates)
-        temperature = self._ask(part, "temperature", _temperature)
+        temperature = self._ask(part, "temperature", _read_temperature)
         power_milliwatts = self._ask(part, "power", pynvml.nvmlDeviceGetPowerUsage)
         processes = self._processes(part, memory)
         return GpuReading(
@@ -254,7 +254,7 @@ class Device:
         info = self._ask(part, "memory", lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version), essential=True)
         if info is None:
             unified = self._around.alone and self._around.calls.is_unsupported(part.uuid, "memory")
-            return self._unified(part) if unified else None
+            return self._read_unified(part) if unified else None
         if max(info.used, info.free) > info.total:
             return None  # a sharing library that fell below zero (Project-HAMi/HAMi-core#200): neither can be believed
         self._around.peaks[part.uuid].add(self._around.monotonic(), info.used)
@@ -263,9 +263,9 @@ class Device:
             total_bytes=info.total, used_bytes=info.used, free_bytes=info.free, reserved_bytes=reserved_bytes
         )
 
-    def _unified(self, part: Part) -> GpuMemory | None:
+    def _read_unified(self, part: Part) -> GpuMemory | None:
         """Return the machine's memory, which such a GPU works on; vLLM, too, asks the kernel there (mem_utils.py)."""
-        machine = machine_of(self._around.proc)
+        machine = read_machine(self._around.proc)
         if machine is None:
             return None
         used_bytes = machine.total_bytes - machine.available_bytes
@@ -282,13 +282,13 @@ class Device:
         known, now = self._lists[part.uuid], self._around.monotonic()
         used_bytes = None if memory is None else memory.used_bytes
         if not known.is_fresh(now, used_bytes, self._around.process_interval_seconds):
-            listed = self._ask(part, "processes", compute_processes, essential=memory is None or memory.unified)
-            known.renew(now, used_bytes, listed and self._with_clients(part, listed))
+            listed = self._ask(part, "processes", list_compute_processes, essential=memory is None or memory.is_unified)
+            known.renew(now, used_bytes, listed and self._add_mps_clients(part, listed))
         return known
 
-    def _with_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
+    def _add_mps_clients(self, part: Part, listed: tuple[GpuProcess, ...]) -> tuple[GpuProcess, ...]:
         """Return the processes with those of MPS, each once; without a process there is no server of MPS either."""
-        clients = self._ask(part, "MPS clients", mps_clients) or ()
+        clients = self._ask(part, "MPS clients", list_mps_clients) or ()
         pids = {process.pid for process in listed}
         return *listed, *(client for client in clients if client.pid not in pids)
 
@@ -296,5 +296,5 @@ class Device:
         return self._around.calls.ask(part.uuid, fact, lambda: call(part.handle), essential=essential)
 
 
-def _temperature(handle: Handle) -> float:
+def _read_temperature(handle: Handle) -> float:
     return float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))

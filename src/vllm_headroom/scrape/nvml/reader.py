@@ -15,17 +15,17 @@ import pynvml
 from vllm_headroom.model import Failure, GpuReadings
 from vllm_headroom.scrape.nvml.calls import (
     DRIVER_WIDE,
-    device_failure,
-    device_failure_of,
-    source_failure,
-    source_failure_of,
-    unexpected,
+    build_device_failure,
+    build_source_failure,
+    explain_device_code,
+    explain_source_code,
+    explain_unexpected,
 )
-from vllm_headroom.scrape.nvml.device import Device, GpuFaults
+from vllm_headroom.scrape.nvml.device import GpuFaults, NvmlDevice
 from vllm_headroom.scrape.nvml.session import Outcome, Roster, Session
 from vllm_headroom.scrape.transitions import GpuTransitions
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom.worker import Worker, outcome
+from vllm_headroom.worker import Worker, capture_outcome
 
 T = TypeVar("T")
 MOST_STUCK: Final = 8
@@ -59,7 +59,7 @@ class Lane:
 
     async def call(self, subject: str, function: Callable[[], T], timeout_seconds: float) -> T:
         """Return what `function` returns on the thread, or raise what it raises, or TimeoutError."""
-        made = await self.calls({subject: function}, timeout_seconds, loop_seconds() + timeout_seconds)
+        made = await self.calls({subject: function}, timeout_seconds, read_loop_seconds() + timeout_seconds)
         found = made.get(subject, TimeoutError())
         if isinstance(found, Exception):
             raise found
@@ -76,7 +76,7 @@ class Lane:
         """
         made: dict[str, T | Exception] = {}
         waiting = [subject for subject in calls if subject not in self.stuck]
-        while waiting and deadline - loop_seconds() >= LEAST_SECONDS and not self.is_blocked:
+        while waiting and deadline - read_loop_seconds() >= LEAST_SECONDS and not self.is_blocked:
             turn = _Turn([calls[subject] for subject in waiting])
             await self._take(turn, waiting, limit_seconds, deadline)
             made.update(zip(waiting, turn.outcomes, strict=False))
@@ -89,7 +89,7 @@ class Lane:
         is_moving = True
         try:
             while is_moving and not done.done():
-                before, left_seconds = len(turn.outcomes), deadline - loop_seconds()
+                before, left_seconds = len(turn.outcomes), deadline - read_loop_seconds()
                 share_seconds = left_seconds / 2 if before < len(subjects) - 1 else left_seconds
                 await asyncio.wait((done,), timeout=min(limit_seconds, share_seconds))
                 is_moving = len(turn.outcomes) > before
@@ -118,7 +118,7 @@ class _Turn(Generic[T]):
     def run(self) -> None:
         """Make the calls; what one gives after the end is dropped, and none is made after it."""
         for call in self._calls:
-            made = outcome(call)
+            made = capture_outcome(call)
             with self._lock:
                 if self._is_over:
                     return
@@ -131,7 +131,7 @@ class _Turn(Generic[T]):
             return len(self.outcomes)
 
 
-def loop_seconds() -> float:
+def read_loop_seconds() -> float:
     """Return the time by which deadlines are set."""
     return asyncio.get_running_loop().time()
 
@@ -144,8 +144,8 @@ shutdown and new init of NVML can bring one back."""
 SHUTDOWN_SECONDS: Final = 0.2
 
 _XIDS: Final = "XID events"
-_SILENT: Final = source_failure(Reason.TIMEOUT)
-_NO_ANSWER: Final = device_failure(Reason.TIMEOUT)
+_SILENT: Final = build_source_failure(Reason.TIMEOUT)
+_NO_ANSWER: Final = build_device_failure(Reason.TIMEOUT)
 
 
 class Nvml:
@@ -180,7 +180,7 @@ class Nvml:
 
         When cancelled, a call in progress runs on, and its GPU is not asked before it returns.
         """
-        deadline = loop_seconds() + timeout_seconds
+        deadline = read_loop_seconds() + timeout_seconds
         try:
             async with asyncio.timeout_at(deadline):
                 await self._turn.acquire()
@@ -189,7 +189,7 @@ class Nvml:
         try:
             return await self._open(deadline) or await self._read(deadline)
         except Exception as error:  # noqa: BLE001 - whatever else comes out of foreign code must not end the daemon
-            return unexpected(error)
+            return explain_unexpected(error)
         finally:
             self._turn.release()
 
@@ -200,16 +200,16 @@ class Nvml:
             return used
         async with self._turn:
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                for _, seen in await self._ask(Device.sample_used, loop_seconds() + timeout_seconds):
+                for _, seen in await self._ask(NvmlDevice.sample_used, read_loop_seconds() + timeout_seconds):
                     used.update({} if isinstance(seen, Failure) else seen)
         return used
 
     async def faults(self, timeout_seconds: float) -> tuple[GpuFaults, ...]:
         """Return what each GPU of the last reading says of its memory's faults; one that fails is left out."""
         async with self._turn:
-            answers: list[tuple[Device, GpuFaults | Failure]] = []
+            answers: list[tuple[NvmlDevice, GpuFaults | Failure]] = []
             with contextlib.suppress(Exception):  # the next reading finds it too, and tells it
-                answers = await self._ask(Device.faults, loop_seconds() + timeout_seconds)
+                answers = await self._ask(NvmlDevice.faults, read_loop_seconds() + timeout_seconds)
             return tuple(answer for _, answer in answers if isinstance(answer, GpuFaults))
 
     async def close(self) -> None:
@@ -229,7 +229,7 @@ class Nvml:
             return self._failure
         self._look_again_at = float("inf")
         try:
-            failure = await self._lane.call("init", self._session.open, deadline - loop_seconds())
+            failure = await self._lane.call("init", self._session.open, deadline - read_loop_seconds())
         except TimeoutError:
             self._failure = _SILENT
             return _SILENT
@@ -244,15 +244,15 @@ class Nvml:
 
     async def _read(self, deadline: float) -> GpuReadings | Failure:
         try:
-            outcomes: list[tuple[Device, Outcome]] = await self._ask(
-                Device.read, deadline, {_XIDS: self._session.xids.poll}
+            outcomes: list[tuple[NvmlDevice, Outcome]] = await self._ask(
+                NvmlDevice.read, deadline, {_XIDS: self._session.xids.poll}
             )
         except pynvml.NVMLError as error:
-            return self._down(source_failure_of(error.value))
+            return self._down(explain_source_code(error.value))
         if self._lane.is_blocked:
             return _SILENT
         if all(isinstance(outcome, Failure) and outcome.reason is Reason.UNKNOWN for _, outcome in outcomes):
-            return self._down(source_failure(Reason.UNKNOWN))
+            return self._down(build_source_failure(Reason.UNKNOWN))
         self._backoff_seconds = FIRST_BACKOFF_SECONDS
         readings = self._roster.readings(outcomes)
         self._transitions.report(readings)
@@ -261,31 +261,33 @@ class Nvml:
         return GpuReadings(driver_version=self._session.driver_version, devices=readings)
 
     async def _ask(
-        self, question: Callable[[Device], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
-    ) -> list[tuple[Device, T | Failure]]:
+        self, question: Callable[[NvmlDevice], T], deadline: float, before: Mapping[str, Callable[[], None]] = {}
+    ) -> list[tuple[NvmlDevice, T | Failure]]:
         """Return what each GPU answers, or why it failed; raise NVMLError where the driver as a whole fails.
 
         What comes `before` is of no GPU: where it hangs, it costs itself only.
         """
         devices = self._session.devices
         calls: dict[str, Callable[[], Any]] = {**before}
-        calls |= {_name(device): partial(question, device) for device in devices if device.lost_code is None}
+        calls |= {_name_device(device): partial(question, device) for device in devices if device.lost_code is None}
         outcomes = await self._lane.calls(calls, self._call_timeout_seconds, deadline)
         for answer in outcomes.values():
             if isinstance(answer, pynvml.NVMLError) and answer.value in DRIVER_WIDE:
                 raise answer
-        return [(device, _answer(device, outcomes.get(_name(device), TimeoutError()))) for device in devices]
+        return [
+            (device, _explain_outcome(device, outcomes.get(_name_device(device), TimeoutError()))) for device in devices
+        ]
 
 
-def _name(device: Device) -> str:
+def _name_device(device: NvmlDevice) -> str:
     return f"GPU {device.index}"
 
 
-def _answer(device: Device, outcome: T | Exception) -> T | Failure:
+def _explain_outcome(device: NvmlDevice, outcome: T | Exception) -> T | Failure:
     if device.lost_code is not None:
-        return device_failure_of(device.lost_code)
+        return explain_device_code(device.lost_code)
     if isinstance(outcome, pynvml.NVMLError):
-        return device_failure_of(outcome.value)
+        return explain_device_code(outcome.value)
     if isinstance(outcome, TimeoutError):
         return _NO_ANSWER
-    return unexpected(outcome) if isinstance(outcome, Exception) else outcome
+    return explain_unexpected(outcome) if isinstance(outcome, Exception) else outcome

@@ -12,8 +12,8 @@ import pynvml
 import structlog
 
 from vllm_headroom.model import Failure, GpuReading
-from vllm_headroom.scrape.nvml.calls import Calls, Xids, device_failure, source_failure, source_failure_of
-from vllm_headroom.scrape.nvml.device import Device, Part, Surroundings
+from vllm_headroom.scrape.nvml.calls import Calls, Xids, build_device_failure, build_source_failure, explain_source_code
+from vllm_headroom.scrape.nvml.device import DriverContext, NvmlDevice, Part
 from vllm_headroom.scrape.peak import Peak
 from vllm_headroom.vocabulary import Reason
 
@@ -24,7 +24,7 @@ class Session:
     """Opens NVML, as often as needed; `devices` is empty while it is not open. Its methods belong on NVML's thread."""
 
     def __init__(self, *, monotonic: Callable[[], float], process_interval_seconds: float, proc: Path) -> None:
-        self.devices: tuple[Device, ...] = ()
+        self.devices: tuple[NvmlDevice, ...] = ()
         self.driver_version: str | None = None
         self.xids = Xids()
         self._monotonic = monotonic
@@ -41,15 +41,15 @@ class Session:
             pynvml.nvmlInit()
             self._is_initialised = True
             count = pynvml.nvmlDeviceGetCount()
-            surroundings = self._surroundings(alone=count == 1)
+            surroundings = self._build_context(alone=count == 1)
             self.driver_version = surroundings.calls.ask("", "driver version", pynvml.nvmlSystemGetDriverVersion)
         except pynvml.NVMLError as error:
-            return source_failure_of(error.value)
+            return explain_source_code(error.value)
         for uuid in [uuid for uuid, peak in self._peaks.items() if peak.highest_bytes(self._monotonic()) is None]:
             del self._peaks[uuid]
         self.xids.begin()
-        self.devices = tuple(Device(index, surroundings) for index in range(count))
-        return None if count else source_failure(Reason.NO_DEVICES)
+        self.devices = tuple(NvmlDevice(index, surroundings) for index in range(count))
+        return None if count else build_source_failure(Reason.NO_DEVICES)
 
     def close(self) -> None:
         """Shut NVML down where it was initialised; its handles are not valid afterwards."""
@@ -60,8 +60,8 @@ class Session:
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
-    def _surroundings(self, *, alone: bool) -> Surroundings:
-        return Surroundings(
+    def _build_context(self, *, alone: bool) -> DriverContext:
+        return DriverContext(
             monotonic=self._monotonic,
             process_interval_seconds=self._process_interval_seconds,
             memory_version=self._memory_version(),
@@ -99,7 +99,7 @@ class Roster:
         self._known: dict[str, tuple[Part, ...]] = {}
         self._xids = xids
 
-    def readings(self, outcomes: list[tuple[Device, Outcome]]) -> tuple[GpuReading, ...]:
+    def readings(self, outcomes: list[tuple[NvmlDevice, Outcome]]) -> tuple[GpuReading, ...]:
         """Return what was read, a failed reading for each part that was not, and one for each part of a missing GPU."""
         for device, _ in outcomes:
             if device.gpu is not None:
@@ -110,19 +110,19 @@ class Roster:
         readings: list[GpuReading] = []
         for device, outcome in outcomes:
             readings += self._unread(device, missing, outcome) if isinstance(outcome, Failure) else outcome
-        gone = device_failure(Reason.DEVICE_LOST)
+        gone = build_device_failure(Reason.DEVICE_LOST)
         for uuid in sorted(missing):
             readings += self._failed(self._known[uuid], gone)
         return tuple(readings)
 
-    def _unread(self, device: Device, missing: set[str], failure: Failure) -> list[GpuReading]:
-        uuid = device.gpu.uuid if device.gpu is not None else self._last_at(device.index, missing)
+    def _unread(self, device: NvmlDevice, missing: set[str], failure: Failure) -> list[GpuReading]:
+        uuid = device.gpu.uuid if device.gpu is not None else self._find_last_at(device.index, missing)
         missing.discard(uuid)
         if not uuid:
             return [GpuReading(index=device.index, uuid="", name="", failure=failure)]
         return self._failed(self._known[uuid], failure)
 
-    def _last_at(self, index: int, missing: set[str]) -> str:
+    def _find_last_at(self, index: int, missing: set[str]) -> str:
         # A GPU that does not open does not tell its UUID: it is taken for the missing one that was at its index.
         return next((uuid for uuid in sorted(missing) if self._known[uuid][0].index == index), "")
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from vllm_headroom.scrape.proc.servers import named_role
+from vllm_headroom.scrape.proc.servers import find_role
 from vllm_headroom.scrape.shortage import SHORTAGES
 from vllm_headroom.vocabulary import Role
 
@@ -47,10 +47,10 @@ class ProcEntry(Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def role(self) -> Role | None:
         """What it is of an engine's, by itself; asked of every process whenever one comes or goes."""
-        return named_role(self.command)
+        return find_role(self.command)
 
 
-def content(file: Path) -> bytes:
+def read_content(file: Path) -> bytes:
     """Return what a file of the kernel's holds; raise OSError.
 
     A file is opened, read and closed, without what Path.read_text asks of it besides: half of its cost.
@@ -62,19 +62,19 @@ def content(file: Path) -> bytes:
         os.close(descriptor)
 
 
-def number(told: bytes, name: bytes) -> int | None:
+def find_number(told: bytes, name: bytes) -> int | None:
     """Return the number behind a name that begins a line, the separator included in the name; None without one."""
     _, _, rest = (b"\n" + told).partition(b"\n" + name)
     words = rest.split(maxsplit=1)
     return int(words[0]) if words and words[0].isdigit() else None
 
 
-def pids(proc: Path) -> frozenset[int]:
+def list_pids(proc: Path) -> frozenset[int]:
     """Return the pid of every process that shows; raise OSError where there is no /proc."""
     return frozenset(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208 - no Path per process
 
 
-def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
+def read_entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
     """Return the process, or None when it has gone or is a zombie; raise OSError where that cannot be told.
 
     `known` is what was returned before: it is returned again where name, parent, group and start are the same, and the
@@ -82,24 +82,24 @@ def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | N
     the place of one, and every title, brings its name.
     """
     try:
-        name, fields = _stat(proc, pid)
+        name, fields = _read_stat(proc, pid)
         if fields[0] == "Z":
             return None
         if known is not None and _is_unchanged(known, name, fields):
             return known
-        command = _arguments(start_of(f"{proc}/{pid}/cmdline")) or (name,)
+        command = _split_arguments(read_start(f"{proc}/{pid}/cmdline")) or (name,)
     except (OSError, ValueError) as error:
-        _heed(error)
+        _raise_shortage(error)
         return None
     parent, group = map(int, fields[1:3])
-    started = _started(fields)
+    started = _parse_start(fields)
     return ProcEntry(pid=pid, parent_pid=parent, started_seconds=started, command=command, name=name, group=group)
 
 
 def is_zombie(proc: Path, pid: int) -> bool:
     """Tell whether the process has ended and nobody, or not all of it, has been taken away."""
     try:
-        return _stat(proc, pid)[1][0] == "Z"
+        return _read_stat(proc, pid)[1][0] == "Z"
     except (OSError, ValueError):
         return False
 
@@ -108,48 +108,48 @@ def _is_unchanged(known: ProcEntry, name: str, fields: list[str]) -> bool:
     if name.startswith(_MAY_BE_VLLM) or (known.command == (name,) and known.parent_pid != KERNEL_THREADS):
         return False
     was = (known.name, known.parent_pid, known.group, known.started_seconds)
-    return was == (name, int(fields[1]), int(fields[2]), _started(fields))
+    return was == (name, int(fields[1]), int(fields[2]), _parse_start(fields))
 
 
-def shows_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
+def has_kernel_threads(entries: Mapping[int, ProcEntry]) -> bool:
     """Tell whether the children of pid 2 never become anything else: in a container it is a process like any other."""
     parent = entries.get(KERNEL_THREADS)
     return parent is not None and parent.name == "kthreadd" and parent.command == ("kthreadd",)
 
 
-def command(proc: Path, pid: int) -> tuple[str, ...]:
+def read_command(proc: Path, pid: int) -> tuple[str, ...]:
     """Return the process's whole command line, empty when it has gone."""
     try:
-        return _arguments(content(proc / str(pid) / "cmdline"))
+        return _split_arguments(read_content(proc / str(pid) / "cmdline"))
     except OSError:
         return ()
 
 
-def usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
+def read_usage(proc: Path, process: ProcEntry) -> tuple[int, float] | None:
     """Return the process's resident bytes and CPU seconds, or None when it has gone or another has got its pid.
 
     A process that is exiting has no memory left and counts as gone. Raises OSError where that cannot be told.
     """
     try:
-        pages = int(start_of(f"{proc}/{process.pid}/statm").split()[1])
-        _, fields = _stat(proc, process.pid)  # after statm: the same process still being there vouches for both
+        pages = int(read_start(f"{proc}/{process.pid}/statm").split()[1])
+        _, fields = _read_stat(proc, process.pid)  # after statm: the same process still being there vouches for both
     except (OSError, ValueError, IndexError) as error:
-        _heed(error)
+        _raise_shortage(error)
         return None
-    same = fields[0] != "Z" and _started(fields) == process.started_seconds
+    same = fields[0] != "Z" and _parse_start(fields) == process.started_seconds
     ticks = int(fields[11]) + int(fields[12])  # in user mode and in the kernel, of all threads
     return (pages * _PAGE_BYTES, ticks / _TICKS_PER_SECOND) if same and pages else None
 
 
-def _heed(error: Exception) -> None:
+def _raise_shortage(error: Exception) -> None:
     """Raise the error if it is no answer to what was asked of a process."""
     if isinstance(error, OSError) and error.errno in SHORTAGES:
         raise error
 
 
-def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
+def _read_stat(proc: Path, pid: int) -> tuple[str, list[str]]:
     """Return the name and the fields after it, of which proc(5) calls the first one 3; a name may hold any byte."""
-    text = start_of(f"{proc}/{pid}/stat").decode(errors="replace")
+    text = read_start(f"{proc}/{pid}/stat").decode(errors="replace")
     name, _, rest = text.partition("(")[2].rpartition(") ")
     fields = rest.split(maxsplit=20)
     if len(fields) < 20:  # noqa: PLR2004 - up to field 22, the start time
@@ -157,7 +157,7 @@ def _stat(proc: Path, pid: int) -> tuple[str, list[str]]:
     return name, fields
 
 
-def start_of(path: str) -> bytes:
+def read_start(path: str) -> bytes:
     """Read without Path or buffer, or raise OSError: a host may have 10,000 processes, each three calls so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -166,16 +166,16 @@ def start_of(path: str) -> bytes:
         os.close(descriptor)
 
 
-def _arguments(arguments: bytes) -> tuple[str, ...]:
+def _split_arguments(arguments: bytes) -> tuple[str, ...]:
     told = arguments.rstrip(b"\0").decode(errors="replace")
     return tuple(told.split("\0")) if told else ()
 
 
-def _started(fields: list[str]) -> float:
+def _parse_start(fields: list[str]) -> float:
     return int(fields[19]) / _TICKS_PER_SECOND
 
 
-def sees_host_pids(proc: Path) -> bool:
+def has_host_pids(proc: Path) -> bool:
     """Tell whether this process is known to be in the machine's first PID namespace."""
     try:
         return str((proc / "self" / "ns" / "pid").readlink()) == _FIRST_PID_NAMESPACE
@@ -183,7 +183,7 @@ def sees_host_pids(proc: Path) -> bool:
         return False
 
 
-def shares_network(proc: Path, pid: int) -> bool:
+def has_same_network(proc: Path, pid: int) -> bool:
     """Tell whether a process is not known to be in another network namespace than this one.
 
     Each namespace has a tree of its own below /proc/PID/net, whose inode shows to everybody; ns/net does not.
@@ -194,6 +194,6 @@ def shares_network(proc: Path, pid: int) -> bool:
         return True
 
 
-def own_pid(proc: Path) -> int:
+def read_own_pid(proc: Path) -> int:
     """Return the pid under which `proc` shows this process; raise OSError where it does not."""
     return int((proc / "self").readlink().name)

@@ -14,15 +14,15 @@ from msgspec.structs import replace
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, ProcessReadings
 from vllm_headroom.scrape.proc import files as proc_files
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.host import boot_time_seconds, host_of, resident_parts
-from vllm_headroom.scrape.proc.roots import Asked, Choice, Orphans, Told, engine_roots, sees_others
-from vllm_headroom.scrape.proc.servers import named_role, served_port
-from vllm_headroom.scrape.shortage import unavailable
+from vllm_headroom.scrape.proc.host import read_boot_time, read_host, read_resident_parts
+from vllm_headroom.scrape.proc.roots import Choice, Orphans, PageState, ServedPort, can_see_others, choose_roots
+from vllm_headroom.scrape.proc.servers import find_port, find_role
+from vllm_headroom.scrape.shortage import build_unavailable
 from vllm_headroom.vocabulary import Reason, Role, Source
 from vllm_headroom.worker import Worker
 
 
-def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
+def assign_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable[int]) -> dict[int, Role]:
     """Return the role of each process of an engine by pid: its `roots` and all their descendants.
 
     `own_pid` and its descendants are never among them: an entrypoint that starts this daemon and then becomes vLLM
@@ -37,19 +37,19 @@ def engine_roles(entries: Mapping[int, ProcEntry], own_pid: int, roots: Iterable
         pid = waiting.pop()
         if pid in roles or pid == own_pid:
             continue
-        roles[pid] = _role(entries[pid], entries.get(entries[pid].parent_pid))
+        roles[pid] = _find_role(entries[pid], entries.get(entries[pid].parent_pid))
         waiting.extend(children[pid])
     return roles
 
 
-def _role(process: ProcEntry, parent: ProcEntry | None) -> Role:
+def _find_role(process: ProcEntry, parent: ProcEntry | None) -> Role:
     """Return the role by name; a fork that has not taken another name is no second one of its parent.
 
     Below a server a title counts whatever VLLM_PROCESS_NAME_PREFIX has put before it.
     """
     if parent is not None and process.command == parent.command:
         return Role.OTHER
-    return process.role or named_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
+    return process.role or find_role((f"VLLM::{process.command[0].partition('::')[2]}",)) or Role.OTHER
 
 
 HIDDEN: Final = Failure(
@@ -88,7 +88,7 @@ class Processes:
         self._rescan_seconds = rescan_seconds
         self._looked_at_seconds = monotonic()
         self._entries: dict[int, ProcEntry] = {}
-        self._asked = self._unasked = Asked(port=engine_port)
+        self._asked = self._unasked = PageState(port=engine_port)
         self._choice = Choice()
         self._roles: dict[int, Role] = {}
         self._orphans = Orphans()
@@ -113,10 +113,10 @@ class Processes:
             return Failure(source=Source.PROCESS, reason=Reason.TIMEOUT, message=message)
         except OSError as error:
             advice = "mount it, readable for this user"
-            return unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
+            return build_unavailable(Source.PROCESS, f"{self._proc} cannot be read", error, advice)
 
     def _read(self, page: EnginePage | Failure | None) -> ProcessReadings | Failure:
-        pids, asked = proc_files.pids(self._proc), self._asking(page)
+        pids, asked = proc_files.list_pids(self._proc), self._describe_page(page)
         if not pids:
             raise OSError("no process shows, not even the daemon's own")
         if not pids >= self._roles.keys():
@@ -137,13 +137,13 @@ class Processes:
             orphans=self._orphaned,
             strays=self._strays,
             zombies=frozenset(pid for pid in pids - self._entries.keys() if proc_files.is_zombie(self._proc, pid)),
-            host=host_of(self._proc, engine),
+            host=read_host(self._proc, engine),
         )
 
     def _forget(self) -> None:
         self._entries, self._roles = {}, {}
 
-    def _asking(self, page: EnginePage | Failure | None) -> Asked:
+    def _describe_page(self, page: EnginePage | Failure | None) -> PageState:
         if page is None:
             return self._unasked
         if isinstance(page, Failure):
@@ -153,11 +153,11 @@ class Processes:
         since = min(told) - self._boot_time_seconds if told else None
         return replace(self._unasked, answers=bool(page.engines), began_seconds=since)
 
-    def _engine(self, pids: frozenset[int], asked: Asked) -> tuple[EngineProcess, ...]:
+    def _engine(self, pids: frozenset[int], asked: PageState) -> tuple[EngineProcess, ...]:
         if self._look(pids) or asked != self._asked:
             self._asked = asked
             self._roles = self._chosen(self._entries)
-        found = (self._measured(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
+        found = (self._measure(self._entries[pid], role) for pid, role in sorted(self._roles.items()))
         return tuple(process for process in found if process)
 
     def _look(self, pids: frozenset[int]) -> bool:
@@ -171,12 +171,12 @@ class Processes:
         gone, unknown = self._entries.keys() - pids, pids - self._entries.keys()
         for pid in gone:
             del self._entries[pid]
-        never = proc_files.KERNEL_THREADS if proc_files.shows_kernel_threads(self._entries) else None
+        never = proc_files.KERNEL_THREADS if proc_files.has_kernel_threads(self._entries) else None
         others = [pid for pid, entry in self._entries.items() if entry.parent_pid != never]
         changed = bool(gone)
         for pid in (*others[: ceil(share * len(others))], *unknown):
             before = self._entries.get(pid)
-            entry = proc_files.entry(self._proc, pid, before)
+            entry = proc_files.read_entry(self._proc, pid, before)
             self._entries.pop(pid, None)
             if entry is not None:
                 self._entries[pid] = entry
@@ -184,28 +184,28 @@ class Processes:
         return changed
 
     def _chosen(self, entries: dict[int, ProcEntry]) -> dict[int, Role]:
-        own_pid = proc_files.own_pid(self._proc)
+        own_pid = proc_files.read_own_pid(self._proc)
         self._strays = self._orphans.strays(entries)
-        self._orphaned = self._orphans.among(entries, answers=self._asked.answers)
+        self._orphaned = self._orphans.find_orphans(entries, answers=self._asked.answers)
         left = self._orphaned | self._strays
         rest = {pid: entry for pid, entry in entries.items() if pid not in left}
-        self._choice = engine_roots(rest, self._told, self._asked, self._choice)
-        roles = engine_roles(rest, own_pid, self._choice.roots)
+        self._choice = choose_roots(rest, self._told, self._asked, self._choice)
+        roles = assign_roles(rest, own_pid, self._choice.roots)
         self._orphans.remember(rest, self._choice.roots, roles)
-        self._sees_others = sees_others(entries, own_pid)
+        self._sees_others = can_see_others(entries, own_pid)
         return roles
 
-    def _told(self, pid: int) -> Told:
+    def _told(self, pid: int) -> ServedPort:
         """Return its port, and whether it is on the daemon's network, as a page on a loopback address wants."""
-        may_listen = not self._engine_is_here or proc_files.shares_network(self._proc, pid)
-        command, above = (proc_files.command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
-        return served_port(command, self._asked.port, above), may_listen
+        may_listen = not self._engine_is_here or proc_files.has_same_network(self._proc, pid)
+        command, above = (proc_files.read_command(self._proc, each) for each in (pid, self._entries[pid].parent_pid))
+        return find_port(command, self._asked.port, above), may_listen
 
-    def _measured(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
-        usage = proc_files.usage(self._proc, entry)
+    def _measure(self, entry: ProcEntry, role: Role) -> EngineProcess | None:
+        usage = proc_files.read_usage(self._proc, entry)
         if usage is None:
             return None
-        anonymous_bytes, file_bytes = resident_parts(self._proc, entry.pid)
+        anonymous_bytes, file_bytes = read_resident_parts(self._proc, entry.pid)
         return EngineProcess(
             pid=entry.pid,
             role=role,
@@ -220,9 +220,9 @@ class Processes:
     @cached_property
     def _sees_host_pids(self) -> bool:
         """Read once: no process ever changes its own namespace of pids."""
-        return proc_files.sees_host_pids(self._proc)
+        return proc_files.has_host_pids(self._proc)
 
     @cached_property
     def _boot_time_seconds(self) -> float:
         """Read once: a step of the clock would move it, and with it the start times that tell processes apart."""
-        return boot_time_seconds(self._proc)
+        return read_boot_time(self._proc)

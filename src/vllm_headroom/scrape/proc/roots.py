@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from vllm_headroom.model import SAME_START_SECONDS
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.servers import server_of, supervises
+from vllm_headroom.scrape.proc.servers import find_server, is_supervisor
 from vllm_headroom.vocabulary import Role
 
 _INIT: Final = 1
@@ -24,11 +24,11 @@ RAY: Final = "ray::"
 Name = tuple[int, float]
 """A process by its pid and its start, in seconds since boot: a pid alone is given to another one later."""
 
-Told = tuple[int | None, bool]
+ServedPort = tuple[int | None, bool]
 """The port that an engine's command line tells, and whether it can listen where the daemon asks."""
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class PageState(Struct, frozen=True, kw_only=True):
     """The port that the engine's page is asked for at, and what came of it; all is possible while nobody has asked.
 
     `listens` is whether something may be listening there, `answers` whether an engine does; `began_seconds` is when,
@@ -53,7 +53,7 @@ class Choice(Struct, frozen=True, kw_only=True):
 
     roots: tuple[int, ...] = ()
     ambiguous: int = 0
-    told: Told | None = None
+    told: ServedPort | None = None
     names: frozenset[Name] = frozenset()
     others: frozenset[Name] = frozenset()
     strangers: frozenset[Name] = frozenset()
@@ -66,8 +66,8 @@ _NEVER: Final = -inf
 _NONE: Final[Claim] = (_NEVER, False, False, False)
 
 
-def engine_roots(
-    entries: Mapping[int, ProcEntry], told_by: Callable[[int], Told], asked: Asked, before: Choice
+def choose_roots(
+    entries: Mapping[int, ProcEntry], told_by: Callable[[int], ServedPort], asked: PageState, before: Choice
 ) -> Choice:
     """Return whose process trees are the engine's, after the last choice.
 
@@ -79,17 +79,20 @@ def engine_roots(
     Of several engines it is the one with the best claim; where none has any, the engine is down, and where two have the
     same, it is not known which. On a host neither is it known of one that only may be it, before the page answers.
     """
-    named = {pid: process for pid, process in entries.items() if process.role and not supervises(process.command)}
-    tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(ancestors(entries, pid))))
+    named = {pid: process for pid, process in entries.items() if process.role and not is_supervisor(process.command)}
+    tops = tuple(sorted(pid for pid in named if named.keys().isdisjoint(list_ancestors(entries, pid))))
     actors = tuple(pid for pid in tops if entries[pid].command[0].startswith(RAY))
-    engines = _engines(entries, [pid for pid in tops if pid not in actors])
+    engines = _group_engines(entries, [pid for pid in tops if pid not in actors])
     told = {roots: told_by(roots[0]) for roots in engines}
-    serving = {roots: _serving(named, roots) for roots in engines}
-    began = {roots: _starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
-    claims = {roots: _claim(_names(entries, roots), began[roots], told[roots], asked, before) for roots in engines}
+    serving = {roots: _list_serving(named, roots) for roots in engines}
+    began = {roots: _list_starts(entries, (*serving[roots], entries[roots[0]].parent_pid)) for roots in engines}
+    claims = {
+        roots: _rank_engine(_name_processes(entries, roots), began[roots], told[roots], asked, before)
+        for roots in engines
+    }
     best = max(claims.values(), default=_NONE)
     chosen = [roots for roots in engines if claims[roots] == best != _NONE]
-    names = _names(entries, chain.from_iterable(engines))
+    names = _name_processes(entries, chain.from_iterable(engines))
     strangers = before.strangers & names
     is_named = best[0] > _NEVER
     is_sure = is_named or best[1] or (asked.answers and before.told is None)
@@ -97,9 +100,9 @@ def engine_roots(
     if len(chosen) != 1 or (actors and len(engines) > 1) or is_guess:
         roots = actors if asked.listens and not engines else ()
         before = replace(before, roots=roots, names=frozenset(), others=names, strangers=strangers)
-        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_ports(told.values()))
+        return replace(before, ambiguous=len(engines) if chosen else 0, ports=_list_ports(told.values()))
     (roots,) = chosen
-    own = _names(entries, serving[roots])
+    own = _name_processes(entries, serving[roots])
     return Choice(
         roots=roots + actors,
         names=own,
@@ -107,34 +110,36 @@ def engine_roots(
         others=names - own,
         strangers=names - own if is_named else strangers,
         since=asked.began_seconds if is_named else before.since,
-        ports=_ports([told[roots]]),
+        ports=_list_ports([told[roots]]),
     )
 
 
-def _engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
+def _group_engines(entries: Mapping[int, ProcEntry], tops: Iterable[int]) -> list[tuple[int, ...]]:
     """Return the roots of each engine.
 
     Without any server, cores and workers below one parent are one engine (a program that embeds vLLM), and beside one
     where an API server is among them, which has outlived the process that began them all.
     """
-    servers = {pid: _serves(entries, pid) for pid in tops}
+    servers = {pid: _is_server(entries, pid) for pid in tops}
     alone = [(pid,) for pid, serves in servers.items() if serves]
-    families = _families(entries[pid] for pid, serves in servers.items() if not serves)
+    families = _group_families(entries[pid] for pid, serves in servers.items() if not serves)
     outlived = [roots for roots in families if any(entries[pid].role is Role.API_SERVER for pid in roots)]
     return alone + outlived if alone else families
 
 
-def _ports(told: Iterable[Told]) -> frozenset[int]:
+def _list_ports(told: Iterable[ServedPort]) -> frozenset[int]:
     return frozenset(port for port, _ in told if port is not None)
 
 
-def _serves(entries: Mapping[int, ProcEntry], pid: int) -> bool:
+def _is_server(entries: Mapping[int, ProcEntry], pid: int) -> bool:
     process = entries[pid]
     above = entries.get(process.parent_pid)
-    return server_of(process.command) is not None or (above is not None and supervises(above.command))
+    return find_server(process.command) is not None or (above is not None and is_supervisor(above.command))
 
 
-def _claim(names: frozenset[Name], starts: Iterable[float], told: Told, asked: Asked, before: Choice) -> Claim:
+def _rank_engine(
+    names: frozenset[Name], starts: Iterable[float], told: ServedPort, asked: PageState, before: Choice
+) -> Claim:
     """Return how well it is vouched for that an engine is the one, the surest first.
 
     It began nearer than any to when the page says that its server did; one start names one engine, for the last page of
@@ -155,21 +160,21 @@ def _claim(names: frozenset[Name], starts: Iterable[float], told: Told, asked: A
     return began, fits, may_be, bool(names & before.names)
 
 
-def _names(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
+def _name_processes(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> frozenset[Name]:
     return frozenset((pid, entries[pid].started_seconds) for pid in pids)
 
 
-def _starts(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> list[float]:
+def _list_starts(entries: Mapping[int, ProcEntry], pids: Iterable[int]) -> list[float]:
     return [entries[pid].started_seconds for pid in pids if pid in entries]
 
 
-def _serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
+def _list_serving(named: Mapping[int, ProcEntry], roots: tuple[int, ...]) -> tuple[int, ...]:
     """Return the pids of what may serve an engine's page: its roots, and servers below them."""
     below = (pid for pid, process in named.items() if process.parent_pid in roots and process.role is Role.API_SERVER)
     return (*roots, *below)
 
 
-def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
+def list_ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
     """Return the pids above; files read one after another can show a circle, when a pid is used again."""
     ancestors: set[int] = set()
     parent = entries[pid].parent_pid
@@ -179,25 +184,25 @@ def ancestors(entries: Mapping[int, ProcEntry], pid: int) -> set[int]:
     return ancestors
 
 
-def family(process: ProcEntry) -> tuple[int, int]:
+def find_family(process: ProcEntry) -> tuple[int, int]:
     """Return what the roots of one engine share: a parent, which for orphans is init, and the group they began in."""
     return process.parent_pid, process.group
 
 
-def _families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
+def _group_families(processes: Iterable[ProcEntry]) -> list[tuple[int, ...]]:
     siblings: dict[tuple[int, int], tuple[int, ...]] = defaultdict(tuple)
     for process in processes:
-        siblings[family(process)] += (process.pid,)
+        siblings[find_family(process)] += (process.pid,)
     return list(siblings.values())
 
 
-def sees_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
+def can_see_others(entries: Mapping[int, ProcEntry], own_pid: int) -> bool:
     """Tell whether more than the daemon's own processes can be read: not in a container of its own, nor with hidepid.
 
     Every namespace has a pid 1; where it cannot be read, /proc hides what belongs to other users.
     """
-    line = ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
-    return _INIT in entries and any(pid not in line and own_pid not in ancestors(entries, pid) for pid in entries)
+    line = list_ancestors(entries, own_pid) | {own_pid} if own_pid in entries else {own_pid}
+    return _INIT in entries and any(pid not in line and own_pid not in list_ancestors(entries, pid) for pid in entries)
 
 
 _SHELLS: Final = frozenset({"sh", "bash", "dash", "ash", "zsh"})
@@ -214,16 +219,16 @@ class Orphans:
         self._members: dict[int, ProcEntry] = {}
         self._left: dict[int, ProcEntry] = {}
 
-    def among(self, entries: Mapping[int, ProcEntry], *, answers: bool) -> frozenset[int]:
+    def find_orphans(self, entries: Mapping[int, ProcEntry], *, answers: bool) -> frozenset[int]:
         """Return the pids of what was the engine's and hangs from none of its roots now, and of their children.
 
         Init, or whoever takes over orphans, is their parent now, and no later engine is. A root that is no server has a
         program above it, and is an orphan without it. Where the page `answers` and one of its servers lives, the engine
         goes on without the process that began it (seen: vLLM 0.32 with two API servers).
         """
-        roots = {pid for pid, root in self._roots.items() if _lives_on(root, entries.get(pid))}
+        roots = {pid for pid, root in self._roots.items() if _is_alive(root, entries.get(pid))}
         known = {**self._left, **self._members}
-        alive = {pid: entries[pid] for pid, was in known.items() if pid in entries and _same(was, entries[pid])}
+        alive = {pid: entries[pid] for pid, was in known.items() if pid in entries and _is_same(was, entries[pid])}
         serves = any(process.role is Role.API_SERVER for process in alive.values())
         if serves and answers and not roots:
             self._left = {}
@@ -233,9 +238,9 @@ class Orphans:
         self._left = {
             pid: process
             for pid, process in alive.items()
-            if pid in self._left or not roots & (ancestors(entries, pid) | {pid})
+            if pid in self._left or not roots & (list_ancestors(entries, pid) | {pid})
         }
-        return _with_children(entries, self._left.keys())
+        return _add_children(entries, self._left.keys())
 
     def remember(self, entries: Mapping[int, ProcEntry], roots: Iterable[int], members: Iterable[int]) -> None:
         """Take note of the engine's processes as they are now."""
@@ -250,11 +255,11 @@ class Orphans:
         Where an API server has been taken over with them, they serve on.
         """
         served = {
-            family(process)
+            find_family(process)
             for process in entries.values()
-            if process.role is Role.API_SERVER and not server_of(process.command)
+            if process.role is Role.API_SERVER and not find_server(process.command)
         }
-        return _with_children(
+        return _add_children(
             entries,
             {
                 pid
@@ -262,29 +267,29 @@ class Orphans:
                 if process.role in _BELOW_A_SERVER
                 and pid not in self._members
                 and not process.command[0].startswith(RAY)
-                and family(process) not in served
-                and _was_taken_over(process, entries.get(process.parent_pid))
+                and find_family(process) not in served
+                and _is_taken_over(process, entries.get(process.parent_pid))
             },
         )
 
 
-def _was_taken_over(process: ProcEntry, parent: ProcEntry | None) -> bool:
+def _is_taken_over(process: ProcEntry, parent: ProcEntry | None) -> bool:
     if parent is None or parent.role:
         return False
     return parent.group != process.group or parent.name in _SHELLS
 
 
-def _with_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
+def _add_children(entries: Mapping[int, ProcEntry], left: Collection[int]) -> frozenset[int]:
     if not left:
         return frozenset()
-    return frozenset(pid for pid in entries if not ({pid} | ancestors(entries, pid)).isdisjoint(left))
+    return frozenset(pid for pid in entries if not ({pid} | list_ancestors(entries, pid)).isdisjoint(left))
 
 
-def _same(was: ProcEntry, now: ProcEntry | None) -> bool:
+def _is_same(was: ProcEntry, now: ProcEntry | None) -> bool:
     return now is not None and was.started_seconds == now.started_seconds
 
 
-def _lives_on(was: ProcEntry, now: ProcEntry | None) -> bool:
-    if now is None or not _same(was, now):
+def _is_alive(was: ProcEntry, now: ProcEntry | None) -> bool:
+    if now is None or not _is_same(was, now):
         return False
     return was.parent_pid == now.parent_pid or now.role is Role.API_SERVER

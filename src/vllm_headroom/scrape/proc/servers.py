@@ -108,19 +108,19 @@ _ROLES: Final = tuple(each for server in SERVERS for each in server.titles)
 _TITLES: Final = tuple(title for title, _ in _ROLES)
 
 
-def named_role(command: tuple[str, ...]) -> Role | None:
+def find_role(command: tuple[str, ...]) -> Role | None:
     """Return the role that a title or a server's command line tells; None where it is no engine's."""
     if command[0].startswith(_TITLES):
         return next(role for title, role in _ROLES if command[0].startswith(title))
-    return Role.API_SERVER if server_of(command) else None
+    return Role.API_SERVER if find_server(command) else None
 
 
-def server_of(command: tuple[str, ...]) -> ServerKind | None:
+def find_server(command: tuple[str, ...]) -> ServerKind | None:
     """Return the kind of server whose command line this is, and not only one that mentions it."""
     if not _MENTIONED.search("\0".join(command)):  # most of a host's processes, told in a microsecond
         return None
-    program, *arguments = _past_interpreter(command)
-    name = _base(program)
+    program, *arguments = _skip_interpreter(command)
+    name = _strip_folder(program)
     for server in SERVERS:
         if program.endswith(server.scripts) if server.scripts else False:
             return server
@@ -134,33 +134,33 @@ _MOST_DIGITS: Final = 5
 _LOCAL_RANKS: Final = ("--data-parallel-size-local", "-dpl")
 
 
-def supervises(command: tuple[str, ...]) -> bool:
+def is_supervisor(command: tuple[str, ...]) -> bool:
     """Tell whether a vLLM serves nothing itself, but starts a server for each of its data-parallel ranks."""
     return not _SUPERVISOR.isdisjoint(command)
 
 
-def served_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
+def find_port(command: tuple[str, ...], wanted: int | None = None, above: tuple[str, ...] = ()) -> int | None:
     """Return the port that a server's command line names, else its default; None where it does not tell.
 
     That a default is not the one that is `wanted` tells nothing where a variable may have set another. Ranks have the
     ports from that of the supervisor `above` them on (vllm/entrypoints/openai/dp_supervisor.py).
     """
-    if supervises(above):
-        first, ranks = served_port(above), _count(_named(above, _LOCAL_RANKS))
-        rank = _count(command[0].rpartition("_")[2])
+    if is_supervisor(above):
+        first, ranks = find_port(above), _parse_count(_find_option(above, _LOCAL_RANKS))
+        rank = _parse_count(command[0].rpartition("_")[2])
         return None if first is None or not ranks or rank is None else first + rank % ranks
-    server = server_of(command) if command else None
+    server = find_server(command) if command else None
     if server is None:
         return None
-    port = _named(command, server.port_options)
+    port = _find_option(command, server.port_options)
     if port is not None:
-        return _count(port)
+        return _parse_count(port)
     elsewhere = server.elsewhere & {argument.partition("=")[0] for argument in command}
     may_be_set = server.variable and wanted not in {None, server.port}
     return None if elsewhere or may_be_set else server.port
 
 
-def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
+def _find_option(command: tuple[str, ...], options: Iterable[str]) -> str | None:
     port = None
     for argument, following in zip(command, (*command[1:], ""), strict=True):
         name, joined, value = argument.partition("=")
@@ -169,18 +169,18 @@ def _named(command: tuple[str, ...], options: Iterable[str]) -> str | None:
     return port
 
 
-def _count(text: str | None) -> int | None:
+def _parse_count(text: str | None) -> int | None:
     """Return a number of up to five digits, as ports are; anybody's command line may have any number."""
     return int(text) if text and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def _base(program: str) -> str:
+def _strip_folder(program: str) -> str:
     return program.rstrip("/").rpartition("/")[2]
 
 
-def _past_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
+def _skip_interpreter(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command line of the script or module that an interpreter runs, else the command line itself."""
-    if not _INTERPRETER.fullmatch(_base(command[0])):
+    if not _INTERPRETER.fullmatch(_strip_folder(command[0])):
         return command
     rest = command[1:]
     while rest and rest[0].startswith("-") and not _MODULE_OPTION.fullmatch(rest[0]):

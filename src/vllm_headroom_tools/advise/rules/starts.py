@@ -9,10 +9,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.attribution import described
+from vllm_headroom.derive.attribution import describe_leftover
 from vllm_headroom.derive.verdicts import LOW_BYTES, NEIGHBOUR_BYTES
 from vllm_headroom.model import HostMemory
-from vllm_headroom.units import instant, size
+from vllm_headroom.units import format_instant, format_size
 from vllm_headroom_tools.advise.facts import (
     AIM_BYTES,
     FAILED_STARTS,
@@ -26,15 +26,15 @@ from vllm_headroom_tools.advise.facts import (
     Origin,
     Start,
 )
-from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, count, lowered, several
-from vllm_headroom_tools.advise.rules.capacity import ran_short, split, take_less
+from vllm_headroom_tools.advise.finding import Advice, Cause, Change, Evidence, drop_none, format_count, lower_option
+from vllm_headroom_tools.advise.rules.capacity import has_run_short, split_model, take_less
 from vllm_headroom_tools.advise.settings import Flag
 
 LOADED_RATIO: Final = 0.5
 """Ours: an engine that held half of the GPU before it gave up had loaded its model."""
 
 
-def failing_starts(facts: Facts) -> Advice | None:
+def find_failing_starts(facts: Facts) -> Advice | None:
     """Fit where FAILED_STARTS and more ended before the engine served.
 
     With less than LOW_BYTES left, or on a GPU that others held already, the changes are those of the runbooks' README,
@@ -46,19 +46,19 @@ def failing_starts(facts: Facts) -> Advice | None:
         return None
     taken = median(start.most_others_bytes for start in starts) > NEIGHBOUR_BYTES
     if not taken and all(start.least_room_bytes is None or start.least_room_bytes >= LOW_BYTES for start in starts):
-        return _no_cache(facts, starts)
+        return _find_missing_cache(facts, starts)
     return Advice(
         cause=Cause.START_UP,
         summary="The engine runs out of GPU memory while it starts."
         if not taken
         else "The engine ends while it starts, on a GPU that others hold already.",
-        evidence=tuple(_starting_evidence(starts)),
-        changes=_beside_others(facts) if taken else _smaller(facts),
+        evidence=tuple(_list_start_evidence(starts)),
+        changes=_avoid_others(facts) if taken else _shrink_engine(facts),
         remark='vLLM\'s log says at which step: look for "memory" in it.',
     )
 
 
-def _no_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
+def _find_missing_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
     usable = min((gpu.usable_bytes for gpu in facts.gpus if gpu.usable_bytes), default=inf)
     loaded = tuple(start for start in starts if start.most_held_bytes >= LOADED_RATIO * usable)
     if len(loaded) < FAILED_STARTS:
@@ -66,13 +66,13 @@ def _no_cache(facts: Facts, starts: tuple[Start, ...]) -> Advice | None:
     return Advice(
         cause=Cause.MODEL_DOES_NOT_FIT,
         summary="The engine loads its model and ends before it serves, with GPU memory left.",
-        evidence=tuple(_starting_evidence(loaded)),
-        changes=several(_larger(facts, loaded), split(facts)),
+        evidence=tuple(_list_start_evidence(loaded)),
+        changes=drop_none(_raise_share(facts, loaded), split_model(facts)),
         remark="vllm-headroom plan says what fits; a shorter longest request is enough where vLLM's log says so.",
     )
 
 
-def _beside_others(facts: Facts) -> tuple[Change, ...]:
+def _avoid_others(facts: Facts) -> tuple[Change, ...]:
     move = Change(
         text="Find them with nvidia-smi on the node, and have their owner move or stop them; a left-over of this engine"
         " is ended with kill",
@@ -85,20 +85,21 @@ def _beside_others(facts: Facts) -> tuple[Change, ...]:
     value = floor((min(rooms) - AIM_BYTES) / max(usable) * 100) / 100
     if facts.settings.gpu_memory_utilization is None and value >= HIGHEST_UTILIZATION:
         return (move,)
-    share = lowered(
+    share = lower_option(
         facts,
         Flag.GPU_MEMORY_UTILIZATION,
         value,
-        text=f"{size(min(rooms))} were free before the start, and vLLM refuses to start with less than its share",
+        text=f"{format_size(min(rooms))} were free before the start, and vLLM refuses to start with"
+        f" less than its share",
         cost="a smaller KV cache, or none at all if the model does not fit; a restart",
     )
-    return several(move, share)
+    return drop_none(move, share)
 
 
-def _smaller(facts: Facts) -> tuple[Change, ...]:
+def _shrink_engine(facts: Facts) -> tuple[Change, ...]:
     rooms = [start.least_room_bytes for start in facts.failed_starts if start.least_room_bytes is not None]
     lower = take_less(facts, facts.gpus[0], AIM_BYTES - min(rooms)) if rooms and facts.gpus else None
-    fewer = lowered(
+    fewer = lower_option(
         facts,
         Flag.MAX_NUM_SEQS,
         (facts.settings.max_num_seqs or 0) // 2,
@@ -110,17 +111,23 @@ def _smaller(facts: Facts) -> tuple[Change, ...]:
         text="captures no CUDA graphs, if it ends while it does",
         cost="every token comes slower; a restart",
     )
-    wider = split(facts)
+    wider = split_model(facts)
     if wider is not None:
         wider = replace(wider, text="if it ends while it loads the weights, which do not fit then")
-    return several(lower, fewer, eager, wider)
+    return drop_none(lower, fewer, eager, wider)
 
 
-def _larger(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
+def _raise_share(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
     """Return a larger share where the GPU had more than AIM_BYTES left at all of these starts."""
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     now = facts.settings.gpu_memory_utilization
-    if not rooms or min(rooms) <= AIM_BYTES or facts.settings.sizes_cache_in_bytes or now is None or ran_short(facts):
+    if (
+        not rooms
+        or min(rooms) <= AIM_BYTES
+        or facts.settings.sizes_cache_in_bytes
+        or now is None
+        or has_run_short(facts)
+    ):
         return None
     usable = max(gpu.usable_bytes or 0.0 for gpu in facts.gpus)
     spare = (min(rooms) - AIM_BYTES) / usable
@@ -131,21 +138,21 @@ def _larger(facts: Facts, starts: tuple[Start, ...]) -> Change | None:
         flag=Flag.GPU_MEMORY_UTILIZATION,
         value=value,
         now=now,
-        text=f"{size(min(rooms))} were left when it ended",
+        text=f"{format_size(min(rooms))} were left when it ended",
         cost="less room for bursts; a restart",
     )
 
 
-def _starting_evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
+def _list_start_evidence(starts: tuple[Start, ...]) -> Iterator[Evidence]:
     yield Evidence("failed_starts", len(starts), f"{len(starts)} starts ended before it served")
     held = max(start.most_held_bytes for start in starts)
-    yield Evidence("most_held_bytes", held, f"it held {size(held)} of a GPU at the most")
+    yield Evidence("most_held_bytes", held, f"it held {format_size(held)} of a GPU at the most")
     rooms = [start.least_room_bytes for start in starts if start.least_room_bytes is not None]
     if rooms:
-        yield Evidence("least_room_bytes", min(rooms), f"{size(min(rooms))} were left at the least")
+        yield Evidence("least_room_bytes", min(rooms), f"{format_size(min(rooms))} were left at the least")
     others = max(start.most_others_bytes for start in starts)
     if others > 0:
-        yield Evidence("most_others_bytes", others, f"others held {size(others)}")
+        yield Evidence("most_others_bytes", others, f"others held {format_size(others)}")
 
 
 REMARK: Final = (
@@ -154,28 +161,29 @@ REMARK: Final = (
 )
 
 
-def crash(facts: Facts) -> Advice | None:
+def find_crash(facts: Facts) -> Advice | None:
     """Fit where an engine left processes behind, or ended FAILED_STARTS times and more while requests ran.
 
     Only ends count of which it is known that GPU memory was left.
     """
-    found = tuple(ending for ending in sudden(facts) if ending.room_bytes is not None)
+    found = tuple(ending for ending in find_sudden_ends(facts) if ending.room_bytes is not None)
     if len(found) < FAILED_STARTS and not any(ending.orphan_bytes for ending in found):
         return None
     look = (
-        f"Read vLLM's log up to {instant(found[-1].seconds)} (kubectl logs --previous), and the kernel's log for an Xid"
+        f"Read vLLM's log up to {format_instant(found[-1].seconds)} (kubectl logs --previous), and"
+        f" the kernel's log for an Xid"
         " or a kill for want of host memory"
     )
     return Advice(
         cause=Cause.CRASH,
         summary="The engine crashed, and not for want of GPU memory.",
-        evidence=tuple(_crash_evidence(found)),
+        evidence=tuple(_list_crash_evidence(found)),
         changes=(Change(text=look, cost="none to this engine"),),
         remark=REMARK,
     )
 
 
-def sudden(facts: Facts) -> tuple[Ending, ...]:
+def find_sudden_ends(facts: Facts) -> tuple[Ending, ...]:
     """Return the ends while requests ran or that left processes behind, with LOW_BYTES or more left."""
     return tuple(
         ending
@@ -184,22 +192,22 @@ def sudden(facts: Facts) -> tuple[Ending, ...]:
     )
 
 
-def _crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
+def _list_crash_evidence(found: tuple[Ending, ...]) -> Iterator[Evidence]:
     last = found[-1]
     times = "once," if len(found) == 1 else f"{len(found)} times, the last"
-    yield Evidence("crashes", len(found), f"it ended {times} at {instant(last.seconds)}")
+    yield Evidence("crashes", len(found), f"it ended {times} at {format_instant(last.seconds)}")
     if last.running is not None:
-        yield Evidence("running", last.running, f"{count(last.running)} requests ran just before")
+        yield Evidence("running", last.running, f"{format_count(last.running)} requests ran just before")
     if last.room_bytes is not None:
-        left = f"{size(last.room_bytes)} were left then"
+        left = f"{format_size(last.room_bytes)} were left then"
         yield Evidence("room_bytes", last.room_bytes, left)
     orphans = max(ending.orphan_bytes for ending in found)
     if orphans:
-        text = f"processes that it left behind went on to hold {size(orphans)}: not another's"
+        text = f"processes that it left behind went on to hold {format_size(orphans)}: not another's"
         yield Evidence("orphan_bytes", orphans, text)
 
 
-def host_memory_short(facts: Facts) -> Advice | None:
+def find_host_shortage(facts: Facts) -> Advice | None:
     """Fit where the kernel killed for want of host memory, or little of the limit was left at the most."""
     host = facts.host
     if host is None or not (host.oom_kills or _is_low(host)):
@@ -207,7 +215,7 @@ def host_memory_short(facts: Facts) -> Advice | None:
     return Advice(
         cause=Cause.HOST_MEMORY,
         summary="Host memory, not the GPU's, is too small for this engine.",
-        evidence=tuple(_of_host(host)),
+        evidence=tuple(_list_host_evidence(host)),
         changes=(
             Change(
                 text="Keep fewer processed images and videos; without any in the traffic this brings nothing",
@@ -231,35 +239,40 @@ def _is_low(host: HostMemory) -> bool:
     return room_bytes is not None and host.limit_bytes is not None and room_bytes < HOST_LOW_RATIO * host.limit_bytes
 
 
-def _of_host(host: HostMemory) -> Iterator[Evidence]:
+def _list_host_evidence(host: HostMemory) -> Iterator[Evidence]:
     if host.oom_kills:
         text = f"processes that the kernel killed in its container: {host.oom_kills}"
         yield Evidence("oom_kills", host.oom_kills, text)
     if host.used_bytes is not None and host.limit_bytes is not None:
-        text = f"at most {size(host.used_bytes)} of {size(host.limit_bytes)} were in use, without the cache of files"
+        text = (
+            f"at most {format_size(host.used_bytes)} of {format_size(host.limit_bytes)} were in"
+            f" use, without the cache of files"
+        )
         yield Evidence("host_used_bytes", host.used_bytes, text)
     if host.shm_used_bytes:
-        yield Evidence("shm_used_bytes", host.shm_used_bytes, f"{size(host.shm_used_bytes)} of it lay in /dev/shm")
+        yield Evidence(
+            "shm_used_bytes", host.shm_used_bytes, f"{format_size(host.shm_used_bytes)} of it lay in /dev/shm"
+        )
 
 
-def another_tenant(facts: Facts) -> Advice | None:
+def find_other_tenant(facts: Facts) -> Advice | None:
     """Fit where others hold more than NEIGHBOUR_BYTES and took it meanwhile, or leave less than AIM_BYTES.
 
     On a page nothing is known of before, so that what they hold now is said. What others have held all the time beside
     an engine that has room belongs there (runbook HeadroomNeighbourGrowing, "Do nothing when").
     """
     known = ((gpu, gpu.others) for gpu in facts.gpus if gpu.others is not None)
-    found = [(gpu, others) for gpu, others in known if _matters(gpu, others, facts.origin)]
+    found = [(gpu, others) for gpu, others in known if _is_relevant(gpu, others, facts.origin)]
     if not found:
         return None
     gpu, others = max(found, key=lambda each: each[1].most)
-    share = _both_stay(facts, gpu, others)
+    share = _fit_both(facts, gpu, others)
     now = " now" if facts.origin is Origin.PAGE else ""
     return Advice(
         cause=Cause.ANOTHER_TENANT,
         summary=f"Another process takes memory of {gpu.called}{now}.",
-        evidence=tuple(_tenant_evidence(gpu, others, facts.origin)),
-        changes=several(
+        evidence=tuple(_list_tenant_evidence(gpu, others, facts.origin)),
+        changes=drop_none(
             Change(
                 text="Find it with nvidia-smi on the node, and have its owner move it to another GPU or stop it",
                 cost="none to this engine",
@@ -270,7 +283,7 @@ def another_tenant(facts: Facts) -> Advice | None:
     )
 
 
-def _both_stay(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
+def _fit_both(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
     """Return the smaller share with which both have room: AIM_BYTES at peaks, and what vLLM wants free to start.
 
     vLLM refuses to start with less free than its share of the GPU (vllm/v1/worker/utils.py).
@@ -284,26 +297,26 @@ def _both_stay(facts: Facts, gpu: GpuFacts, others: Extent) -> Change | None:
     return take_less(facts, gpu, max(needs)) if max(needs) > 0 else None
 
 
-def _matters(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
+def _is_relevant(gpu: GpuFacts, others: Extent, origin: Origin) -> bool:
     takes = origin is Origin.PAGE or others.most - others.least > NEIGHBOUR_BYTES
     short = gpu.least_room_bytes is not None and gpu.least_room_bytes < AIM_BYTES
     return others.most > NEIGHBOUR_BYTES and (takes or short)
 
 
-def _tenant_evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:
-    text = f"processes that are not the engine's hold {size(others.now)} of {gpu.called}"
+def _list_tenant_evidence(gpu: GpuFacts, others: Extent, origin: Origin) -> Iterator[Evidence]:
+    text = f"processes that are not the engine's hold {format_size(others.now)} of {gpu.called}"
     yield Evidence("others_bytes", others.now, text)
     if origin is Origin.TRACE:
-        most = f"{size(others.most)} at the most, {size(others.least)} at the least"
+        most = f"{format_size(others.most)} at the most, {format_size(others.least)} at the least"
         yield Evidence("most_others_bytes", others.most, most)
     if gpu.least_room_bytes is not None:
-        left = size(gpu.least_room_bytes)
+        left = format_size(gpu.least_room_bytes)
         yield Evidence("least_room_bytes", gpu.least_room_bytes, f"{left} were left at the highest peak")
 
 
-def left_behind(facts: Facts) -> Advice | None:
+def find_leftovers(facts: Facts) -> Advice | None:
     """Fit where at the end of a trace processes on the engine's GPUs serve no engine any more; a page names none."""
-    evidence = tuple(_left(facts))
+    evidence = tuple(_list_leftovers(facts))
     if not evidence:
         return None
     return Advice(
@@ -319,8 +332,8 @@ def left_behind(facts: Facts) -> Advice | None:
     )
 
 
-def _left(facts: Facts) -> Iterator[Evidence]:
+def _list_leftovers(facts: Facts) -> Iterator[Evidence]:
     for gpu in facts.gpus:
         for leftover in gpu.leftovers:
             known = "unknown" if leftover.used_bytes is None else leftover.used_bytes
-            yield Evidence("left_behind_bytes", known, f"{gpu.called}: {described(leftover)}")
+            yield Evidence("left_behind_bytes", known, f"{gpu.called}: {describe_leftover(leftover)}")

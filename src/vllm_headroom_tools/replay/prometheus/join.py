@@ -14,13 +14,13 @@ from prometheus_client.samples import Sample
 
 from vllm_headroom import catalog
 from vllm_headroom.model import INPUTS, Failure
-from vllm_headroom.parse.engines import engine_page
+from vllm_headroom.parse.engines import build_page
 from vllm_headroom.parse.profile import Profile
 from vllm_headroom.parse.profiles import PROFILES
-from vllm_headroom.trace.entries import engine_entry
+from vllm_headroom.trace.entries import build_engine_entry
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom_tools.replay.prometheus.api import Api, Series
-from vllm_headroom_tools.replay.prometheus.text import Span
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
+from vllm_headroom_tools.replay.prometheus.text import TimeSpan
 
 Value = tuple[Series, float]
 """A series and what it is at the time of the sample."""
@@ -71,35 +71,35 @@ class Scraped(Struct, frozen=True, kw_only=True):
         return round(self.interval_ms * _MAY_BE_LATE)
 
 
-def selector(names: Sequence[str], matchers: Sequence[str]) -> str:
+def build_selector(names: Sequence[str], matchers: Sequence[str]) -> str:
     """Return PromQL for the series of these names that the matchers let through."""
     return "{" + ",".join((f'__name__=~"{"|".join(names)}"', *matchers)) + "}"
 
 
-def read(api: Api, source: Scraped, page: Span) -> list[Series]:
+def read_series(api: PrometheusApi, source: Scraped, page: TimeSpan) -> list[Series]:
     """Return the series of the source over the page, without the labels their scrapes gave them; or raise BadInput.
 
     `last_over_time` bounds the age of a value; a plain selector would show the last one for five minutes after the end
     of a series that ends without a staleness marker, and a leak detector would take a dead engine's memory for level.
     """
-    series = api.query_range(_latest(selector(source.kind.names, source.matchers), source.window_ms), page)
+    series = api.query_range(_select_latest(build_selector(source.kind.names, source.matchers), source.window_ms), page)
     if source.kind.has_start_time:
-        series += _start_times(api, source, page, [each for each in series if each.name == source.lead])
+        series += _read_start_times(api, source, page, [each for each in series if each.name == source.lead])
     handover = -(-source.window_ms // page.step_ms)
-    return _one_each(source.kind, series, handover)
+    return _merge_series(source.kind, series, handover)
 
 
-def _latest(selected: str, window_ms: int) -> str:
+def _select_latest(selected: str, window_ms: int) -> str:
     return f"last_over_time({selected}[{window_ms}ms])"
 
 
-def _start_times(api: Api, source: Scraped, page: Span, leads: Sequence[Series]) -> list[Series]:
+def _read_start_times(api: PrometheusApi, source: Scraped, page: TimeSpan, leads: Sequence[Series]) -> list[Series]:
     """Return, for each engine, when the process of its target started; every target of Prometheus has that series."""
     targets = {label: sorted({each.labels.get(label, "") for each in leads}) for label in _TARGET}
     if not leads:
         return []
     matchers = [f"{label}=~{json.dumps('|'.join(map(re.escape, values)))}" for label, values in targets.items()]
-    found = api.query_range(_latest(selector((_START_TIME,), matchers), source.window_ms), page)
+    found = api.query_range(_select_latest(build_selector((_START_TIME,), matchers), source.window_ms), page)
     return [
         replace(start, labels=lead.labels)
         for lead in leads
@@ -108,7 +108,7 @@ def _start_times(api: Api, source: Scraped, page: Span, leads: Sequence[Series])
     ]
 
 
-def _one_each(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
+def _merge_series(kind: Exporter, found: Iterable[Series], handover: int) -> list[Series]:
     """Return one series for each thing: those that followed each other are joined, by the newest where they overlap.
 
     They may overlap for as many steps as a value may be old; longer, they are two things that look the same.
@@ -118,35 +118,35 @@ def _one_each(kind: Exporter, found: Iterable[Series], handover: int) -> list[Se
         own = sorted(item for item in series.labels.items() if item[0] in kind.identity)
         groups.setdefault((series.name, *(text for item in own for text in item)), []).append(series)
     return [
-        _joined(kind, sorted(group, key=lambda each: min(each.values, default=0)), handover)
+        _join_series(kind, sorted(group, key=lambda each: min(each.values, default=0)), handover)
         for group in groups.values()
     ]
 
 
-def _joined(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
+def _join_series(kind: Exporter, group: Sequence[Series], handover: int) -> Series:
     values: dict[int, float] = {}
     for series in group:
         if len(values.keys() & series.values.keys()) > handover:
-            raise BadInput(_ambiguous(kind, group))
+            raise BadInput(_explain_ambiguity(kind, group))
         values.update(series.values)
     labels = {name: text for name, text in group[0].labels.items() if name in kind.identity}
     return Series(name=group[0].name, labels=labels, values=values)
 
 
-def _ambiguous(kind: Exporter, group: Sequence[Series]) -> str:
+def _explain_ambiguity(kind: Exporter, group: Sequence[Series]) -> str:
     names = sorted({name for series in group for name in series.labels} - kind.identity)
     values = {name: sorted({series.labels.get(name, "") for series in group}) for name in names}
     differing = {name: texts for name, texts in values.items() if len(texts) > 1}
     if not differing:
         return f"{len(group)} series of {group[0].name} cannot be told apart by any label: query one Prometheus alone"
     own = ", ".join(f'{name}="{text}"' for name, text in group[0].labels.items() if name in kind.identity)
-    shown = "; ".join(f"{name} is {_some(texts)}" for name, texts in differing.items())
+    shown = "; ".join(f"{name} is {_format_some(texts)}" for name, texts in differing.items())
     name, texts = next(iter(differing.items()))
     choice = f"{kind.option} '{name}=\"{texts[-1]}\"'"
     return f"{len(group)} series of {group[0].name}{{{own}}} at once: choose one, as with {choice} ({shown})"
 
 
-def _some(texts: Sequence[str]) -> str:
+def _format_some(texts: Sequence[str]) -> str:
     more = f" and {len(texts) - _MOST_VALUES} more" if len(texts) > _MOST_VALUES else ""
     return " or ".join(f'"{text}"' for text in texts[:_MOST_VALUES]) + more
 
@@ -155,7 +155,7 @@ _MIB: Final = 2**20
 _MEMORY_FACTS: Final = ("total", "used", "reserved", "engine", "other")
 
 
-def _own_sample(values: Iterable[Value]) -> Side:
+def _sample_own_gpus(values: Iterable[Value]) -> Side:
     """Return the devices this exporter took for the engine's."""
     ours: dict[str, bool] = {}
     memory: list[Value] = []
@@ -165,10 +165,12 @@ def _own_sample(values: Iterable[Value]) -> Side:
             ours[uuid] = ours.get(uuid, False) or bool(series.labels.get("attribution"))
         else:
             memory.append((series, value))
-    return [device for device in _own_memory(memory) if ours.get(device["uuid"], True)]
+    return [device for device in _sample_own_memory(memory) if ours.get(device["uuid"], True)]
 
 
-def _sample(fields: Mapping[str, str], *, uuid_label: str, unit_bytes: int = 1) -> Callable[[Iterable[Value]], Side]:
+def _build_sampler(
+    fields: Mapping[str, str], *, uuid_label: str, unit_bytes: int = 1
+) -> Callable[[Iterable[Value]], Side]:
     """Return what makes devices of values; where a series has a holder, that is its field."""
 
     def sample(values: Iterable[Value]) -> Side:
@@ -178,12 +180,12 @@ def _sample(fields: Mapping[str, str], *, uuid_label: str, unit_bytes: int = 1) 
             facts[series.labels.get("holder", fields[series.name])] = value
             if (index := series.labels.get("gpu", "")).isdecimal():
                 facts["gpu"] = int(index)
-        return [_device(uuid, facts, unit_bytes) for uuid, facts in sorted(devices.items())]
+        return [_build_device(uuid, facts, unit_bytes) for uuid, facts in sorted(devices.items())]
 
     return sample
 
 
-def _device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
+def _build_device(uuid: str, facts: Mapping[str, float], unit_bytes: int) -> dict[str, Any]:
     """Return the device as a trace has it; without a total, it is what is used, free and reserved.
 
     Where the reserved part is not exported either, that sum falls short of the device by it, and what is left on the
@@ -203,13 +205,13 @@ _OWN_MEMORY_FIELDS: Final = {
     catalog.GPU_MEMORY_RESERVED.name: "reserved",
     catalog.GPU_MEMORY_HELD.name: "held",
 }
-_own_memory: Final = _sample(_OWN_MEMORY_FIELDS, uuid_label="uuid")
+_sample_own_memory: Final = _build_sampler(_OWN_MEMORY_FIELDS, uuid_label="uuid")
 OWN_GPUS: Final = Exporter(
     side="gpus",
     lead=(catalog.GPU_MEMORY_USED.name,),
     names=(*_OWN_MEMORY_FIELDS, catalog.GPU_INFO.name),
     identity=frozenset(("gpu", "uuid", "holder", "attribution")),
-    sample=_own_sample,
+    sample=_sample_own_gpus,
 )
 _DCGM_FIELDS: Final = {
     "DCGM_FI_DEV_FB_USED": "used",
@@ -221,7 +223,9 @@ DCGM_GPUS: Final = Exporter(
     lead=("DCGM_FI_DEV_FB_USED",),
     names=tuple(_DCGM_FIELDS),
     identity=frozenset(("gpu", "UUID")),
-    sample=_sample(_DCGM_FIELDS, uuid_label="UUID", unit_bytes=_MIB),  # dcgm-exporter, default-counters.csv: in MiB
+    sample=_build_sampler(
+        _DCGM_FIELDS, uuid_label="UUID", unit_bytes=_MIB
+    ),  # dcgm-exporter, default-counters.csv: in MiB
 )
 _SMI_FIELDS: Final = {
     "nvidia_smi_memory_used_bytes": "used",
@@ -234,7 +238,7 @@ SMI_GPUS: Final = Exporter(
     lead=("nvidia_smi_memory_used_bytes",),
     names=tuple(_SMI_FIELDS),
     identity=frozenset(("uuid",)),
-    sample=_sample(_SMI_FIELDS, uuid_label="uuid"),
+    sample=_build_sampler(_SMI_FIELDS, uuid_label="uuid"),
 )
 
 
@@ -247,7 +251,7 @@ PARTS: Final = frozenset({"finished_reason", "is_streaming"})
 _OWN_FIELDS: Final = {each.metric: field for field, each in INPUTS.items() if each.metric and field in _FACTS}
 
 
-def _own(values: Iterable[Value]) -> Side:
+def _sample_own_engines(values: Iterable[Value]) -> Side:
     engines: dict[tuple[str, str], dict[str, Any]] = {}
     for series, value in values:
         key = (series.labels.get("model_name", ""), series.labels.get("engine", "0"))
@@ -256,19 +260,19 @@ def _own(values: Iterable[Value]) -> Side:
     return [{"model_name": model, "engine": rank, **facts} for (model, rank), facts in sorted(engines.items())]
 
 
-def _read(profile: Profile, values: Iterable[Value]) -> Side:
+def _sample_engines(profile: Profile, values: Iterable[Value]) -> Side:
     """Read the series as the daemon reads the engine's page."""
-    page = engine_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
-    return [] if isinstance(page, Failure) else [engine_entry(engine) for engine in page.engines]
+    page = build_page(profile, [Sample(series.name, dict(series.labels), value) for series, value in values])
+    return [] if isinstance(page, Failure) else [build_engine_entry(engine) for engine in page.engines]
 
 
-def _names(profile: Profile, *fields: str) -> tuple[str, ...]:
+def _list_names(profile: Profile, *fields: str) -> tuple[str, ...]:
     wanted = [fact for fact in profile.facts if fact.field in fields and fact.label is None]
     families = dict.fromkeys(family for fact in wanted for family in fact.names)
     return tuple(prefix + family for prefix in profile.prefixes for family in families)
 
 
-def _labels(profile: Profile) -> frozenset[str]:
+def _list_labels(profile: Profile) -> frozenset[str]:
     """Return the labels that tell an engine's own series apart, and not only their scrapes."""
     chosen = {fact.where[0] for fact in profile.facts if fact.where is not None}
     named = {profile.model_label, profile.engine_label, *profile.repeat_labels, *profile.replica_labels}
@@ -280,7 +284,7 @@ OWN_ENGINES: Final = Exporter(
     lead=(catalog.ENGINE_RUNNING.name,),
     names=tuple(_OWN_FIELDS),
     identity=frozenset(catalog.ENGINE),
-    sample=_own,
+    sample=_sample_own_engines,
 )
 OWN_PROCESSES: Final = Exporter(
     side="processes",
@@ -292,13 +296,13 @@ OWN_PROCESSES: Final = Exporter(
 ENGINES: Final = tuple(
     Exporter(
         side="engines",
-        lead=_names(profile, "running"),
-        names=_names(profile, *_FACTS, "kv_used_tokens", "kv_capacity_tokens"),
-        identity=_labels(profile),
-        sample=partial(_read, profile),
+        lead=_list_names(profile, "running"),
+        names=_list_names(profile, *_FACTS, "kv_used_tokens", "kv_capacity_tokens"),
+        identity=_list_labels(profile),
+        sample=partial(_sample_engines, profile),
         has_start_time=any(fact.field == "started_at_seconds" for fact in profile.facts),
     )
     for profile in PROFILES
-    if _names(profile, "running")
+    if _list_names(profile, "running")
 )
 """Every engine that tells how many requests run; without that the detector has no load to look at."""

@@ -12,8 +12,8 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom_tools.progress import followed
-from vllm_headroom_tools.replay.prometheus.api import Api, Series
+from vllm_headroom_tools.progress import track
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi, Series
 from vllm_headroom_tools.replay.prometheus.join import (
     DCGM_GPUS,
     ENGINES,
@@ -23,10 +23,10 @@ from vllm_headroom_tools.replay.prometheus.join import (
     SMI_GPUS,
     Exporter,
     Scraped,
-    read,
-    selector,
+    build_selector,
+    read_series,
 )
-from vllm_headroom_tools.replay.prometheus.text import Span, span_between
+from vllm_headroom_tools.replay.prometheus.text import TimeSpan, build_span
 
 MOST_STEPS: Final = 10_000
 """Prometheus refuses a range query for more than 11,000 points per series."""
@@ -43,46 +43,50 @@ _HISTORIES: Final = ((OWN_GPUS, OWN_ENGINES), *((gpus, engine) for gpus in (DCGM
 
 
 def find_sources(
-    api: Api, span: Span, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
+    api: PrometheusApi, span: TimeSpan, gpu_matchers: tuple[str, ...], engine_matchers: tuple[str, ...]
 ) -> list[Scraped]:
     """Return the sources of the best history in the span, GPUs first; raise BadInput when a side is missing."""
-    look = Span(
+    look = TimeSpan(
         start_ms=span.end_ms - span.length_ms // _STRIDE_MS * _STRIDE_MS, end_ms=span.end_ms, step_ms=_STRIDE_MS
     )
-    gpu_names = _present(api, look, _GPUS, gpu_matchers)
-    engine_names = _present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
+    gpu_names = _find_present(api, look, _GPUS, gpu_matchers)
+    engine_names = _find_present(api, look, (*_ENGINES, OWN_PROCESSES), engine_matchers)
     for gpus, engines in _HISTORIES:
         if gpu_names.intersection(gpus.lead) and engine_names.intersection(engines.lead):
-            sources = [_source(api, look, gpus, gpu_names, gpu_matchers)]
-            sources.append(_source(api, look, engines, engine_names, engine_matchers))
+            sources = [_build_source(api, look, gpus, gpu_names, gpu_matchers)]
+            sources.append(_build_source(api, look, engines, engine_names, engine_matchers))
             if engines is OWN_ENGINES and engine_names.intersection(OWN_PROCESSES.lead):
-                sources.append(_source(api, look, OWN_PROCESSES, engine_names, engine_matchers))
+                sources.append(_build_source(api, look, OWN_PROCESSES, engine_names, engine_matchers))
             return sources
-    between = f"in {api.shown} from {_shown(span.start_ms)} to {_shown(span.end_ms)}"
+    between = f"in {api.shown} from {_format_time(span.start_ms)} to {_format_time(span.end_ms)}"
     if gpu_names:
         raise BadInput(
-            f"{_missing('engine', between, _ENGINES, engine_matchers)}, beside {', '.join(sorted(gpu_names))}"
+            f"{_explain_missing('engine', between, _ENGINES, engine_matchers)}, beside {', '.join(sorted(gpu_names))}"
         )
-    raise BadInput(_missing("GPU", between, _GPUS, gpu_matchers))
+    raise BadInput(_explain_missing("GPU", between, _GPUS, gpu_matchers))
 
 
-def _present(api: Api, look: Span, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> frozenset[str]:
+def _find_present(
+    api: PrometheusApi, look: TimeSpan, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]
+) -> frozenset[str]:
     """Return which of the kinds' leading names have a series."""
-    selected = selector([name for kind in kinds for name in kind.lead], matchers)
+    selected = build_selector([name for kind in kinds for name in kind.lead], matchers)
     expression = f"count by (__name__) (last_over_time({selected}[{_WINDOW_MS}ms]))"
     return frozenset(series.name for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page))
 
 
-def _source(api: Api, look: Span, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]) -> Scraped:
+def _build_source(
+    api: PrometheusApi, look: TimeSpan, kind: Exporter, names: frozenset[str], matchers: tuple[str, ...]
+) -> Scraped:
     """Return the kind as a source, with the finest interval at which it was scraped anywhere in the span."""
     lead = next(name for name in kind.lead if name in names)
-    expression = f"max(count_over_time({selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
+    expression = f"max(count_over_time({build_selector((lead,), matchers)}[{_WINDOW_MS}ms]))"
     found = [series for page in look.pages(MOST_STEPS) for series in api.query_range(expression, page)]
     most = max((value for series in found for value in series.values.values()), default=1.0)
     return Scraped(kind=kind, matchers=matchers, lead=lead, interval_ms=round(_STRIDE_MS / max(most, 1.0)))
 
 
-def _missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> str:
+def _explain_missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tuple[str, ...]) -> str:
     wanted = " or ".join(kind.lead[0] for kind in kinds)
     if not matchers:
         return f"no {side} {between}: looked for {wanted}"
@@ -90,7 +94,7 @@ def _missing(side: str, between: str, kinds: tuple[Exporter, ...], matchers: tup
     return f"no {side} {between} with {', '.join(matchers)} ({advice}): looked for {wanted}"
 
 
-def _shown(time_ms: int) -> str:
+def _format_time(time_ms: int) -> str:
     return datetime.fromtimestamp(time_ms / 1000, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -101,25 +105,27 @@ _NEARLY: Final = 1.1
 """The interval of scrapes is known no better: they are counted."""
 
 
-def records_from(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def read_records(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what a trace would hold of the time asked for, in its order and without its header.
 
     A side of which nothing is known at a time is null there. A value is at most one and a half scrape intervals old.
     Raises BadInput, on the first record at the earliest.
     """
-    span = span_between(args.start, args.end, args.step, time.time())
+    span = build_span(args.start, args.end, args.step, time.time())
     both, gpu, engine = (tuple(each) for each in (args.match, args.match_gpu, args.match_engine))
-    with closing(Api(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)) as api:
+    with closing(
+        PrometheusApi(args.from_prometheus, bearer_token_file=args.bearer_token_file, ca_file=args.ca_file)
+    ) as api:
         sources = find_sources(api, span, both + gpu, both + engine)
         if sources[0].interval_ms > span.step_ms * _NEARLY:
             span = replace(span, step_ms=sources[0].interval_ms)
         pages = span.pages(min(MOST_STEPS, _LONGEST_PAGE_MS // span.step_ms))
-        shown = followed(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
+        shown = track(pages, "Reading history", len(pages), lambda _: 1, patience_seconds=0.0)
         for page in shown:
-            yield from _records(page, [(source, read(api, source, page)) for source in sources])
+            yield from _build_records(page, [(source, read_series(api, source, page)) for source in sources])
 
 
-def _records(page: Span, sides: Iterable[tuple[Scraped, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
+def _build_records(page: TimeSpan, sides: Iterable[tuple[Scraped, Sequence[Series]]]) -> Iterator[dict[str, Any]]:
     sides = tuple(sides)
     for time_ms in page.times():
         record: dict[str, Any] = {"t": time_ms / 1000, "gpus": None, "engines": None, "processes": None}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.commands.advise import traces
 from vllm_headroom_tools.advise.finding import Advice, Cause, Change
-from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.conclusion import Conclusion
@@ -20,7 +20,7 @@ Trace = Callable[[], Iterator[traces.Record]]
 
 
 @cache
-def seen(trace: Trace) -> Past:
+def seen(trace: Trace) -> TraceHistory:
     return traces.history(trace())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom_tools.advise.settings import FIRST, OLDEST, EngineArgs, Flag, Version, version_of
+from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, OLDEST, EngineArgs, Flag, Version, parse_version
 from vllm_headroom_tools.advise.verdict import judge
 
 
@@ -27,16 +27,16 @@ from vllm_headroom_tools.advise.verdict import judge
     ],
 )
 def test_a_version_is_a_release_or_the_one_before_a_candidate(text: str, version: Version | None) -> None:
-    assert version_of(text) == version
+    assert parse_version(text) == version
 
 
 def test_every_option_has_a_first_version() -> None:
-    assert set(FIRST) == set(Flag)
-    assert min(FIRST.values()) == OLDEST
+    assert set(FIRST_VERSIONS) == set(Flag)
+    assert min(FIRST_VERSIONS.values()) == OLDEST
 
 
 def test_the_options_are_those_of_vllm() -> None:
-    assert {str(flag): version for flag, version in FIRST.items()} == {
+    assert {str(flag): version for flag, version in FIRST_VERSIONS.items()} == {
         "--gpu-memory-utilization": (0, 4, 0),
         "--max-num-seqs": (0, 4, 0),
         "--max-model-len": (0, 4, 0),

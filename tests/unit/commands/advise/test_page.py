@@ -19,7 +19,7 @@ from tests.unit.commands.advise.pages import (
 from vllm_headroom import catalog
 from vllm_headroom_tools.advise.facts import Extent, Facts
 from vllm_headroom_tools.advise.finding import Cause
-from vllm_headroom_tools.advise.page import facts_of
+from vllm_headroom_tools.advise.page import parse_facts
 from vllm_headroom_tools.advise.settings import EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import Assessment, judge
 from vllm_headroom_tools.conclusion import Conclusion
@@ -32,7 +32,7 @@ FULL: Lines = {
 
 
 def facts(lines: Lines, settings: EngineArgs | None = None) -> Facts:
-    found = facts_of(text(lines), settings or EngineArgs())
+    found = parse_facts(text(lines), settings or EngineArgs())
     assert isinstance(found, Facts), found
     return found
 
@@ -230,7 +230,7 @@ def test_ranks_are_named_where_there_are_several() -> None:
     ],
 )
 def test_another_page_is_refused_with_its_reason(page: str, why: str) -> None:
-    found = facts_of(page, EngineArgs())
+    found = parse_facts(page, EngineArgs())
 
     assert isinstance(found, str)
     assert found.startswith(why)

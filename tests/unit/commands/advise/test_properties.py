@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_headroom.vocabulary import LeakState
-from vllm_headroom_tools.advise.command import document, text
+from vllm_headroom_tools.advise.command import build_document, render_text
 from vllm_headroom_tools.advise.facts import (
     CappedFacts,
     EngineFacts,
@@ -27,7 +27,7 @@ from vllm_headroom_tools.advise.facts import (
     Start,
 )
 from vllm_headroom_tools.advise.finding import Cause, Change
-from vllm_headroom_tools.advise.settings import FIRST, EngineArgs, Flag
+from vllm_headroom_tools.advise.settings import FIRST_VERSIONS, EngineArgs, Flag
 from vllm_headroom_tools.advise.verdict import judge
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history.course import Moment
@@ -168,9 +168,9 @@ def changes(found: Facts) -> list[tuple[Cause, Change]]:
 @settings(max_examples=300, deadline=None)
 def test_no_option_is_named_that_this_version_does_not_have(found: Facts) -> None:
     told = judge(found)
-    there = {str(flag) for flag in Flag if FIRST[flag] <= found.settings.known}
+    there = {str(flag) for flag in Flag if FIRST_VERSIONS[flag] <= found.settings.known}
 
-    for words in ("\n".join(text(told)), json.dumps(document(told), allow_nan=False)):
+    for words in ("\n".join(render_text(told)), json.dumps(build_document(told), allow_nan=False)):
         assert set(re.findall(r"--[a-z][a-z-]*", words)) <= there | OWN_OPTIONS
 
 

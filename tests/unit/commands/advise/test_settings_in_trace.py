@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.commands.advise import traces
-from vllm_headroom_tools.advise.settings import SHOWN_BY, EngineArgs
+from vllm_headroom_tools.advise.settings import FIELD_VERSIONS, EngineArgs
 from vllm_headroom_tools.advise.verdict import judge
 
 
@@ -28,7 +28,7 @@ def test_a_cache_that_is_sized_in_bytes_is_seen() -> None:
     settings = told(kv_cache_memory_bytes=2**30, awake=None)
 
     assert (settings.sizes_cache_in_bytes, settings.kv_cache_memory_bytes) == (True, 2**30)
-    assert settings.known == SHOWN_BY["kv_cache_memory_bytes"]
+    assert settings.known == FIELD_VERSIONS["kv_cache_memory_bytes"]
 
 
 def test_the_newest_life_of_the_engine_counts() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 from typing import Any, Final
 
-from vllm_headroom.trace.parse import snapshots
+from vllm_headroom.trace.parse import parse_trace
 from vllm_headroom_tools.advise.facts import Facts
-from vllm_headroom_tools.advise.history import Past
+from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
 
 Record = dict[str, Any]
@@ -36,9 +36,9 @@ def facts(records: Records, settings: EngineArgs = UNTOLD) -> Facts:
     return history(records).facts(settings)
 
 
-def history(records: Records) -> Past:
-    seen = Past()
-    for snapshot in snapshots(text(records).encode().splitlines()):
+def history(records: Records) -> TraceHistory:
+    seen = TraceHistory()
+    for snapshot in parse_trace(text(records).encode().splitlines()):
         seen.step(snapshot)
     return seen
 

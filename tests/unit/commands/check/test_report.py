@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.unit.commands.check.checking import check
-from vllm_headroom_tools.check.command import commands, report
+from vllm_headroom_tools.check.command import build_junit, format_annotations
 from vllm_headroom_tools.check.limits import Judgement, Unit
 from vllm_headroom_tools.conclusion import Conclusion
 
@@ -84,7 +84,7 @@ def test_the_junit_report_has_a_test_for_each_judgement(
 
 
 def test_a_failure_says_what_was_found_what_is_allowed_and_what_was_before() -> None:
-    (case,) = well_formed(report((judgement(Conclusion.NOT_GOOD, why="at the highest <&>"),)))
+    (case,) = well_formed(build_junit((judgement(Conclusion.NOT_GOOD, why="at the highest <&>"),)))
 
     assert case[0].get("message") == "memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"
     assert case[0].text == "at the highest <&>"
@@ -142,7 +142,7 @@ def test_the_annotation_of_a_pass(steady: str) -> None:
 
 
 def test_an_annotation_is_one_line_whatever_it_says() -> None:
-    (line,) = commands((judgement(Conclusion.CANNOT_TELL, why="50%\r\n::error::x"),))
+    (line,) = format_annotations((judgement(Conclusion.CANNOT_TELL, why="50%\r\n::error::x"),))
 
     assert line == (
         "::warning title=vllm-headroom check::memory, GPU 0: 2 GB, at most 1 GB, baseline 0.5 GB"

@@ -9,7 +9,7 @@ from tests.contract.recorded import FOLDER
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.parse.engines import parse_engines
 from vllm_headroom.vocabulary import Reason
-from vllm_headroom_tools.demo.readers import SimulatedEngine, page
+from vllm_headroom_tools.demo.readers import SimulatedEngine, render_page
 from vllm_headroom_tools.demo.scenario import TABLE
 from vllm_headroom_tools.demo.world import CAPACITY_TOKENS, World
 
@@ -17,7 +17,7 @@ EPOCH_SECONDS = 1_790_000_000.0
 
 
 def parsed(world: World) -> EnginePage:
-    understood = parse_engines(page(world.engine, EPOCH_SECONDS))
+    understood = parse_engines(render_page(world.engine, EPOCH_SECONDS))
     assert isinstance(understood, EnginePage)
     return understood
 
@@ -84,7 +84,7 @@ def test_the_parts_of_the_page_are_those_of_vllm() -> None:
     """Each name and each label stands on a recorded page."""
     recorded = (FOLDER / "vllm-0.32.0" / "load-waiting.prom").read_text()
 
-    for line in page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
+    for line in render_page(World(TABLE["healthy"]).engine, EPOCH_SECONDS).splitlines():
         name, _, labels = line.partition(" ")[0].partition("{")
         found = next(each for each in recorded.splitlines() if each.startswith((f"{name}{{", f"{name} ")))
         assert all(f"{label}=" in found for label in re.findall(r"(\w+)=", labels))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from vllm_headroom_tools.demo.scenario import chance
+from vllm_headroom_tools.demo.scenario import make_random
 from vllm_headroom_tools.demo.world import MOST_RUNNING, PROMPT_TOKENS, Demand, Traffic
 
 FLOOD = 60
@@ -8,7 +8,7 @@ TRICKLE = 5
 
 
 def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> None:
-    traffic = Traffic(chance(1, "traffic"))
+    traffic = Traffic(make_random(1, "traffic"))
     arrived = finished = 0
     for second in range(4_000):
         arriving = FLOOD if second % 500 < 60 else TRICKLE
@@ -24,7 +24,7 @@ def test_no_request_is_lost_or_served_twice_through_queue_and_preemption() -> No
 
 
 def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
-    traffic = Traffic(chance(2, "traffic"))
+    traffic = Traffic(make_random(2, "traffic"))
     running, kv_used = set(), set()
     for _ in range(600):
         traffic.step(FLOOD)
@@ -37,7 +37,7 @@ def test_a_flood_fills_the_batch_and_the_cache_and_no_more() -> None:
 
 
 def test_an_idle_engine_holds_nothing() -> None:
-    traffic = Traffic(chance(3, "traffic"))
+    traffic = Traffic(make_random(3, "traffic"))
     traffic.step(40)
     for _ in range(200):
         traffic.step(0)
@@ -47,7 +47,7 @@ def test_an_idle_engine_holds_nothing() -> None:
 
 
 def test_demand_has_a_mild_daily_wave() -> None:
-    demand = Demand(chance(4, "demand"))
+    demand = Demand(make_random(4, "demand"))
     hours = [sum(demand.step(hour * 3_600 + second, 1.0) for second in range(3_600)) / 3_600 for hour in range(24)]
 
     assert 1.2 < max(hours) / min(hours) < 2.2

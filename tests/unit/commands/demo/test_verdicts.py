@@ -9,7 +9,7 @@ import pytest
 from tests.samples import values
 from vllm_headroom import catalog
 from vllm_headroom.daemon.sampler import Sampler, Sources
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import Sample
 from vllm_headroom.parse.engines import parse_engines
@@ -53,7 +53,7 @@ def played(scenario: str, hours: float) -> list[tuple[Sample, ...]]:
             ),
             parse=parse_engines,
             selection=Selection(),
-            derivations=derivations(),
+            derivations=build_derivations(),
             clock=simulated,
             gpu_timeout_seconds=1.0,
         )

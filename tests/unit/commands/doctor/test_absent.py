@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from tests.samples import engine, failure, gpu, page, snapshot
 from vllm_headroom.catalog import METRICS
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.life.lives import LifeState, lived
+from vllm_headroom.derive.life.lives import RunState, update_run
 from vllm_headroom.model import INPUTS, EnginePage, EngineProcess, EngineReading, HostMemory, ReadingTime, Snapshot
 from vllm_headroom.parse.profiles import PROFILES
 from vllm_headroom.vocabulary import Role, Source
@@ -22,7 +22,7 @@ from vllm_headroom_tools.doctor import engine as engine_findings
 from vllm_headroom_tools.doctor import engine as offers
 from vllm_headroom_tools.doctor import gpus
 from vllm_headroom_tools.doctor import gpus as processes
-from vllm_headroom_tools.doctor.engine import SERIES, lost
+from vllm_headroom_tools.doctor.engine import SERIES, list_lost_series
 
 GIB = 2**30
 STEP_SECONDS = 30
@@ -75,9 +75,9 @@ def reading(step: int) -> EngineReading:
 
 def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings: Any) -> set[str]:
     """Return the series that the last of many samples gives, of an engine that leaks 4 MiB in half a minute."""
-    questions = derivations(**{"kv_bytes_per_token": 2.0, **settings})
+    questions = build_derivations(**{"kv_bytes_per_token": 2.0, **settings})
     states: dict[str, Any] = {question.name: question.initial for question in questions}
-    life, last = LifeState(), set[str]()
+    life, last = RunState(), set[str]()
     for step in range(STEPS):
         held = 40 * GIB + step * 4 * 2**20
         process = EngineProcess(pid=1, role=Role.ENGINE_CORE, rss_bytes=GIB, started_at_seconds=1.0)
@@ -89,7 +89,7 @@ def names(change: Callable[[Snapshot], Snapshot] = lambda seen: seen, **settings
             reading_times=READING_TIMES,
             host=HostMemory(used_bytes=1, limit_bytes=2, shm_used_bytes=0, shm_limit_bytes=1, oom_kills=0),
         )
-        life, seen = lived(life, change(seen))
+        life, seen = update_run(life, change(seen))
         last = set()
         for question in questions:
             states[question.name], samples = answer(question, states[question.name], seen)
@@ -128,7 +128,7 @@ def test_the_world_of_these_tests_has_nearly_everything() -> None:
 
 @pytest.mark.parametrize("name", SERIES)
 def test_the_series_made_of_an_input_are_absent_without_it(name: str) -> None:
-    assert set(lost([name], page(inputs=()))) - AT_REST == everything() - names(without_inputs(name))
+    assert set(list_lost_series([name], page(inputs=()))) - AT_REST == everything() - names(without_inputs(name))
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in PROFILES[0].inputs} - SERIES.keys()))
@@ -144,7 +144,7 @@ def test_nothing_but_the_report_is_absent_without_another_input(name: str) -> No
         (engine_findings.WITHOUT_AN_ANSWER, lambda seen: replace(seen, engines=failure(Source.ENGINE))),
         (gpus.WITHOUT_NVML, lambda seen: replace(seen, gpus=failure(Source.NVML))),
         (
-            gpus.OF_OWNED_GPUS,
+            gpus.OWNED_GPU_SERIES,
             lambda seen: replace(seen, gpus=(replace(seen.gpus[0], attribution=None, held_bytes=None),)),
         ),
         (processes.WITHOUT_PROCESSES[:1], lambda seen: replace(seen, processes=(), host=None)),

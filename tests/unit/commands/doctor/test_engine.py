@@ -12,8 +12,8 @@ from tests.fakes.proc_tree import ProcTree
 from tests.unit.commands.doctor.looking import RECORDED, Vllm, examined, lines
 from vllm_headroom.model import Failure, GpuReadings, ProcessReadings
 from vllm_headroom.vocabulary import REASONS, Reason, Source
-from vllm_headroom_tools.doctor.engine import engine
-from vllm_headroom_tools.doctor.fixes import Sight, Status, engine_fixes, setting
+from vllm_headroom_tools.doctor.engine import check_engine
+from vllm_headroom_tools.doctor.fixes import Status, Survey, find_engine_fixes, fix_setting
 
 
 def test_a_vllm_is_told_with_its_version_and_model() -> None:
@@ -120,7 +120,7 @@ def test_a_password_is_not_shown() -> None:
 
 def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
     failure = Failure(source=Source.ENGINE, reason=Reason.TIMEOUT, message="no page within 6 s")
-    sight = Sight(
+    sight = Survey(
         url=httpx.URL("http://127.0.0.1:8000/metrics"),
         page=failure,
         version=None,
@@ -130,7 +130,7 @@ def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
         daemon_waits_seconds=30.0,
     )
 
-    found = engine(sight)
+    found = check_engine(sight)
 
     assert found.state is Status.UNKNOWN
     assert found.details == ("the daemon waits 30 s, this command 6 s",)
@@ -138,4 +138,4 @@ def test_giving_up_before_the_daemon_would_is_not_called_missing() -> None:
 
 @pytest.mark.parametrize("reason", REASONS[Source.ENGINE])
 def test_every_reason_has_a_fix(reason: Reason) -> None:
-    assert engine_fixes(reason, setting("HEADROOM_ENGINE_URL=http://h"))
+    assert find_engine_fixes(reason, fix_setting("HEADROOM_ENGINE_URL=http://h"))

@@ -7,9 +7,9 @@ import pytest
 
 from tests.samples import snapshot
 from tests.unit.commands.doctor.looking import examined, lines
-from vllm_headroom.trace.entries import HEADER, line, record_of
+from vllm_headroom.trace.entries import HEADER, build_record, encode_line
 from vllm_headroom.trace.flight import keep, set_aside
-from vllm_headroom.trace.incidents import INCIDENTS, incidents_in
+from vllm_headroom.trace.incidents import INCIDENTS, list_incidents
 from vllm_headroom.trace.recorder import FOREIGN
 from vllm_headroom_tools.doctor.fixes import Check, Status
 
@@ -66,7 +66,9 @@ def test_a_directory_of_another_user_is_missing(tmp_path: Path) -> None:
     assert "Permission denied" in found.text
 
 
-@pytest.mark.parametrize("content", [None, b"", line(HEADER), b'{"headroom_trace": 1}\n{"t": 1.0}\n', b'{"headr'])
+@pytest.mark.parametrize(
+    "content", [None, b"", encode_line(HEADER), b'{"headroom_trace": 1}\n{"t": 1.0}\n', b'{"headr']
+)
 def test_a_trace_that_can_be_written_is_left_as_it_was(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "trace.jsonl"
     if content is not None:
@@ -89,10 +91,10 @@ def test_a_file_that_is_no_trace_is_missing_another_name(tmp_path: Path) -> None
 
 
 def test_an_incident_is_no_trace_to_record_into_for_the_daemon_would_not_either(tmp_path: Path) -> None:
-    sample = record_of(snapshot())
-    keep(tmp_path, line(sample))
+    sample = build_record(snapshot())
+    keep(tmp_path, encode_line(sample))
     set_aside(tmp_path, sample["t"], {"t": sample["t"]})
-    (incident,) = incidents_in(tmp_path / INCIDENTS)
+    (incident,) = list_incidents(tmp_path / INCIDENTS)
     content = incident.read_bytes()
 
     found = trace_file(incident)

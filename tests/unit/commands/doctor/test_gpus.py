@@ -8,7 +8,7 @@ from tests.fakes.nvml.library import GIB, FakeNvml
 from tests.fakes.proc_tree import HOST
 from tests.unit.commands.doctor.looking import examined, lines, proc
 from vllm_headroom.vocabulary import REASONS, Reason, Source
-from vllm_headroom_tools.doctor.fixes import Status, gpu_fixes, nvml_fixes
+from vllm_headroom_tools.doctor.fixes import Status, find_gpu_fixes, find_nvml_fixes
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
@@ -83,5 +83,5 @@ def test_a_driver_that_fails_is_missing_and_what_needs_it_unknown(
 
 @pytest.mark.parametrize("reason", REASONS[Source.NVML])
 def test_every_reason_has_a_fix(reason: Reason) -> None:
-    assert nvml_fixes(reason)
-    assert gpu_fixes(reason)
+    assert find_nvml_fixes(reason)
+    assert find_gpu_fixes(reason)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.commands.doctor.looking import Vllm, examined, lines, proc
 from vllm_headroom.scrape.proc import files as proc_files
-from vllm_headroom.scrape.proc.host import boot_time_seconds
-from vllm_headroom_tools.doctor.engine import FROM_PROBE, NO_GPU, OFF
+from vllm_headroom.scrape.proc.host import read_boot_time
+from vllm_headroom_tools.doctor.engine import FROM_PROBE, NO_GPU, NO_PROBE_DIR
 from vllm_headroom_tools.doctor.fixes import Check, Status
 
 NOW = time.time()
@@ -39,7 +39,7 @@ def found(folder: Path, proc: Path | None = None, **settings: str) -> Check:
 def test_without_its_folder_it_does_not_apply() -> None:
     finding = examined()["probe"]
 
-    assert (finding.state, finding.text) == (Status.NOT_APPLICABLE, OFF)
+    assert (finding.state, finding.text) == (Status.NOT_APPLICABLE, NO_PROBE_DIR)
 
 
 def test_it_is_there_and_answers(tmp_path: Path) -> None:
@@ -102,9 +102,9 @@ def test_a_probe_that_has_stopped_says_why(tmp_path: Path, *, others: bool) -> N
 def test_a_process_that_lives_and_writes_no_longer_is_told(tmp_path: Path, vllm: Vllm) -> None:
     (tmp_path / "files").mkdir()
     tree = proc(tmp_path, vllm)
-    entry = proc_files.entry(tree, 4426)
+    entry = proc_files.read_entry(tree, 4426)
     assert entry is not None
-    began = boot_time_seconds(tree) + entry.started_seconds
+    began = read_boot_time(tree) + entry.started_seconds
     write(tmp_path / "files", 7, "engine_core", t=NOW - 3600, started_at=began)
 
     finding = found(tmp_path / "files", tree, ENGINE_URL=vllm.url)

@@ -12,9 +12,9 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from tests.fakes.streaming_server import LOOPBACK, MODEL, StreamingServer
-from vllm_headroom_tools.load.clients import Asker
+from vllm_headroom_tools.load.clients import RequestSender
 from vllm_headroom_tools.load.stream import Tally
-from vllm_headroom_tools.load.target import PATHS, Api, Target, request_body
+from vllm_headroom_tools.load.target import PATHS, CompletionApi, Target, build_request_body
 
 T = TypeVar("T")
 DEADLINE_SECONDS: Final = 60.0
@@ -35,7 +35,7 @@ def run(steps: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return runner.run(main())
 
 
-def target(port: int, api: Api = Api.COMPLETIONS, tls: ssl.SSLContext | None = None) -> Target:
+def target(port: int, api: CompletionApi = CompletionApi.COMPLETIONS, tls: ssl.SSLContext | None = None) -> Target:
     return Target(
         address=(LOOPBACK, port),
         host=LOOPBACK,
@@ -51,14 +51,14 @@ def asker(
     words: int = 7,
     tokens: int = 3,
     timeout_seconds: float = DEADLINE_SECONDS,
-    api: Api = Api.COMPLETIONS,
+    api: CompletionApi = CompletionApi.COMPLETIONS,
     tls: ssl.SSLContext | None = None,
-) -> Asker:
+) -> RequestSender:
     """Return what asks the server, or that port, for so many tokens."""
     port = server if isinstance(server, int) else server.port
-    return Asker(
+    return RequestSender(
         target=target(port, api, tls),
-        make_body=lambda: request_body(api, MODEL, "word " * words, tokens),
+        make_body=lambda: build_request_body(api, MODEL, "word " * words, tokens),
         timeout_seconds=timeout_seconds,
     )
 

@@ -16,7 +16,7 @@ from tests.fakes.streaming_server import ENGINE_DEAD, LOOPBACK, OUT_OF_MEMORY, S
 from tests.unit.commands.load.asking import SOON_SECONDS, asker, run, tally, until
 from vllm_headroom_tools.history.counter import Histogram
 from vllm_headroom_tools.load.stream import LONGEST_TEXT, Outcome, Tally
-from vllm_headroom_tools.load.target import Api
+from vllm_headroom_tools.load.target import CompletionApi
 
 IS: dict[Way, tuple[Outcome, str]] = {
     Way.STREAM: (Outcome.SUCCEEDED, ""),
@@ -60,9 +60,9 @@ def asked(server: StreamingServer | int, count: int = 1, **how: object) -> Tally
     return counted
 
 
-@pytest.mark.parametrize("api", list(Api))
+@pytest.mark.parametrize("api", list(CompletionApi))
 @pytest.mark.parametrize("way", [way for way in Way if way not in SILENT])
-def test_each_way_has_its_outcome(way: Way, api: Api) -> None:
+def test_each_way_has_its_outcome(way: Way, api: CompletionApi) -> None:
     outcome, text = IS[way]
     with StreamingServer(lambda _: way) as server:
         counted = asked(server, api=api)

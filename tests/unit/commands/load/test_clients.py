@@ -102,7 +102,7 @@ def test_the_cap_is_of_all_steps_together() -> None:
         first = step(server, 2, LONG_SECONDS, with_pace=shared)
         second = step(server, 2, LONG_SECONDS, with_pace=shared)
 
-        assert shared.used_up
+        assert shared.is_used_up
         assert (first.began, second.began, server.ways.total()) == (7, 0, 7)
 
 
@@ -121,7 +121,7 @@ def test_a_turn_that_comes_after_the_end_is_not_taken() -> None:
 
         assert await slow.turn(time.monotonic() + LONG_SECONDS / 100)
         assert not await slow.turn(time.monotonic() + LONG_SECONDS / 100)
-        assert not slow.used_up
+        assert not slow.is_used_up
 
     run(steps)
 

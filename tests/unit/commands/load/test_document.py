@@ -18,10 +18,10 @@ from vllm_headroom.vocabulary import CONTROLS, LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.conclusion import Conclusion
 from vllm_headroom_tools.history.course import Course, Moment
-from vllm_headroom_tools.history.replay import Watch
-from vllm_headroom_tools.load.command import COMMAND, order
-from vllm_headroom_tools.load.report import document, text
-from vllm_headroom_tools.load.run import SHARES, Observed, Stage
+from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.load.command import COMMAND, read_order
+from vllm_headroom_tools.load.report import build_document, render_text
+from vllm_headroom_tools.load.run import SHARES, Observation, Stage
 from vllm_headroom_tools.load.stream import Completion, Outcome, Tally
 
 HERE = Path(__file__).parent
@@ -32,7 +32,7 @@ AN_HOUR = 3600.0
 
 
 def shown(found: Mapping[str, Any]) -> str:
-    return "".join(f"{line.translate(CONTROLS)}\n" for line in text(found))
+    return "".join(f"{line.translate(CONTROLS)}\n" for line in render_text(found))
 
 
 def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
@@ -51,8 +51,8 @@ def tally(outcomes: Mapping[Outcome, int], said: str = "") -> Tally:
     return made
 
 
-def observed(running: float) -> Observed:
-    made = Observed()
+def observed(running: float) -> Observation:
+    made = Observation()
     samples = [
         Sample(catalog.ENGINE_RUNNING, AN_ENGINE, running),
         Sample(catalog.ENGINE_WAITING, AN_ENGINE, 0.0),
@@ -70,9 +70,9 @@ def step(outcomes: Mapping[Outcome, int], *, share: float = 1.0, said: str = "")
     )
 
 
-def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> Observed:
+def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False, unread: int = 0) -> Observation:
     """Return what was seen in 240 samples of an hour or more: 70 GB held, 73 at most, 72 at the end."""
-    made = Observed()
+    made = Observation()
     for number in range(240):
         held = {0: 70, 239: 72}.get(number, 73) * GB
         counts = [Sample(catalog.ENGINE_PREEMPTIONS, AN_ENGINE, 0.0)]
@@ -89,8 +89,8 @@ def whole(*, finished: int | None = 4000, host: bool = False, gone: bool = False
     return made
 
 
-def watched(state: LeakState, *series: str) -> Watch:
-    made = Watch()
+def watched(state: LeakState, *series: str) -> LeakReplay:
+    made = LeakReplay()
     for name in series:
         course = made._host[name] = Course()
         course.step(state, Moment(seconds=1.0, bytes_per_request=500.0))
@@ -101,9 +101,11 @@ STABLE = watched(LeakState.STABLE, "GPU-a")
 LEAK = watched(LeakState.LEAKING, "GPU-a", "worker")
 
 
-def report(*steps: Stage, seen: Observed | None = None, watch: Watch = STABLE, stopped: bool = False) -> dict[str, Any]:
-    given = order(parser_of(COMMAND, "load").read(WORDS, {}))
-    return document(given, "m", steps, seen or whole(), watch, stopped=stopped)
+def report(
+    *steps: Stage, seen: Observation | None = None, watch: LeakReplay = STABLE, stopped: bool = False
+) -> dict[str, Any]:
+    given = read_order(parser_of(COMMAND, "load").read(WORDS, {}))
+    return build_document(given, "m", steps, seen or whole(), watch, stopped=stopped)
 
 
 GOOD_STEP = step({Outcome.SUCCEEDED: 20})
@@ -182,7 +184,7 @@ def test_growth_is_per_thousand_requests_that_the_engine_finished() -> None:
 
 
 def test_gpus_of_which_none_is_the_engines_are_told() -> None:
-    seen = Observed()
+    seen = Observation()
     seen.take(snapshot(gpus=(gpu(attribution=None),)), ())
 
     assert report(seen=seen)["unread"] == [

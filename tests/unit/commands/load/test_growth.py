@@ -5,19 +5,19 @@ from itertools import islice
 from typing import Any
 
 from tests.unit.commands.replay.traces import flat, leaking
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakState
 from vllm_headroom_tools.history.course import Course
-from vllm_headroom_tools.history.replay import Watch
-from vllm_headroom_tools.load.report import LeakVerdict, growth
+from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.load.report import LeakVerdict, judge_growth
 
 
 def told(records: Iterable[dict[str, Any]]) -> tuple[LeakVerdict, str]:
-    watch = Watch()
-    for snapshot in map(snapshot_of, records):
+    watch = LeakReplay()
+    for snapshot in map(parse_snapshot, records):
         watch.step(snapshot)
     begin, end = watch.span
-    return growth(watch.course("GPU-a"), end - begin)
+    return judge_growth(watch.course("GPU-a"), end - begin)
 
 
 def test_a_leak_is_one() -> None:
@@ -45,4 +45,4 @@ def test_hours_that_end_in_an_unsettled_state_prove_nothing() -> None:
     course = Course()
     course.state = LeakState.UNSETTLED
 
-    assert growth(course, 7200.0) == (LeakVerdict.CANNOT_TELL, "the detector ended in state unsettled")
+    assert judge_growth(course, 7200.0) == (LeakVerdict.CANNOT_TELL, "the detector ended in state unsettled")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_headroom_tools.load.target import Lengths, lengths
+from vllm_headroom_tools.load.target import Lengths, parse_lengths
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from vllm_headroom_tools.load.target import Lengths, lengths
     [("512", 512, 512), ("256..2048", 256, 2048), (" 1..1 ", 1, 1), ("1..9999999", 1, 9999999)],
 )
 def test_a_length_or_two_ends_are_a_distribution(text: str, least: int, most: int) -> None:
-    assert lengths(text) == Lengths(least=least, most=most)
-    assert lengths(str(lengths(text))) == lengths(text)
+    assert parse_lengths(text) == Lengths(least=least, most=most)
+    assert parse_lengths(str(parse_lengths(text))) == parse_lengths(text)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_a_length_or_two_ends_are_a_distribution(text: str, least: int, most: in
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the option has the words
-        lengths(text)
+        parse_lengths(text)
 
 
 @given(st.integers(1, 10**7), st.integers(1, 10**7), st.floats(0, 1, exclude_max=True))

@@ -9,13 +9,13 @@ from tests.fakes.cgroups import V2Tree
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import parser_of
-from vllm_headroom_tools.load.command import COMMAND, order
+from vllm_headroom_tools.load.command import COMMAND, read_order
 from vllm_headroom_tools.load.compose import (
     MOST,
     STREAM_BYTES,
     TLS_STREAM_BYTES,
     _check_limits,
-    limits,
+    list_limits,
     raise_descriptors,
 )
 
@@ -44,7 +44,7 @@ def contain(proc: Path, limit: int | None) -> None:
 
 
 def found(machine: Path, descriptors: int = 20_000, *, tls: bool = False) -> dict[str, int]:
-    every = limits(descriptors, tls=tls, proc=machine)
+    every = list_limits(descriptors, tls=tls, proc=machine)
     assert every == sorted(every)
     return {name: streams for streams, name in every}
 
@@ -91,4 +91,4 @@ def test_more_streams_than_can_be_held_are_refused_with_what_ends_first() -> Non
         BadInput,
         match=r"^--concurrency 1000000 needs 1200000 streams at once, and this process can hold \d+: .+ ends first$",
     ):
-        _check_limits(order(parser_of(COMMAND, "load").read(words, {})), tls=False)
+        _check_limits(read_order(parser_of(COMMAND, "load").read(words, {})), tls=False)

@@ -6,21 +6,21 @@ import pytest
 
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom_tools.cli import parser_of
-from vllm_headroom_tools.load.command import COMMAND, order
-from vllm_headroom_tools.load.target import Api, Lengths, Order
+from vllm_headroom_tools.load.command import COMMAND, read_order
+from vllm_headroom_tools.load.target import CompletionApi, Lengths, LoadOrder
 
 LEAST = ("--engine-url", "http://engine:8000", "--concurrency", "10")
 
 
-def ordered(*words: str) -> Order:
-    return order(parser_of(COMMAND, "load").read([*LEAST, *words], {}))
+def ordered(*words: str) -> LoadOrder:
+    return read_order(parser_of(COMMAND, "load").read([*LEAST, *words], {}))
 
 
 def test_what_is_not_said_is_bounded() -> None:
     made = ordered()
 
     assert str(made.page) == "http://engine:8000/metrics"
-    assert (made.api, made.concurrency, made.model) == (Api.COMPLETIONS, 10, None)
+    assert (made.api, made.concurrency, made.model) == (CompletionApi.COMPLETIONS, 10, None)
     assert (made.seconds, made.grace_seconds, made.timeout_seconds) == (60, 30, 300)
     assert (made.prompt_tokens, made.output_tokens) == (Lengths(least=512, most=512), Lengths(least=128, most=128))
     assert (made.shared_ratio, made.most_requests, made.requests_per_second, made.gpus) == (0, None, None, "auto")

@@ -18,11 +18,11 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.parse.probe import parse_probe
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.scrape.nvml.reader import Nvml
-from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.vocabulary import Reason, Source
 from vllm_headroom_tools.cli import parser_of
-from vllm_headroom_tools.load.command import COMMAND, order
-from vllm_headroom_tools.load.run import Elsewhere, Sampling, new_trace
+from vllm_headroom_tools.load.command import COMMAND, read_order
+from vllm_headroom_tools.load.run import Sampling, UnavailableSource, create_trace
 
 
 def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
@@ -30,8 +30,8 @@ def sampling(server: StreamingServer, trace: Path, folder: Path) -> Sampling:
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
         gpus=Nvml(monotonic=clock.monotonic),
-        processes=Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
-        probe=Probe(folder, parse=parse_probe),
+        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
+        probe=ProbeReader(folder, parse=parse_probe),
         clock=clock,
     )
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
@@ -41,7 +41,7 @@ def test_what_the_probe_writes_is_recorded_and_that_it_says_nothing_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace, folder = tmp_path / "trace", tmp_path / "probe"
-    new_trace(trace)
+    create_trace(trace)
     folder.mkdir()
     device = {"uuid": "GPU-a", "allocated": 500, "reserved": 600, "inactive_split": 40}
     report = {"headroom_probe": 1, "pid": 7, "started_at": 1.0, "t": time.time(), "role": "worker", "devices": [device]}
@@ -67,4 +67,4 @@ def test_the_probes_folder_is_the_sidecars_where_none_is_named(monkeypatch: pyte
     words = ["--engine-url", "http://127.0.0.1:8000", "--concurrency", "1"]
     monkeypatch.setenv("HEADROOM_PROBE_DIR", "/run/headroom-probe")
 
-    assert order(parser_of(COMMAND, "load").read(words, {})).probe_dir == Path("/run/headroom-probe")
+    assert read_order(parser_of(COMMAND, "load").read(words, {})).probe_dir == Path("/run/headroom-probe")

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from vllm_headroom_tools.load.target import RING_WORDS, WORDS, Api, Prompts, request_body
+from vllm_headroom_tools.load.target import RING_WORDS, WORDS, CompletionApi, Prompts, build_request_body
 
 
 def prompts(shared_ratio: float = 0.0) -> Prompts:
@@ -45,14 +45,14 @@ def test_what_is_shared_whole_is_the_same_prompt() -> None:
 @pytest.mark.parametrize(
     ("api", "asked"),
     [
-        (Api.COMPLETIONS, {"prompt": "one two"}),
-        (Api.CHAT, {"messages": [{"role": "user", "content": "one two"}]}),
+        (CompletionApi.COMPLETIONS, {"prompt": "one two"}),
+        (CompletionApi.CHAT, {"messages": [{"role": "user", "content": "one two"}]}),
     ],
 )
 def test_the_body_asks_for_a_stream_of_so_many_tokens_with_the_servers_count(
-    api: Api, asked: dict[str, object]
+    api: CompletionApi, asked: dict[str, object]
 ) -> None:
-    assert json.loads(request_body(api, "tiny", "one two", 9)) == asked | {
+    assert json.loads(build_request_body(api, "tiny", "one two", 9)) == asked | {
         "model": "tiny",
         "max_tokens": 9,
         "ignore_eos": True,

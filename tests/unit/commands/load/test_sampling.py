@@ -22,24 +22,24 @@ from vllm_headroom.derive.attribution import Selection
 from vllm_headroom.model import EnginePage, Sample
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.http.reader import PageReader
-from vllm_headroom.scrape.probe import Probe
+from vllm_headroom.scrape.probe import ProbeReader
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom.vocabulary import LeakState, Reason, Source
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.load.clients import Clients, Pace
-from vllm_headroom_tools.load.command import COMMAND, order
-from vllm_headroom_tools.load.compose import _parts
+from vllm_headroom_tools.load.command import COMMAND, read_order
+from vllm_headroom_tools.load.compose import _build_parts
 from vllm_headroom_tools.load.run import (
-    ELSEWHERE,
-    Elsewhere,
-    Observed,
-    Run,
+    OTHER_MACHINE,
+    LoadRun,
+    Observation,
     Sampling,
     Screen,
     Stage,
-    new_trace,
-    streams_at_most,
+    UnavailableSource,
+    count_most_streams,
+    create_trace,
 )
 
 
@@ -53,8 +53,8 @@ def sampling(server: StreamingServer, trace: Path, *, here: bool = False) -> Sam
     clock = SystemClock()
     parts = Parts(
         engine=PageReader(url=f"{server.url}/metrics", timeout_seconds=10),
-        gpus=Gpus(monotonic=clock.monotonic) if here else Elsewhere(Source.NVML, Reason.NO_DEVICES),
-        processes=Elsewhere(Source.PROCESS, Reason.UNAVAILABLE),
+        gpus=Gpus(monotonic=clock.monotonic) if here else UnavailableSource(Source.NVML, Reason.NO_DEVICES),
+        processes=UnavailableSource(Source.PROCESS, Reason.UNAVAILABLE),
         clock=clock,
     )
     return Sampling(parts=parts, selection=Selection(listed=("0",)), interval_seconds=0.01, trace=trace)
@@ -65,8 +65,8 @@ def records(trace: Path) -> list[dict[str, object]]:
 
 
 def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeNvml, tmp_path: Path) -> None:
-    trace, first, second = tmp_path / "trace", Observed(), Observed()
-    new_trace(trace)
+    trace, first, second = tmp_path / "trace", Observation(), Observation()
+    create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace, here=True)
@@ -95,7 +95,7 @@ def test_every_sample_is_recorded_and_seen_by_the_step_it_falls_into(nvml: FakeN
 def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
     told: list[Sample] = []
     step, trace = Mock(take=lambda _, samples: told.extend(samples)), tmp_path / "trace"
-    new_trace(trace)
+    create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace, here=True)
@@ -114,7 +114,7 @@ def test_the_detector_is_run_once_for_each_sample(tmp_path: Path) -> None:
 
 def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    new_trace(trace)
+    create_trace(trace)
 
     async def steps(server: StreamingServer) -> Sampling:
         made = sampling(server, trace)
@@ -129,8 +129,8 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     assert (sample["gpus"], sample["processes"]) == (None, None)
     assert sample["engines"]
     assert {source: (count, failure.message) for source, (count, failure) in made.whole.failures.items()} == {
-        Source.NVML: (1, ELSEWHERE),
-        Source.PROCESS: (1, ELSEWHERE),
+        Source.NVML: (1, OTHER_MACHINE),
+        Source.PROCESS: (1, OTHER_MACHINE),
     }
     assert not made.whole.held
     assert made.whole.last is not None
@@ -141,19 +141,19 @@ def test_another_machines_gpus_and_processes_are_not_taken_for_the_servers(tmp_p
     ("host", "words", "kinds"),
     [
         (LOOPBACK, (), (Gpus, Processes, type(None))),
-        (LOOPBACK, ("--probe-dir", "probe"), (Gpus, Processes, Probe)),
-        ("192.0.2.1", ("--probe-dir", "probe"), (Elsewhere, Elsewhere, type(None))),
-        ("192.0.2.1", ("--gpus", "0"), (Gpus, Elsewhere, type(None))),
+        (LOOPBACK, ("--probe-dir", "probe"), (Gpus, Processes, ProbeReader)),
+        ("192.0.2.1", ("--probe-dir", "probe"), (UnavailableSource, UnavailableSource, type(None))),
+        ("192.0.2.1", ("--gpus", "0"), (Gpus, UnavailableSource, type(None))),
     ],
 )
 def test_what_is_read_follows_from_where_the_server_is(
     host: str, words: tuple[str, ...], kinds: tuple[type, type, type]
 ) -> None:
     async def steps() -> None:
-        made = order(
+        made = read_order(
             parser_of(COMMAND, "load").read(["--engine-url", f"http://{host}:8000", "--concurrency", "1", *words], {})
         )
-        parts = _parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
+        parts = _build_parts(made, replace(target(8000), address=(host, 8000)), SystemClock())
 
         assert (type(parts.gpus), type(parts.processes), type(parts.probe)) == kinds
         await parts.gpus.close()
@@ -163,17 +163,17 @@ def test_what_is_read_follows_from_where_the_server_is(
 
 def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    new_trace(trace)
+    create_trace(trace)
 
     assert records(trace) == [{"headroom_trace": 1}]
     with pytest.raises(BadInput, match="is there already: name another file"):
-        new_trace(trace)
+        create_trace(trace)
     with pytest.raises(BadInput, match="is there already"):
-        new_trace(tmp_path)
+        create_trace(tmp_path)
 
 
 def test_the_largest_step_is_a_fifth_above_what_was_asked_for() -> None:
-    assert [streams_at_most(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
+    assert [count_most_streams(concurrency) for concurrency in (1, 5, 10, 64, 10_000)] == [2, 6, 12, 77, 12_000]
 
 
 def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None) -> tuple[Stage, ...]:
@@ -183,7 +183,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
         made, asking = sampling(server, trace), asker(server)
         pace = Pace(most_requests=None, requests_per_second=None)
         clients = Clients(asker=asking, pace=pace, grace_seconds=60)
-        steps = Run(
+        steps = LoadRun(
             concurrency=10,
             seconds=0.2 if stop_after is None else 3600,
             clients=clients,
@@ -200,7 +200,7 @@ def load(server: StreamingServer, trace: Path, *, stop_after: int | None = None)
         await made.close()
         return done
 
-    new_trace(trace)
+    create_trace(trace)
     return run(steps)
 
 

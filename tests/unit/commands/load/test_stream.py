@@ -12,10 +12,10 @@ from vllm_headroom_tools.load.stream import (
     LONGEST_LINE,
     LONGEST_TEXT,
     Completion,
-    NotUnderstood,
     Outcome,
     Stream,
-    refusal,
+    StreamError,
+    parse_refusal,
 )
 
 TOKEN = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}]}\n\n'
@@ -92,7 +92,7 @@ def test_an_error_in_a_stream_is_no_success(event: object, outcome: Outcome, tex
 
 @pytest.mark.parametrize("event", [b"{", b"[]", b"1", b"[" * 100_000, b"\xff"])
 def test_an_event_that_is_no_object_is_told(event: bytes) -> None:
-    with pytest.raises(NotUnderstood, match="an event of its stream is no JSON"):
+    with pytest.raises(StreamError, match="an event of its stream is no JSON"):
         fed(b"data: " + event + b"\n\n")
 
 
@@ -104,7 +104,7 @@ def test_choices_of_another_shape_count_as_events(choices: object) -> None:
 
 
 def test_a_line_without_an_end_is_not_held() -> None:
-    with pytest.raises(NotUnderstood, match="longer than"):
+    with pytest.raises(StreamError, match="longer than"):
         fed(b"data: " + b"x" * LONGEST_LINE)
 
 
@@ -121,18 +121,18 @@ def test_a_line_without_an_end_is_not_held() -> None:
     ],
 )
 def test_what_a_refusal_means(status: int, body: object, outcome: Outcome, text: str) -> None:
-    answer = refusal(status, json.dumps(body).encode())
+    answer = parse_refusal(status, json.dumps(body).encode())
 
     assert answer == Completion(outcome=outcome, text=f"{status}: {text}", engine_dead=text == ENGINE_DEAD)
 
 
 def test_a_refusal_without_words_is_its_status() -> None:
-    assert refusal(502, b"") == Completion(outcome=Outcome.FAILED, text="502")
+    assert parse_refusal(502, b"") == Completion(outcome=Outcome.FAILED, text="502")
 
 
 def test_words_are_shown_in_a_short_line_without_what_moves_a_terminal() -> None:
-    text = refusal(500, b"<html>\n<b>\x1b[2J" + 1000 * b"x" + b"CUDA out of memory").text
+    text = parse_refusal(500, b"<html>\n<b>\x1b[2J" + 1000 * b"x" + b"CUDA out of memory").text
 
     assert text.startswith("500: <html> <b>\\x1b[2Jxx")
     assert len(text) == LONGEST_TEXT + len("...")
-    assert refusal(500, 1000 * b"x" + b"CUDA out of memory").outcome is Outcome.OUT_OF_MEMORY
+    assert parse_refusal(500, 1000 * b"x" + b"CUDA out of memory").outcome is Outcome.OUT_OF_MEMORY

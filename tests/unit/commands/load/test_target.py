@@ -15,17 +15,17 @@ from tests.fakes.engine_server import LOOPBACK, EngineServer
 from tests.fakes.ports import free_port
 from tests.fakes.streaming_server import StreamingServer
 from tests.unit.commands.load.asking import run
-from vllm_headroom.scrape.http.failures import trust
-from vllm_headroom.scrape.http.reader import port_of
+from vllm_headroom.scrape.http.failures import load_trust
+from vllm_headroom.scrape.http.reader import find_port
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.load.target import (
     MOST_LIST_BYTES,
-    Api,
+    CompletionApi,
     Target,
-    base_url,
-    find,
-    offered_model,
-    within,
+    fetch_model,
+    find_target,
+    join_path,
+    parse_base_url,
 )
 from vllm_headroom_tools.openai import Model
 
@@ -34,9 +34,9 @@ def problem(url: str, *, ca_file: Path | None = None) -> str:
     """Return why nothing is found at a URL, or no model."""
 
     async def steps() -> None:
-        base = base_url(url)
-        tls = trust(ca_file) if base.scheme == "https" else None
-        await offered_model(base, await find(base, Api.CHAT, tls, None))
+        base = parse_base_url(url)
+        tls = load_trust(ca_file) if base.scheme == "https" else None
+        await fetch_model(base, await find_target(base, CompletionApi.CHAT, tls, None))
 
     with pytest.raises(BadInput) as error:
         run(steps)
@@ -54,10 +54,10 @@ def problem(url: str, *, ca_file: Path | None = None) -> str:
     ],
 )
 def test_an_address_is_taken_as_clients_of_openai_write_it(text: str, base: str, port: int) -> None:
-    url = base_url(text)
+    url = parse_base_url(text)
 
-    assert str(within(url, "/metrics")) == f"{base}/metrics"
-    assert port_of(url) == port
+    assert str(join_path(url, "/metrics")) == f"{base}/metrics"
+    assert find_port(url) == port
 
 
 BAD_URLS = ("", "engine:8000", "ftp://engine", "http://", "http://u:p@engine", "http://e?q", "http://a b")
@@ -66,14 +66,14 @@ BAD_URLS = ("", "engine:8000", "ftp://engine", "http://", "http://u:p@engine", "
 @pytest.mark.parametrize("text", BAD_URLS)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - the option has the words
-        base_url(text)
+        parse_base_url(text)
 
 
 def test_the_server_is_found_with_its_model() -> None:
     async def steps() -> tuple[Target, Model]:
-        url = base_url(f"{server.url}/some/v1")
-        found = await find(url, Api.CHAT, None, "secret")
-        return found, await offered_model(base_url(server.url), found)
+        url = parse_base_url(f"{server.url}/some/v1")
+        found = await find_target(url, CompletionApi.CHAT, None, "secret")
+        return found, await fetch_model(parse_base_url(server.url), found)
 
     with StreamingServer(token="secret") as server:
         found, model = run(steps)
@@ -87,7 +87,11 @@ def test_the_server_is_found_with_its_model() -> None:
 
 def test_a_host_with_several_addresses_is_found_at_the_one_that_answers() -> None:
     with StreamingServer() as server:
-        found = run(lambda: find(base_url(f"http://localhost:{server.port}"), Api.COMPLETIONS, None, None))
+        found = run(
+            lambda: find_target(
+                parse_base_url(f"http://localhost:{server.port}"), CompletionApi.COMPLETIONS, None, None
+            )
+        )
 
     assert found.address == (LOOPBACK, server.port)
 
@@ -140,7 +144,7 @@ def test_a_model_without_a_length_has_none() -> None:
         url = httpx.URL(f"http://{LOOPBACK}:{server.port}")
 
         async def steps() -> Model:
-            return await offered_model(url, await find(url, Api.CHAT, None, None))
+            return await fetch_model(url, await find_target(url, CompletionApi.CHAT, None, None))
 
         model = run(steps)
 
@@ -150,13 +154,13 @@ def test_a_model_without_a_length_has_none() -> None:
 def test_certificates_are_checked(tmp_path: Path) -> None:
     certificate, key = write_self_signed(tmp_path)
     with StreamingServer(tls=server_context(certificate, key)) as server:
-        base = base_url(server.url)
+        base = parse_base_url(server.url)
 
         async def steps() -> Model:
-            tls = trust(certificate)
-            found = await find(base, Api.CHAT, tls, None)
+            tls = load_trust(certificate)
+            found = await find_target(base, CompletionApi.CHAT, tls, None)
             assert found.tls is tls
-            return await offered_model(base, found)
+            return await fetch_model(base, found)
 
         assert run(steps).name == "tiny"
         assert "certificate verify failed" in problem(server.url)
@@ -176,7 +180,9 @@ def test_waiting_for_a_host_can_be_cancelled() -> None:
     async def steps() -> None:
         with socket.create_server((LOOPBACK, 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
             finding = asyncio.create_task(
-                find(base_url(f"http://{LOOPBACK}:{silent.getsockname()[1]}"), Api.CHAT, None, None)
+                find_target(
+                    parse_base_url(f"http://{LOOPBACK}:{silent.getsockname()[1]}"), CompletionApi.CHAT, None, None
+                )
             )
             await asyncio.sleep(0)
             finding.cancel()

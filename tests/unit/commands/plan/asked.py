@@ -12,7 +12,7 @@ from tests.unit.sizing.models import CHECKED, FOLDER, NAMES, model
 from vllm_headroom.units import GIB
 from vllm_headroom_tools.cli import execute
 from vllm_headroom_tools.plan.command import COMMAND
-from vllm_headroom_tools.sizing.estimate import Estimate, estimate
+from vllm_headroom_tools.sizing.estimate import MemoryEstimate, estimate_memory
 from vllm_headroom_tools.sizing.question import Question
 
 
@@ -39,10 +39,10 @@ def of(name: str) -> tuple[str, str]:
     return "--model-config", str((FOLDER if name in NAMES else CHECKED) / f"{name}.json")
 
 
-def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **settings: Any) -> Estimate:
+def estimated(name: str = "llama-3.1-8b", *, card_gib: float | None = 80, **settings: Any) -> MemoryEstimate:
     card = None if card_gib is None else int(card_gib * GIB)
     shape = model(name)
     asked = {"max_model_len": shape.max_model_len, **settings}
-    found = estimate(Question(shape=shape, gpu_memory_bytes=card, **asked))
+    found = estimate_memory(Question(shape=shape, gpu_memory_bytes=card, **asked))
     assert found is not None
     return found

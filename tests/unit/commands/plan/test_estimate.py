@@ -12,9 +12,16 @@ from msgspec.structs import replace
 from tests.unit.commands.plan.asked import estimated
 from tests.unit.sizing.models import NAMES, model
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.plan.verdict import changes
-from vllm_headroom_tools.sizing.estimate import NOTHING, Estimate, estimate, fits, longest, most
-from vllm_headroom_tools.sizing.question import Question, defaults, unusable
+from vllm_headroom_tools.plan.verdict import find_changes
+from vllm_headroom_tools.sizing.estimate import (
+    NOTHING,
+    MemoryEstimate,
+    can_start,
+    estimate_memory,
+    list_longest,
+    list_most_sequences,
+)
+from vllm_headroom_tools.sizing.question import Question, choose_defaults, find_problem
 
 COUNTED = [name for name in NAMES if model(name).parameters is not None]
 questions = st.builds(
@@ -41,8 +48,8 @@ questions = st.builds(
 )
 
 
-def answered(question: Question) -> Estimate:
-    found = estimate(question)
+def answered(question: Question) -> MemoryEstimate:
+    found = estimate_memory(question)
     assert found is not None
     return found
 
@@ -75,7 +82,7 @@ def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
 
     assert (found.capacity_tokens, found.blocks, found.budget) == (2_097_152, 131_072, None)
     assert found.sequences(4096) == 512
-    assert fits(found) is True
+    assert can_start(found) is True
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_a_server_with_told_memory_has_exactly_these_blocks() -> None:
 def test_what_lies_beside_the_budget_has_to_fit_as_well(card_gib: int, ratio: float, expected: bool) -> None:  # noqa: FBT001 - a case
     found = estimated("tiny", card_gib=card_gib, gpu_memory_utilization=ratio, max_num_seqs=16)
 
-    assert fits(found) is expected
+    assert can_start(found) is expected
 
 
 @pytest.mark.parametrize(
@@ -104,19 +111,19 @@ def test_told_memory_has_to_fit_on_the_card_with_everything_else(
         max_num_batched_tokens=512,
     )
 
-    assert fits(found) is expected
+    assert can_start(found) is expected
 
 
 def test_told_memory_that_is_too_little_does_not_fit_on_any_card() -> None:
-    assert fits(estimated(card_gib=None, kv_cache_memory_bytes=GIB)) is False
+    assert can_start(estimated(card_gib=None, kv_cache_memory_bytes=GIB)) is False
 
 
 def test_llama_70b_has_the_reference_figures() -> None:
     found = estimated("llama-3.1-70b", max_model_len=4096, max_num_seqs=64)
 
     assert found.bytes_per_token == 327_680
-    assert 64 * found.sequence_bytes(4096) == 80 * GIB
-    assert fits(found) is False
+    assert 64 * found.count_sequence_bytes(4096) == 80 * GIB
+    assert can_start(found) is False
 
 
 def test_windows_let_more_tokens_in_than_bytes_per_token_say() -> None:
@@ -146,15 +153,15 @@ def test_without_a_size_what_depends_on_it_is_not_known() -> None:
     untold = replace(model("llama-3.1-8b"), hidden_size=None)
     found = answered(Question(shape=untold, gpu_memory_bytes=80 * GIB, max_model_len=8))
 
-    assert (found.activations, found.weights, found.kv_cache, fits(found)) == (None, None, None, None)
-    assert (longest(found), most(found)) == ([], [])
+    assert (found.activations, found.weights, found.kv_cache, can_start(found)) == (None, None, None, None)
+    assert (list_longest(found), list_most_sequences(found)) == ([], [])
 
 
 @pytest.mark.parametrize(
     ("card_gib", "expected"), [(None, (1024, 8192)), (24, (256, 2048)), (80, (1024, 8192)), (192, (1024, 16384))]
 )
 def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expected: tuple[int, int]) -> None:
-    assert defaults(None if card_gib is None else card_gib * GIB) == expected
+    assert choose_defaults(None if card_gib is None else card_gib * GIB) == expected
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,7 @@ def test_batches_are_vllms_for_a_card_of_this_size(card_gib: int | None, expecte
     ],
 )
 def test_what_vllm_refuses_is_refused(name: str, told: dict[str, Any], problem: str | None) -> None:
-    assert unusable(Question(shape=model(name), **told)) == problem
+    assert find_problem(Question(shape=model(name), **told)) == problem
 
 
 @settings(deadline=None)
@@ -195,12 +202,12 @@ def test_what_is_planned_is_within_the_budget(question: Question) -> None:
     assert found.overhead is not None
     cache = found.blocks * found.layout.block_bytes
     assert cache == 0 or cache + found.weights + found.overhead.high <= found.budget
-    if question.shape.keeps_every_token:
+    if question.shape.has_every_token:
         assert (found.capacity_tokens or 0) * found.bytes_per_token <= max(cache, 0)
-    for sequences, length in longest(found):
-        assert length == 0 or sequences * found.sequence_bytes(length) <= cache
-    for length, sequences in most(found):
-        assert sequences * found.sequence_bytes(length) <= cache
+    for sequences, length in list_longest(found):
+        assert length == 0 or sequences * found.count_sequence_bytes(length) <= cache
+    for length, sequences in list_most_sequences(found):
+        assert sequences * found.count_sequence_bytes(length) <= cache
 
 
 @settings(deadline=None)
@@ -212,11 +219,11 @@ def test_it_fits_exactly_when_one_sequence_does(question: Question) -> None:
     assert question.gpu_memory_bytes is not None
     assert found.budget is not None
 
-    needed, beside = found.sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget
-    if fits(found) is True:
+    needed, beside = found.count_sequence_bytes(question.max_model_len), question.gpu_memory_bytes - found.budget
+    if can_start(found) is True:
         assert found.kv_cache.low >= needed
         assert found.blocks
-    elif fits(found) is False:
+    elif can_start(found) is False:
         assert found.kv_cache.high < needed or beside < found.outside.low
     else:
         assert found.kv_cache.low < needed <= found.kv_cache.high
@@ -229,7 +236,7 @@ def test_a_larger_card_holds_no_less(question: Question, more: int) -> None:
     large = answered(replace(question, gpu_memory_bytes=(question.gpu_memory_bytes or 0) + more))
 
     assert (large.blocks or 0) >= (small.blocks or 0)
-    assert fits(small) is not True or fits(large) is True
+    assert can_start(small) is not True or can_start(large) is True
 
 
 @settings(deadline=None)
@@ -242,7 +249,7 @@ def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
         "--kv-cache-dtype": ("kv_cache_dtype", str),
         "--tensor-parallel-size": ("tensor_parallel_size", int),
     }
-    for change in changes(answered(question)):
+    for change in find_changes(answered(question)):
         changed = question
         for option, value in change.settings:
             if option == "--quantization":
@@ -252,5 +259,5 @@ def test_every_change_that_is_named_lets_it_start(question: Question) -> None:
                 field, kind = fields[option]
                 changed = replace(changed, **{field: kind(value)})
 
-        assert unusable(changed) is None
-        assert fits(answered(changed)) is True
+        assert find_problem(changed) is None
+        assert can_start(answered(changed)) is True

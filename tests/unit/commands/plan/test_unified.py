@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.commands.plan.asked import estimated, of, plan
 from vllm_headroom.units import GIB
-from vllm_headroom_tools.sizing.estimate import fits
+from vllm_headroom_tools.sizing.estimate import can_start
 
 MACHINE_GIB = 119
 
@@ -17,15 +17,15 @@ MACHINE_GIB = 119
 def test_8_gib_stay_with_the_machine_beside_what_lies_outside_the_budget(ratio: float, expected: bool) -> None:  # noqa: FBT001 - a case
     asked: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": ratio, "max_model_len": 8192}
 
-    assert fits(estimated(**asked, unified_memory=True)) is expected
-    assert fits(estimated(**asked)) is True, "a card of its own leaves the machine alone"
+    assert can_start(estimated(**asked, unified_memory=True)) is expected
+    assert can_start(estimated(**asked)) is True, "a card of its own leaves the machine alone"
 
 
 def test_what_is_offloaded_lies_in_the_same_memory() -> None:
     asked: dict[str, Any] = {"card_gib": MACHINE_GIB, "gpu_memory_utilization": 0.9, "max_model_len": 8192}
 
-    assert fits(estimated(**asked, unified_memory=True)) is True
-    assert fits(estimated(**asked, unified_memory=True, cpu_offload_bytes=10 * GIB)) is False
+    assert can_start(estimated(**asked, unified_memory=True)) is True
+    assert can_start(estimated(**asked, unified_memory=True, cpu_offload_bytes=10 * GIB)) is False
 
 
 def test_the_verdict_says_what_would_happen_and_the_share_that_leaves_enough(

@@ -14,14 +14,14 @@ import pytest
 
 from tests.unit.commands.postmortem import scenes
 from tests.unit.commands.postmortem.scenes import Scene
-from vllm_headroom.trace.entries import HEADER, line
+from vllm_headroom.trace.entries import HEADER, encode_line
 from vllm_headroom.trace.flight import set_aside
-from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_of
-from vllm_headroom.trace.parse import recorded, snapshot_of
-from vllm_headroom_tools.advise.history import Past
+from vllm_headroom.trace.incidents import FLIGHT, INCIDENTS, name_incident
+from vllm_headroom.trace.parse import parse_snapshot, read_trace
+from vllm_headroom_tools.advise.history import TraceHistory
 from vllm_headroom_tools.advise.settings import EngineArgs
 from vllm_headroom_tools.cli import execute
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 from vllm_headroom_tools.postmortem.command import COMMAND
 
 Run = Callable[..., tuple[int, str, str]]
@@ -40,11 +40,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def write(folder: Path, scene: Scene) -> Path:
     """Set a scene aside, as the daemon does."""
     with (folder / FLIGHT).open("wb") as stream:
-        stream.write(line(HEADER))
-        stream.writelines(map(line, scene.samples))
+        stream.write(encode_line(HEADER))
+        stream.writelines(map(encode_line, scene.samples))
     assert scene.header is not None
     set_aside(folder, scene.header["t"], scene.header)
-    return folder / INCIDENTS / name_of(scene.header["t"])
+    return folder / INCIDENTS / name_incident(scene.header["t"])
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_of_a_folder_it_is_the_newest_incident_and_the_state_directory_is_one(
 
 def test_a_trace_without_an_end_is_an_answer(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    trace.write_bytes(line(HEADER) + b"".join(map(line, scenes.scene(scenes.crash, 2).samples[:20])))
+    trace.write_bytes(encode_line(HEADER) + b"".join(map(encode_line, scenes.scene(scenes.crash, 2).samples[:20])))
 
     status, out, _ = run(trace)
 
@@ -176,7 +176,7 @@ def test_a_trace_without_an_end_is_an_answer(run: Run, tmp_path: Path) -> None:
 
 def test_an_end_that_only_the_header_tells_of_is_not_denied(run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    trace.write_bytes(line({**HEADER, "incident": {"t": 2_000_000_000.0, "what": "ended"}}))
+    trace.write_bytes(encode_line({**HEADER, "incident": {"t": 2_000_000_000.0, "what": "ended"}}))
 
     assert "cannot be told" in run(trace)[1]
 
@@ -185,7 +185,7 @@ def test_an_end_that_only_the_header_tells_of_is_not_denied(run: Run, tmp_path: 
     ("content", "problem"),
     [
         (b"dear diary\n", "line 1: no trace of this version"),
-        (line(HEADER), "file: has no samples"),
+        (encode_line(HEADER), "file: has no samples"),
         (b'{"headroom_trace":1,"incident":{"what":"ended"}}\n', "has a time `t`"),
         (b'{"headroom_trace":1,"incident":{"t":1,"what":["ended"]}}\n', "has a time `t`"),
         (b'{"headroom_trace":1,"incident":{"t":1,"what":"ended"}}\n{"t":-1}\n', "line 2: t: got -1"),
@@ -254,12 +254,12 @@ def test_nonsense_in_a_header_is_left_out(run: Run, tmp_path: Path) -> None:
 
 def test_an_incident_is_read_as_the_trace_that_it_is(leaked: Path) -> None:
     """`replay`, `check` and `advise` see in it what they see in the samples without its header."""
-    snapshots = list(recorded(str(leaked)))
+    snapshots = list(read_trace(str(leaked)))
     samples = [json.loads(each) for each in leaked.read_bytes().splitlines()[1:]]
-    plain = list(map(snapshot_of, samples))
+    plain = list(map(parse_snapshot, samples))
     assert snapshots == plain
 
-    watches, histories = [Watch(), Watch()], [Past(), Past()]
+    watches, histories = [LeakReplay(), LeakReplay()], [TraceHistory(), TraceHistory()]
     for found, watch, history in zip((snapshots, plain), watches, histories, strict=True):
         for snapshot in found:
             watch.step(snapshot)

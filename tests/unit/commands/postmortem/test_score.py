@@ -10,7 +10,7 @@ import pytest
 from tests.unit.commands.postmortem import demonstrated, scenes, spoiled
 from tests.unit.commands.postmortem.scenes import Scene
 from tests.unit.commands.postmortem.spoiled import Spoil
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom_tools.postmortem.command import judge
 from vllm_headroom_tools.postmortem.follow import Follower
 from vllm_headroom_tools.postmortem.rules import Diagnosis, EndCause, Sureness
@@ -22,7 +22,7 @@ LEAST_RIGHT = 0.95
 def named(scene: Scene) -> Diagnosis:
     follower = Follower(scene.header)
     for record in scene.samples:
-        follower.step(snapshot_of(record))
+        follower.step(parse_snapshot(record))
     return judge(follower.facts, told=scene.header is not None or follower.silent)[0]
 
 

@@ -13,13 +13,13 @@ from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.scrape.gpus import Gpus
 from vllm_headroom.scrape.proc.reader import Processes
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Finding, Kind, Wanted
-from vllm_headroom_tools.preflight.command import settled
+from vllm_headroom_tools.preflight.checks import Finding, GpuChoice, Kind, MemoryRequest
+from vllm_headroom_tools.preflight.command import wait_until_settled
 from vllm_headroom_tools.preflight.look import Conditions, look
 from vllm_headroom_tools.preflight.report import Clearance, judge
 
 CONTAINER: Final = "pid:[4026532555]"
-DEFAULT: Final = Ask(utilization_ratio=0.92)
+DEFAULT: Final = MemoryRequest(utilization_ratio=0.92)
 
 
 class Preflight:
@@ -42,8 +42,8 @@ class Preflight:
 
     def report(
         self,
-        ask: Ask = DEFAULT,
-        wanted: Wanted | None = None,
+        ask: MemoryRequest = DEFAULT,
+        wanted: GpuChoice | None = None,
         ignored: Collection[Kind] = (),
         *,
         patience_seconds: float = 20,
@@ -66,8 +66,8 @@ class Preflight:
     def wait(
         self,
         seconds: float,
-        ask: Ask = DEFAULT,
-        wanted: Wanted | None = None,
+        ask: MemoryRequest = DEFAULT,
+        wanted: GpuChoice | None = None,
         ignored: Collection[Kind] = (),
         *,
         patience_seconds: float = 20,
@@ -87,10 +87,10 @@ class Preflight:
                 conditions = await look(
                     gpus, processes, proc=self.tree.path, shm=self.shm, timeout_seconds=patience_seconds
                 )
-                return judge(conditions, ask, wanted or Wanted(), ignored)
+                return judge(conditions, ask, wanted or GpuChoice(), ignored)
 
             try:
-                return await settled(once, seconds, say)
+                return await wait_until_settled(once, seconds, say)
             finally:
                 await gpus.close()
 

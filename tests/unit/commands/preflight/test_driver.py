@@ -3,7 +3,7 @@ import pytest
 from tests.fakes.nvml.library import GIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest
 
 LIBRARY_MISSING, DRIVER_MISSING, MISMATCH, UNKNOWN, LOST = 12, 9, 18, 999, 15
 
@@ -46,7 +46,7 @@ def test_a_gpu_that_hangs_cannot_be_told_and_the_other_is_still_judged(preflight
     nvml.write()
 
     both = preflight.report()
-    first = preflight.report(wanted=Wanted(named=("0",)))
+    first = preflight.report(wanted=GpuChoice(named=("0",)))
 
     assert both.verdict is Conclusion.NOT_GOOD
     assert [(finding.gpu, finding.verdict) for finding in both.findings] == [
@@ -71,4 +71,4 @@ def test_a_machine_without_gpus_is_no_go(preflight: Preflight, nvml: FakeNvml) -
     nvml.gpus = []
     nvml.write()
 
-    assert only(preflight.report(Ask(utilization_ratio=0.92))).text.startswith("NVML shows no GPU here: ")
+    assert only(preflight.report(MemoryRequest(utilization_ratio=0.92))).text.startswith("NVML shows no GPU here: ")

@@ -8,8 +8,8 @@ from tests.fakes.cgroups import V2Tree
 from tests.fakes.nvml.library import GIB, FakeGpu
 from tests.unit.commands.preflight.looking import DEFAULT, Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Kind
-from vllm_headroom_tools.preflight.report import document
+from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
+from vllm_headroom_tools.preflight.report import build_document
 
 OWN_PID = 9999
 
@@ -32,7 +32,7 @@ def test_a_container_that_is_full_of_page_cache_has_room(preflight: Preflight) -
     report = preflight.report()
 
     assert report.verdict is Conclusion.GOOD
-    assert document(report)["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
+    assert build_document(report)["host"] == {"used_bytes": GIB, "limit_bytes": 32 * GIB}
 
 
 def test_a_container_without_room_for_vllms_processes_is_no_go(preflight: Preflight) -> None:
@@ -52,12 +52,12 @@ def test_more_workers_need_more(preflight: Preflight) -> None:
     contained(preflight, used_gib=30, file_gib=0, limit_gib=32)
 
     assert preflight.report().verdict is Conclusion.GOOD
-    parallel = Ask(utilization_ratio=0.9, tensor_parallel_size=4)
+    parallel = MemoryRequest(utilization_ratio=0.9, tensor_parallel_size=4)
     assert [each.kind for each in preflight.report(parallel).findings if each.kind is Kind.HOST] == [Kind.HOST]
 
 
 def test_nothing_is_said_where_nothing_is_known(preflight: Preflight) -> None:
-    assert document(preflight.report())["host"] is None
+    assert build_document(preflight.report())["host"] is None
 
 
 @pytest.fixture
@@ -78,16 +78,16 @@ def test_what_vllm_would_leave_to_a_machine_of_one_memory_is_told(unified: Prefl
         " processes: 8.00 GiB are the least, or it swaps and hangs"
     )
     assert found.fix == "start with --gpu-memory-utilization 0.89; or --ignore host"
-    assert unified.report(Ask(utilization_ratio=0.89)).verdict is Conclusion.GOOD
+    assert unified.report(MemoryRequest(utilization_ratio=0.89)).verdict is Conclusion.GOOD
 
 
 def test_swap_of_a_machine_of_one_memory_is_told_and_counts_as_no_room(unified: Preflight) -> None:
     meminfo(unified, total_gib=120, available_gib=118)
-    without = unified.report(Ask(utilization_ratio=0.89))
+    without = unified.report(MemoryRequest(utilization_ratio=0.89))
     with (unified.tree.path / "meminfo").open("a") as stream:
         stream.write(f"SwapTotal: {16 << 20} kB\nSwapFree: {16 << 20} kB\n")
 
-    report = unified.report(Ask(utilization_ratio=0.89))
+    report = unified.report(MemoryRequest(utilization_ratio=0.89))
 
     assert without.findings == ()
     assert [each.text for each in report.findings] == [

@@ -3,9 +3,9 @@ import pytest
 from tests.fakes.nvml.library import GIB, MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Kind
+from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
 from vllm_headroom_tools.preflight.look import Holder
-from vllm_headroom_tools.preflight.report import document, text
+from vllm_headroom_tools.preflight.report import build_document, render_text
 
 RESERVED = 600 * MIB
 USABLE = 80 * GIB - RESERVED
@@ -17,7 +17,7 @@ def test_a_free_gpu_is_a_go(preflight: Preflight) -> None:
     assert (report.verdict, report.findings) == (Conclusion.GOOD, ())
     assert report.gpus[0].asked_bytes == -(-USABLE * 92 // 100)
     assert report.highest_utilization_ratio == 0.99
-    assert document(report)["driver_version"] == "580.95.05"
+    assert build_document(report)["driver_version"] == "580.95.05"
 
 
 def test_a_taken_gpu_is_no_go_and_says_who_has_it_and_what_would_work(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -51,7 +51,7 @@ def test_the_highest_utilization_is_a_go_and_leaves_room_for_vllms_own_context(
         assert highest is not None
         free = USABLE - used
         assert highest * USABLE <= free - 0.6 * GIB < (highest + 0.01) * USABLE
-        assert preflight.report(Ask(utilization_ratio=highest)).findings == ()
+        assert preflight.report(MemoryRequest(utilization_ratio=highest)).findings == ()
 
 
 def test_a_full_gpu_leaves_no_utilization(preflight: Preflight, nvml: FakeNvml) -> None:
@@ -69,9 +69,11 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
     nvml.gpus[0].used_bytes = USABLE - 40 * GIB
     nvml.write()
 
-    tight = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 400 * MIB))
-    short = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 200 * MIB))
-    parallel = preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=40 * GIB - 700 * MIB, tensor_parallel_size=2))
+    tight = preflight.report(MemoryRequest(utilization_ratio=None, bytes_per_gpu=40 * GIB - 400 * MIB))
+    short = preflight.report(MemoryRequest(utilization_ratio=None, bytes_per_gpu=40 * GIB - 200 * MIB))
+    parallel = preflight.report(
+        MemoryRequest(utilization_ratio=None, bytes_per_gpu=40 * GIB - 700 * MIB, tensor_parallel_size=2)
+    )
 
     assert tight.verdict is Conclusion.GOOD
     assert tight.findings[0].text == (
@@ -82,15 +84,15 @@ def test_a_budget_that_fits_only_just_is_a_go_with_a_remark(preflight: Preflight
 
 
 def test_bytes_are_asked_beside_a_utilization(preflight: Preflight) -> None:
-    ask = Ask(utilization_ratio=0.5, bytes_per_gpu=60 * GIB)
-    less = Ask(utilization_ratio=0.5, bytes_per_gpu=10 * GIB)
+    ask = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=60 * GIB)
+    less = MemoryRequest(utilization_ratio=0.5, bytes_per_gpu=10 * GIB)
 
     assert preflight.report(ask).gpus[0].asked_bytes == 60 * GIB
     assert preflight.report(less).gpus[0].asked_bytes == USABLE // 2
 
 
 def test_more_than_the_gpu_has_does_not_pass_by_waiting(preflight: Preflight) -> None:
-    finding = only(preflight.report(Ask(utilization_ratio=None, bytes_per_gpu=100 * GIB)))
+    finding = only(preflight.report(MemoryRequest(utilization_ratio=None, bytes_per_gpu=100 * GIB)))
 
     assert finding.text.endswith("and this GPU has 79.41 GiB in all")
     assert not finding.may_pass
@@ -176,7 +178,7 @@ def test_what_helps_two_gpus_is_said_once(preflight: Preflight, nvml: FakeNvml) 
     nvml.gpus[:] = [FakeGpu(uuid=f"GPU-{index}", used_bytes=USABLE - GIB) for index in range(2)]
     nvml.write()
 
-    lines = list(text(preflight.report()))
+    lines = list(render_text(preflight.report()))
 
     assert len([line for line in lines if " are missing" in line]) == 2
     assert len([line for line in lines if line.startswith("    wait for what")]) == 1

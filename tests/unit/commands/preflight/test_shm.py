@@ -8,13 +8,13 @@ import pytest
 from tests.fakes.nvml.library import MIB, FakeGpu, FakeNvml
 from tests.unit.commands.preflight.looking import Preflight, only
 from vllm_headroom.model import Shm
-from vllm_headroom.scrape.proc.host import shm_of
+from vllm_headroom.scrape.proc.host import read_shm
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Kind, Wanted, shared_memory
+from vllm_headroom_tools.preflight.checks import GpuChoice, Kind, MemoryRequest, check_shared_memory
 
 
 def verdict(free: int, total: int) -> Conclusion | None:
-    found = list(shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
+    found = list(check_shared_memory(Shm(total_bytes=total * MIB, free_bytes=free * MIB)))
     return found[0].verdict if found else None
 
 
@@ -27,8 +27,8 @@ def test_less_than_vllms_largest_queue_is_no_go_and_less_than_nccl_asks_for_is_a
 
 
 def test_a_large_one_that_is_full_is_cleaned_and_a_small_one_made_larger() -> None:
-    (full,) = shared_memory(Shm(total_bytes=8192 * MIB, free_bytes=10 * MIB))
-    (small,) = shared_memory(Shm(total_bytes=64 * MIB, free_bytes=64 * MIB))
+    (full,) = check_shared_memory(Shm(total_bytes=8192 * MIB, free_bytes=10 * MIB))
+    (small,) = check_shared_memory(Shm(total_bytes=64 * MIB, free_bytes=64 * MIB))
 
     assert (
         full.text == "10 MiB of the 8192 MiB of /dev/shm are free, and vLLM needs 256 MiB free for tensor parallelism"
@@ -43,7 +43,7 @@ def test_a_machine_without_it_is_no_go_in_parallel_only(preflight: Preflight, nv
     nvml.gpus.append(FakeGpu(uuid="GPU-b"))
     nvml.write()
     preflight.shm = preflight.folder / "missing"
-    parallel, wanted = Ask(utilization_ratio=0.92, tensor_parallel_size=2), Wanted(count=2)
+    parallel, wanted = MemoryRequest(utilization_ratio=0.92, tensor_parallel_size=2), GpuChoice(count=2)
 
     assert only(preflight.report(parallel, wanted)).kind is Kind.SHM
     assert preflight.report(parallel, wanted, {Kind.SHM}).verdict is Conclusion.GOOD
@@ -71,4 +71,4 @@ def test_the_size_is_that_of_the_file_system(tmp_path: Path) -> None:
         pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr}")
 
     assert mounted.stdout == f"{Shm(total_bytes=64 * MIB, free_bytes=64 * MIB)}\n"
-    assert shm_of(tmp_path / "missing") is None
+    assert read_shm(tmp_path / "missing") is None

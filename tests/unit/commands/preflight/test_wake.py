@@ -14,12 +14,12 @@ from tests.unit.commands.preflight.looking import Preflight
 from vllm_headroom.model import EnginePage, Failure
 from vllm_headroom.vocabulary import Source
 from vllm_headroom_tools.conclusion import Conclusion
-from vllm_headroom_tools.preflight.checks import Ask, Kind
+from vllm_headroom_tools.preflight.checks import Kind, MemoryRequest
 from vllm_headroom_tools.preflight.command import IGNORABLE
 from vllm_headroom_tools.preflight.report import Clearance, judge_wake
 
 ASLEEP: Final = engine(awake=False, gpu_memory_utilization_ratio=0.9)
-UNTOLD: Final = Ask(utilization_ratio=None)
+UNTOLD: Final = MemoryRequest(utilization_ratio=None)
 CORE, STRANGER = 71, 99
 
 
@@ -39,7 +39,7 @@ def _held(preflight: Preflight, processes: dict[int, int | None]) -> None:
     preflight.nvml.write()
 
 
-def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: Ask = UNTOLD) -> Clearance:
+def judged(preflight: Preflight, told: EnginePage | Failure | None = None, ask: MemoryRequest = UNTOLD) -> Clearance:
     return judge_wake(preflight.conditions(port=8000), page(ASLEEP) if told is None else told, ask)
 
 
@@ -67,7 +67,7 @@ def test_what_another_took_meanwhile_is_missing_and_may_be_waited_for(sleeping: 
 
 
 def test_what_the_operator_says_of_its_share_is_believed(sleeping: Preflight) -> None:
-    text = judged(sleeping, ask=Ask(utilization_ratio=None, bytes_per_gpu=13 * GIB)).findings[0].text
+    text = judged(sleeping, ask=MemoryRequest(utilization_ratio=None, bytes_per_gpu=13 * GIB)).findings[0].text
 
     assert "to wake takes about 10.00 GiB" in text
 

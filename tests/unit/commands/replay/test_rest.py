@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.commands.replay.traces import BEGAN, MIB, STEP, sample, text
-from vllm_headroom.trace.parse import snapshots
-from vllm_headroom_tools.history.replay import Watch
-from vllm_headroom_tools.replay.command import document, verdict
+from vllm_headroom.trace.parse import parse_trace
+from vllm_headroom_tools.history.replay import LeakReplay
+from vllm_headroom_tools.replay.command import build_document, format_verdict
 
 
-def watched(records: Iterable[dict[str, Any]]) -> Watch:
-    watch = Watch()
-    for snapshot in snapshots(text(records).encode().splitlines()):
+def watched(records: Iterable[dict[str, Any]]) -> LeakReplay:
+    watch = LeakReplay()
+    for snapshot in parse_trace(text(records).encode().splitlines()):
         watch.step(snapshot)
     return watch
 
@@ -37,9 +37,9 @@ def nights(*kept_mib: int) -> Iterable[dict[str, Any]]:
 def test_what_each_sleep_kept_is_told_with_the_first_and_the_last() -> None:
     watch = watched(nights(2_048, 2_560, 4_096))
 
-    assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(verdict(watch))
+    assert "GPU 0, asleep: kept 2 GiB in the first sleep, 4 GiB in the last of 3." in list(format_verdict(watch))
     kept = [2_048 * MIB, 2_560 * MIB, 4_096 * MIB]
-    assert document(watch)["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
+    assert build_document(watch)["sleeps"] == [{"gpu": 0, "uuid": "GPU-a", "residue_bytes": kept}]
 
 
 def test_each_instance_of_a_gpu_keeps_its_own() -> None:
@@ -49,14 +49,14 @@ def test_each_instance_of_a_gpu_keeps_its_own() -> None:
         gpu["uuid"] = "MIG-11111111-2222"
         record["gpus"] = [gpu, {**gpu, "uuid": "MIG-33333333-4444", "engine": gpu["engine"] // 2}]
 
-    said = [line for line in verdict(watched(records)) if "asleep: kept" in line]
+    said = [line for line in format_verdict(watched(records)) if "asleep: kept" in line]
 
     assert said == ["GPU 0 MIG-11111111, asleep: kept 2 GiB.", "GPU 0 MIG-33333333, asleep: kept 1 GiB."]
 
 
 def test_one_sleep_is_told_alone_and_none_is_not_told() -> None:
-    assert "GPU 0, asleep: kept 2 GiB." in list(verdict(watched(nights(2_048))))
-    assert not [line for line in verdict(watched([at(0, 70_000)])) if "asleep" in line]
+    assert "GPU 0, asleep: kept 2 GiB." in list(format_verdict(watched(nights(2_048))))
+    assert not [line for line in format_verdict(watched([at(0, 70_000)])) if "asleep" in line]
 
 
 def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
@@ -64,15 +64,15 @@ def test_a_nap_that_was_over_before_it_had_settled_is_no_sleep() -> None:
 
     watch = watched([*nights(2_048), at(24, 70_000), *nap, at(27, 70_000)])
 
-    assert [len(each["residue_bytes"]) for each in document(watch)["sleeps"]] == [1]
+    assert [len(each["residue_bytes"]) for each in build_document(watch)["sleeps"]] == [1]
 
 
 def test_blocks_that_no_request_holds_are_told_from_a_hundredth_on() -> None:
-    def idle(ratio: float) -> Watch:
+    def idle(ratio: float) -> LeakReplay:
         return watched([at(0, 70_000), *(at(step, 70_000, running=0.0, kv_used_ratio=ratio) for step in range(1, 30))])
 
     lost, late = idle(0.07), idle(0.004)
 
-    assert "m, engine 0: idle, at most 7% of its KV cache was held by no request." in list(verdict(lost))
-    assert document(lost)["stranded"] == [{"model_name": "m", "engine": "0", "most_ratio": 0.07}]
-    assert not [line for line in verdict(late) if "idle" in line]
+    assert "m, engine 0: idle, at most 7% of its KV cache was held by no request." in list(format_verdict(lost))
+    assert build_document(lost)["stranded"] == [{"model_name": "m", "engine": "0", "most_ratio": 0.07}]
+    assert not [line for line in format_verdict(late) if "idle" in line]

@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Callable
 
 from tests.settings import load_as
-from vllm_headroom_tools.smoke.command import SmokeSettings, taken
-from vllm_headroom_tools.smoke.completion import Reach, State, Step
+from vllm_headroom_tools.smoke.command import SmokeSettings, take_steps
+from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState
 
-Steps = dict[str, Step]
+Steps = dict[str, SmokeStep]
 
 
 def smoke(url: str, *words: str, say: Callable[[str], None] = lambda _line: None) -> Steps:
     """Return the steps by name; `words` are options."""
     settings = load_as(SmokeSettings, ["--engine-url", url, *words], {})
-    steps = asyncio.run(taken(settings, Reach(settings.values()), say))
+    steps = asyncio.run(take_steps(settings, EngineServer(settings.values()), say))
     assert list(steps) == ["health", "completion", "metrics", "discrepancy"]
     return steps
 
 
-def states(steps: Steps) -> list[State]:
+def states(steps: Steps) -> list[StepState]:
     """Return how it went, in the order of the steps."""
     return [step.state for step in steps.values()]

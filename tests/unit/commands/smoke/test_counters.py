@@ -8,18 +8,18 @@ from tests.fakes.engine_server import Answer, page
 from tests.settings import load_as
 from tests.unit.commands.smoke.serving import RECORDED, Vllm, error
 from tests.unit.commands.smoke.smoking import smoke
-from vllm_headroom_tools.smoke.command import SmokeSettings, within
-from vllm_headroom_tools.smoke.completion import Reach, State, Step, counted, read_page
+from vllm_headroom_tools.smoke.command import SmokeSettings, check_discrepancy
+from vllm_headroom_tools.smoke.completion import EngineServer, SmokeStep, StepState, check_counters, read_page
 
 pytestmark = pytest.mark.usefixtures("nvml")
 
 
-def soon(vllm: Vllm) -> Step:
+def soon(vllm: Vllm) -> SmokeStep:
     """Look for a completion that was not made, without patience."""
-    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
+    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
 
-    async def steps() -> Step:
-        step, _ = await counted(reach, await read_page(reach), 0.0)
+    async def steps() -> SmokeStep:
+        step, _ = await check_counters(reach, await read_page(reach), 0.0)
         return step
 
     return asyncio.run(steps())
@@ -30,23 +30,23 @@ def test_the_completion_is_counted(vllm: Vllm) -> None:
 
     step = smoke(vllm.url)["metrics"]
 
-    assert step.state is State.OK
+    assert step.state is StepState.OK
     assert re.fullmatch(r"\d+ of \d+ inputs are on the page; finished requests rose by 1", step.text)
 
 
 def test_a_counter_that_is_not_there_before_the_first_request_begins_at_0(vllm: Vllm) -> None:
     first = "\n".join(line for line in RECORDED.splitlines() if "request_success" not in line) + "\n"
     vllm.answers["/metrics"] = page(first)
-    reach = Reach(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
+    reach = EngineServer(load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values())
 
-    async def steps() -> Step:
+    async def steps() -> SmokeStep:
         before = await read_page(reach)
         del vllm.answers["/metrics"]
         vllm.finished = 1
-        step, _ = await counted(reach, before, 0.0)
+        step, _ = await check_counters(reach, before, 0.0)
         return step
 
-    assert asyncio.run(steps()).state is State.OK
+    assert asyncio.run(steps()).state is StepState.OK
 
 
 def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
@@ -54,7 +54,7 @@ def test_a_counter_that_stays_is_of_another_server(vllm: Vllm) -> None:
 
     step = soon(vllm)
 
-    assert step.state is State.FAILED
+    assert step.state is StepState.FAILED
     assert step.text.startswith("finished requests stay at 7 after a completion: check that HEADROOM_ENGINE_URL is the")
 
 
@@ -76,7 +76,7 @@ def test_a_page_that_offers_too_little_fails(vllm: Vllm, answer: Answer, words: 
 
     step = soon(vllm)
 
-    assert step.state is State.FAILED
+    assert step.state is StepState.FAILED
     assert words in step.text
 
 
@@ -85,7 +85,7 @@ def test_without_a_completion_there_is_nothing_to_look_for(vllm: Vllm) -> None:
 
     step = smoke(vllm.url)["metrics"]
 
-    assert step.state is State.SKIPPED
+    assert step.state is StepState.SKIPPED
     assert step.text.endswith(" inputs are on the page; there is no completion to look for in them")
 
 
@@ -93,7 +93,7 @@ def test_a_page_without_counters_has_no_budget_either(vllm: Vllm) -> None:
     vllm.answers["/metrics"] = page("python_info 1\n")
     settings = load_as(SmokeSettings, ["--engine-url", vllm.url], {}).values()
 
-    async def step() -> Step:
-        return await within(settings, await read_page(Reach(settings)), 0.05)
+    async def step() -> SmokeStep:
+        return await check_discrepancy(settings, await read_page(EngineServer(settings)), 0.05)
 
     assert asyncio.run(step()).text.startswith("the page has no series of an engine, and so no budget")

@@ -13,22 +13,22 @@ from tests.unit.commands.smoke.smoking import smoke, states
 from vllm_headroom.model import Failure
 from vllm_headroom.scrape.http.reader import Reply
 from vllm_headroom.vocabulary import Reason, Source
-from vllm_headroom_tools.smoke.command import SmokeSettings, healthy
-from vllm_headroom_tools.smoke.completion import Reach, State, completed
+from vllm_headroom_tools.smoke.command import SmokeSettings, wait_until_healthy
+from vllm_headroom_tools.smoke.completion import EngineServer, StepState, request_completion
 
 pytestmark = pytest.mark.usefixtures("nvml")
-REST_SKIPPED = [State.FAILED, State.SKIPPED, State.SKIPPED, State.SKIPPED]
+REST_SKIPPED = [StepState.FAILED, StepState.SKIPPED, StepState.SKIPPED, StepState.SKIPPED]
 
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a server that answers do so even to the last question, for which the deadline leaves next to no time."""
-    ask = Reach.text
+    ask = EngineServer.text
 
-    async def text(reach: Reach, path: str, _seconds: float) -> str | Failure:
+    async def text(reach: EngineServer, path: str, _seconds: float) -> str | Failure:
         return await ask(reach, path, 30.0)
 
-    monkeypatch.setattr(Reach, "text", text)
+    monkeypatch.setattr(EngineServer, "text", text)
 
 
 def test_a_healthy_vllm_is_not_waited_for(vllm: Vllm) -> None:
@@ -48,7 +48,7 @@ def test_one_that_loads_is_waited_for_and_it_is_told_for_what(vllm: Vllm) -> Non
 
     steps = smoke(vllm.url, "--deadline", "10m", say=say)
 
-    assert steps["health"].state is State.OK
+    assert steps["health"].state is StepState.OK
     (line,) = said
     assert re.match(r"waiting, (10 min 0|9 min \d+) s left: ", line)
     assert line.endswith("/health answers 503 Service Unavailable: look for the cause in the engine's log")
@@ -69,7 +69,7 @@ def test_one_that_does_not_listen_yet_is_waited_for() -> None:
             server.close()
 
     assert len(servers) == 1
-    assert states(steps)[:3] == [State.OK, State.OK, State.OK]
+    assert states(steps)[:3] == [StepState.OK, StepState.OK, StepState.OK]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_what_no_waiting_mends_fails_at_once(vllm: Vllm, tmp_path: Path) -> None
     assert "missing cannot be read (No such file or directory)" in steps["health"].text
 
 
-class Asked(Reach):
+class Asked(EngineServer):
     """Never answers as wanted, and remembers how long each question was given."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Asked(Reach):
 def test_the_last_question_is_given_as_long_as_the_first() -> None:
     asked = Asked()
 
-    asyncio.run(healthy(asked, 0.3, lambda _line: None))
+    asyncio.run(wait_until_healthy(asked, 0.3, lambda _line: None))
 
     assert len(asked.seconds) > 1
     assert set(asked.seconds) == {0.3}
@@ -152,6 +152,6 @@ def test_the_last_question_is_given_as_long_as_the_first() -> None:
 def test_a_chat_is_given_as_long_as_a_completion() -> None:
     asked = Asked()
 
-    asyncio.run(completed(asked, 9.0))
+    asyncio.run(request_completion(asked, 9.0))
 
     assert asked.seconds == [9.0, 9.0]

@@ -9,19 +9,19 @@ from typing import Any
 from rich.console import Console
 
 from tests.unit.expose.views import day
-from vllm_headroom.expose.snapshot import document
+from vllm_headroom.expose.snapshot import build_document
 from vllm_headroom.expose.view import View
-from vllm_headroom_tools.watch.frame import frame
+from vllm_headroom_tools.watch.frame import draw_frame
 
 
 def drawn(view: View, width: int = 60) -> str:
-    return looked_at(json.loads(json.dumps(document(view))), width)
+    return looked_at(json.loads(json.dumps(build_document(view))), width)
 
 
 def looked_at(seen: dict[str, Any], width: int = 60) -> str:
     console = Console(file=io.StringIO(), width=width)
     with console.capture() as captured:
-        console.print(frame(seen, "gpu-7", console))
+        console.print(draw_frame(seen, "gpu-7", console))
     return captured.get()
 
 
@@ -33,7 +33,7 @@ def test_the_verdict_and_the_time_left_are_written() -> None:
 
 
 def test_instances_of_one_gpu_are_told_apart() -> None:
-    seen = json.loads(json.dumps(document(day(gpus=2))))
+    seen = json.loads(json.dumps(build_document(day(gpus=2))))
     for gpu, curve, uuid in zip(
         seen["gpus"], seen["history"]["gpus"], ("MIG-1234567890", "MIG-abcdefghij"), strict=True
     ):

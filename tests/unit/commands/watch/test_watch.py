@@ -16,9 +16,9 @@ import pytest
 
 from tests.unit.commands.screen import on_a_terminal, plain
 from tests.unit.expose.views import day
-from vllm_headroom.expose.snapshot import document
+from vllm_headroom.expose.snapshot import build_document
 
-LEAK = document(day(leaking=frozenset({0})))
+LEAK = build_document(day(leaking=frozenset({0})))
 WATCH = (sys.executable, "-m", "vllm_headroom", "watch")
 
 

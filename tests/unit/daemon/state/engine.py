@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.daemon.state.file import Identity, Lock, Memory, SavedState, identity
-from vllm_headroom.daemon.state.store import Keeper
-from vllm_headroom.derive import derivations
+from vllm_headroom.daemon.state.file import FolderLock, Identity, Memory, SavedState, identify_engine
+from vllm_headroom.daemon.state.store import StateKeeper
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
-from vllm_headroom.model import EngineProcess, EngineReading, Failure, Gpu, Life, Sample, Snapshot
+from vllm_headroom.model import EngineProcess, EngineReading, EngineStatus, Failure, Gpu, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, Role
 
 GIB: Final = 2**30
@@ -27,7 +27,7 @@ REQUESTS_PER_STEP: Final = 50
 ALARM_STEPS: Final = 1800
 """Two and a half hours, in which half of the room leaks away: far more than the alarm needs."""
 
-DERIVATIONS: Final = tuple(each for each in derivations() if each.name in {"leak", "baseline"})
+DERIVATIONS: Final = tuple(each for each in build_derivations() if each.name in {"leak", "baseline"})
 
 
 def held(step: int) -> int:
@@ -60,7 +60,7 @@ def seen(
         gpus=(device(step),) if gpus is None else gpus,
         processes=(worker,),
     )
-    return replace(at, monotonic_seconds=at.monotonic_seconds + shift, life=Life(state=EngineState.SERVING))
+    return replace(at, monotonic_seconds=at.monotonic_seconds + shift, life=EngineStatus(state=EngineState.SERVING))
 
 
 def followed(memory: Memory, snapshots: Iterable[Snapshot]) -> Iterator[tuple[Memory, tuple[Sample, ...]]]:
@@ -79,7 +79,7 @@ def after(snapshots: Iterable[Snapshot], memory: Memory | None = None) -> Memory
 
 
 def kept(memory: Memory, last: Snapshot, **changes: Any) -> SavedState:
-    whose = identity(last.engines)
+    whose = identify_engine(last.engines)
     assert isinstance(whose, Identity)
     facts = {"version": "0", "saved_at_seconds": last.time_seconds, "monotonic_seconds": last.monotonic_seconds}
     return SavedState(**{**facts, "identity": whose, "memory": memory, **changes})
@@ -101,13 +101,13 @@ class FixedClock:
         raise AssertionError(monotonic_seconds)
 
 
-def keeper(folder: Path, now: Snapshot) -> Keeper:
-    return Keeper(folder=folder, clock=FixedClock(now), version="0", lock=free())
+def keeper(folder: Path, now: Snapshot) -> StateKeeper:
+    return StateKeeper(folder=folder, clock=FixedClock(now), version="0", lock=free())
 
 
-def free() -> Lock:
+def free() -> FolderLock:
     """Return a lock that never refuses: several keepers of a test have one folder."""
-    lock = Lock()
+    lock = FolderLock()
     lock.is_ours = True
     return lock
 

@@ -16,7 +16,7 @@ from tests.unit.daemon.state.engine import (
     reading,
     seen,
 )
-from vllm_headroom.daemon.state.file import STATE, Memory, taken_up
+from vllm_headroom.daemon.state.file import STATE, Memory, restore_memory
 from vllm_headroom.derive.leak.leak import LoadState
 from vllm_headroom.model import Snapshot
 from vllm_headroom.vocabulary import Source
@@ -31,7 +31,7 @@ def test_the_samples_after_a_restart_are_those_of_a_process_that_never_stopped(s
     saved = kept(after(seen(step) for step in range(1, stopped + 1)), seen(stopped))
     steps = range(stopped + 1, stopped + 121)
 
-    memory = taken_up(STATE.decode(STATE.encode(saved)), seen(stopped + 1, shift=shift))
+    memory = restore_memory(STATE.decode(STATE.encode(saved)), seen(stopped + 1, shift=shift))
     through = [samples for _, samples in followed(memory, (seen(step, shift=shift) for step in steps))]
     unbroken = [samples for _, samples in followed(saved.memory, (seen(step) for step in steps))]
 
@@ -45,7 +45,7 @@ def test_what_was_kept_asleep_is_taken_up() -> None:
         return seen(step, shift=shift, engines=(reading(step, awake=not asleep),), gpus=gpus)
 
     saved = kept(after(map(rollout, range(1, 600))), rollout(599))
-    memory = taken_up(STATE.decode(STATE.encode(saved)), rollout(600, SHIFT))
+    memory = restore_memory(STATE.decode(STATE.encode(saved)), rollout(600, SHIFT))
 
     through = after((rollout(step, SHIFT) for step in range(600, 900)), memory).leak.asleep["GPU-a"]
     unbroken = after(map(rollout, range(600, 900)), saved.memory).leak.asleep["GPU-a"]
@@ -57,7 +57,7 @@ def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
     back = ALARM_STEPS + 720
 
-    memory = taken_up(saved, seen(back, shift=SHIFT))
+    memory = restore_memory(saved, seen(back, shift=SHIFT))
     track = after([seen(back, shift=SHIFT)], memory).leak.gpus["GPU-a"]
     unbroken = after([seen(back)], alarmed).leak.gpus["GPU-a"]
 
@@ -68,7 +68,7 @@ def test_the_time_the_process_was_down_is_a_gap(alarmed: Memory) -> None:
 def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS), saved_at_seconds=seen(ALARM_STEPS + 20).time_seconds)
 
-    track = taken_up(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus["GPU-a"]
+    track = restore_memory(saved, seen(ALARM_STEPS, shift=SHIFT)).leak.gpus["GPU-a"]
 
     assert track.clock == seen(ALARM_STEPS, shift=SHIFT).monotonic_seconds
 
@@ -76,8 +76,8 @@ def test_a_clock_set_back_is_no_gap(alarmed: Memory) -> None:
 def test_load_that_was_not_seen_is_not_called_level(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
 
-    assert taken_up(saved, seen(ALARM_STEPS + 12)).leak.load.stable is True
-    assert taken_up(saved, seen(ALARM_STEPS + 13)).leak.load == LoadState()
+    assert restore_memory(saved, seen(ALARM_STEPS + 12)).leak.load.stable is True
+    assert restore_memory(saved, seen(ALARM_STEPS + 13)).leak.load == LoadState()
 
 
 def test_only_gpus_that_are_visible_are_taken_up() -> None:
@@ -85,9 +85,9 @@ def test_only_gpus_that_are_visible_are_taken_up() -> None:
     saved = kept(after(both), both[-1])
     assert set(saved.memory.baseline.bands) == {"GPU-a", "GPU-b"}
 
-    memory = taken_up(saved, seen(100, gpus=(device(100, "GPU-b"), device(100, "GPU-c"))))
+    memory = restore_memory(saved, seen(100, gpus=(device(100, "GPU-b"), device(100, "GPU-c"))))
 
     assert set(memory.leak.gpus) == {"GPU-b"}
     assert set(memory.baseline.bands) == {"GPU-b"}
     assert set(memory.leak.host) == {"worker"}
-    assert taken_up(saved, seen(100, gpus=failure(Source.NVML))).leak.gpus == {}
+    assert restore_memory(saved, seen(100, gpus=failure(Source.NVML))).leak.gpus == {}

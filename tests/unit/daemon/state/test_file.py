@@ -19,8 +19,8 @@ from msgspec import Struct
 from tests.conftest import Golden
 from tests.unit.daemon.state.engine import ALARM_STEPS, after, device, kept, reading, seen
 from vllm_headroom.daemon.state import file
-from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, Memory, SavedState, Unusable
-from vllm_headroom.derive.leak.facts import Verdict
+from vllm_headroom.daemon.state.file import FORMAT, MOST_BYTES, STATE, Memory, SavedState, UnusableState
+from vllm_headroom.derive.leak.facts import Certainty
 
 SAVES = """
 import sys
@@ -38,9 +38,9 @@ for number in range(int(sys.argv[2]), 10**9):
 def test_a_state_after_hours_comes_back_exactly(alarmed: Memory) -> None:
     saved = kept(alarmed, seen(ALARM_STEPS))
 
-    assert alarmed.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
+    assert alarmed.leak.gpus["GPU-a"].verdict is Certainty.LEAKING
     assert STATE.decode(STATE.encode(saved)) == saved
-    assert STATE.decode(STATE.encode(saved)).memory.leak.gpus["GPU-a"].verdict is Verdict.LEAKING
+    assert STATE.decode(STATE.encode(saved)).memory.leak.gpus["GPU-a"].verdict is Certainty.LEAKING
 
 
 @settings(max_examples=30, deadline=None)
@@ -79,7 +79,7 @@ def changed(**changes: Any) -> Callable[[bytes], bytes]:
     def change(content: bytes) -> bytes:
         document = {**json.loads(content), **changes}
         del document["checksum"]
-        return json.dumps({**document, "checksum": file._checksum(document)}).encode()
+        return json.dumps({**document, "checksum": file._compute_checksum(document)}).encode()
 
     return change
 
@@ -115,7 +115,7 @@ def test_a_bad_file_is_told_from_a_state(damage: Callable[[bytes], bytes], alarm
     content = damage(STATE.encode(kept(alarmed, seen(ALARM_STEPS))))
     (tmp_path / STATE.name).write_bytes(content)
 
-    with pytest.raises(Unusable):
+    with pytest.raises(UnusableState):
         STATE.read(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_too_large_is_not_taken_into_memory(tmp_path: Path) -> No
 
     tracemalloc.start()
     try:
-        with pytest.raises(Unusable, match="too large"):
+        with pytest.raises(UnusableState, match="too large"):
             STATE.read(tmp_path)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tests.samples import gpu, snapshot
 from tests.unit.daemon.state.engine import free
 from vllm_headroom.clock import SystemClock
-from vllm_headroom.daemon.state.file import HISTORY, _checksum
-from vllm_headroom.daemon.state.store import Keeper
+from vllm_headroom.daemon.state.file import HISTORY, _compute_checksum
+from vllm_headroom.daemon.state.store import StateKeeper
 from vllm_headroom.derive.leak.leak import LeakMemory
 from vllm_headroom.derive.per_request import Baselines
 from vllm_headroom.expose.view import Event, History, KeptHistory
@@ -26,8 +26,8 @@ def past() -> History:
     return history
 
 
-def keeper(folder: Path) -> Keeper:
-    return Keeper(folder=folder, clock=SystemClock(), version="1", lock=free())
+def keeper(folder: Path) -> StateKeeper:
+    return StateKeeper(folder=folder, clock=SystemClock(), version="1", lock=free())
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_curve_that_is_none_sets_the_file_aside(tmp_path: Path) -> None:
     content = HISTORY.encode(past().kept())
     document = {**json.loads(content), "curves": {"running": "!"}}
     del document["checksum"]
-    (tmp_path / HISTORY.name).write_bytes(json.dumps({**document, "checksum": _checksum(document)}).encode())
+    (tmp_path / HISTORY.name).write_bytes(json.dumps({**document, "checksum": _compute_checksum(document)}).encode())
 
     assert HISTORY.name not in asyncio.run(keeper(tmp_path).recall(snapshot()))
     assert (tmp_path / f"{HISTORY.name}.bad").exists()

@@ -24,9 +24,9 @@ from tests.unit.daemon.state.engine import (
     states,
 )
 from vllm_headroom import catalog
-from vllm_headroom.daemon.state.file import STATE, File, Memory
-from vllm_headroom.daemon.state.store import Keeper
-from vllm_headroom.derive.leak.facts import Verdict
+from vllm_headroom.daemon.state.file import STATE, Memory, StateFile
+from vllm_headroom.daemon.state.store import StateKeeper
+from vllm_headroom.derive.leak.facts import Certainty
 from vllm_headroom.model import EngineReading, Failure, Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
 from vllm_headroom.worker import Worker
@@ -63,7 +63,7 @@ def test_the_state_waits_until_the_engine_and_its_gpus_are_seen(alarmed: Memory,
     assert outcome(tmp_path, *waiting) == ({}, [])
 
     found, _ = outcome(tmp_path, *waiting, seen(NEXT))
-    assert found["leak"].gpus["GPU-a"].verdict is Verdict.LEAKING
+    assert found["leak"].gpus["GPU-a"].verdict is Certainty.LEAKING
 
 
 @pytest.mark.parametrize("now", [NO_ENGINE, seen(NEXT, gpus=failure(Source.NVML))], ids=["no-engine", "no-gpus"])
@@ -241,7 +241,7 @@ def test_a_volume_that_hangs_costs_the_timeout_and_no_more(
     alarmed: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(File, "write", lambda *_: answers.wait(30))
+    monkeypatch.setattr(StateFile, "write", lambda *_: answers.wait(30))
 
     async def live() -> None:
         subject = keeper(tmp_path, LAST)
@@ -272,7 +272,7 @@ def test_the_last_save_is_made_though_the_end_came_during_another(
     monkeypatch.setattr(Worker, "call", call)
 
     async def live() -> None:
-        subject = Keeper(folder=tmp_path, clock=FixedClock(LAST), version="0", lock=free())
+        subject = StateKeeper(folder=tmp_path, clock=FixedClock(LAST), version="0", lock=free())
         go_on.set()
         await subject.recall(LAST)
         begun.clear()

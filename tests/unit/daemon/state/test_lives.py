@@ -13,11 +13,11 @@ from structlog.testing import capture_logs
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, seen
 from tests.unit.derive.life.watch import NEXT, REFUSED, Watch, card, serving
 from vllm_headroom.daemon.state.file import LIVES, STATE, Memory
-from vllm_headroom.derive.life.lives import LIFE, LifeState
+from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState
 from vllm_headroom.vocabulary import ExitReason
 
 
-def crashed() -> LifeState:
+def crashed() -> RunState:
     """Return the state after a death, a restart and another death."""
     watch = serving()
     watch.look(REFUSED, processes=(), gpus=(card(0.5),))
@@ -43,37 +43,37 @@ def taken_up(folder: Path, step: int = 2) -> tuple[dict[str, Any], list[str]]:
 
 def test_they_come_back_exactly_and_at_once_while_the_engine_is_down(tmp_path: Path) -> None:
     before = crashed()
-    saved(tmp_path, **{LIFE: before})
+    saved(tmp_path, **{ENGINE_RUN: before})
 
     found, _ = taken_up(tmp_path)
 
-    assert found == {LIFE: LifeState(lives=before.lives)}
-    assert found[LIFE].lives.exits == {ExitReason.GONE: 2}
-    assert found[LIFE].lives.restarts == 1
+    assert found == {ENGINE_RUN: RunState(lives=before.lives)}
+    assert found[ENGINE_RUN].lives.exits == {ExitReason.GONE: 2}
+    assert found[ENGINE_RUN].lives.restarts == 1
 
 
 def test_nothing_by_the_clock_of_the_last_process_comes_back(tmp_path: Path) -> None:
-    saved(tmp_path, **{LIFE: serving().state})
+    saved(tmp_path, **{ENGINE_RUN: serving().state})
     watch = Watch()
-    watch.state = taken_up(tmp_path)[0][LIFE]
+    watch.state = taken_up(tmp_path)[0][ENGINE_RUN]
     watch.at = -1e6
 
     assert watch.look(REFUSED).progress_age_seconds is None
 
 
 def test_they_go_on_when_what_the_detector_learned_is_of_another_life(alarmed: Memory, tmp_path: Path) -> None:
-    saved(tmp_path, **{LIFE: crashed()})
+    saved(tmp_path, **{ENGINE_RUN: crashed()})
     old = kept(alarmed, seen(ALARM_STEPS))
     STATE.write(tmp_path, replace(old, identity=replace(old.identity, models=("another",))))
 
     found, _ = taken_up(tmp_path, ALARM_STEPS + 10)
 
-    assert found[LIFE].lives.restarts == 1
+    assert found[ENGINE_RUN].lives.restarts == 1
     assert (tmp_path / STATE.name).exists(), "it waits until an engine is seen"
 
 
 def test_an_engine_that_was_never_seen_leaves_no_file(tmp_path: Path) -> None:
-    saved(tmp_path, **{LIFE: LifeState()})
+    saved(tmp_path, **{ENGINE_RUN: RunState()})
 
     assert not (tmp_path / LIVES.name).exists()
 

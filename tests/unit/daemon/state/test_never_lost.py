@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.unit.daemon.state.engine import ALARM_STEPS, keeper, kept, recalled, seen, states
-from vllm_headroom.daemon.state.file import STATE, File, Memory, Unusable
+from vllm_headroom.daemon.state.file import STATE, Memory, StateFile, UnusableState
 
 NEXT = seen(ALARM_STEPS + 10)
 YEARS = 365.25 * 86400
@@ -22,13 +22,13 @@ def test_a_state_whose_first_read_failed_is_not_written_over_and_taken_up_later(
     STATE.write(tmp_path, kept(alarmed, seen(ALARM_STEPS)))
     before = (tmp_path / STATE.name).read_bytes()
 
-    def broken(_file: File[object], _folder: Path) -> None:
+    def broken(_file: StateFile[object], _folder: Path) -> None:
         raise OSError(5, "Input/output error")
 
     async def down_and_up() -> None:
         subject = keeper(tmp_path, NEXT)
         with monkeypatch.context() as patch, capture_logs() as lines:
-            patch.setattr(File, "read", broken)
+            patch.setattr(StateFile, "read", broken)
             for _ in range(3):
                 assert await subject.recall(NEXT) == {}
                 await subject.save(states(Memory()))
@@ -45,10 +45,10 @@ def test_a_damaged_state_that_cannot_be_set_aside_is_not_written_over(
 ) -> None:
     (tmp_path / STATE.name).write_text("damaged")
 
-    def broken(_file: File[object], _folder: Path) -> None:
+    def broken(_file: StateFile[object], _folder: Path) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(File, "set_aside", broken)
+    monkeypatch.setattr(StateFile, "set_aside", broken)
 
     async def refused() -> None:
         subject = keeper(tmp_path, NEXT)
@@ -98,7 +98,7 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(alarm
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / STATE.name)
 
-    with pytest.raises(Unusable, match="a pipe"):
+    with pytest.raises(UnusableState, match="a pipe"):
         STATE.read(tmp_path)
 
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, engine, gpu, page, snapshot
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.gates import Gates, Rules, gates
-from vllm_headroom.model import Life, Sample, Values
+from vllm_headroom.derive.gates import Gates, Rules, build_gates
+from vllm_headroom.model import EngineStatus, Sample, Values
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import EngineState, GateName, LeakState
 
@@ -74,14 +74,16 @@ def watched(replica: Replica, now: float, rules: Rules) -> None:
         gpus=(gpu(),),
     )
     up = now >= replica.up_at
-    life = Life(state=EngineState.SERVING if up else EngineState.STARTING, began_seconds=replica.began, in_service=up)
+    life = EngineStatus(
+        state=EngineState.SERVING if up else EngineState.STARTING, began_seconds=replica.began, in_service=up
+    )
     samples: tuple[Sample, ...] = ()
     if up and now - replica.up_at > FOUND_AFTER and replica.rate > 0:
         left = LOWER * replica.free / replica.rate
         leaking = Sample(catalog.LEAK_STATE, (*A_GPU, LeakState.LEAKING), 1.0)
         samples = (leaking, Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, left))
     here = replace(seen, time_seconds=MIDNIGHT + now, life=life)
-    replica.state, _ = answer(gates(rules, Values(samples)), replica.state, here)
+    replica.state, _ = answer(build_gates(rules, Values(samples)), replica.state, here)
 
 
 def begun_anew(replica: Replica, now: float) -> None:

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, snapshot, values
 from vllm_headroom import catalog
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.gates import Gates, Rules, gates
-from vllm_headroom.model import Life, Sample, Values
+from vllm_headroom.derive.gates import Gates, Rules, build_gates
+from vllm_headroom.model import EngineStatus, Sample, Values
 from vllm_headroom.vocabulary import EngineState, GateName
 
 OFF = Rules(ready_seconds=None, ready_most_seconds=900.0, live_seconds=None, name="vllm-1")
@@ -16,11 +16,11 @@ SOON = (Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 10.0),)
 
 
 def after(rules: Rules, samples: tuple[Sample, ...] = SOON) -> tuple[Gates, dict[tuple[str, ...], float]]:
-    question = gates(rules, Values(samples))
+    question = build_gates(rules, Values(samples))
     state: Gates = question.initial
     found: tuple[Sample, ...] = ()
     for seconds in range(0, 60, 5):
-        seen = replace(snapshot(at=float(seconds)), life=Life(state=EngineState.SERVING))
+        seen = replace(snapshot(at=float(seconds)), life=EngineStatus(state=EngineState.SERVING))
         state, found = answer(question, state, seen)
     return state, values(found, catalog.GATE_OPEN)
 
@@ -36,14 +36,14 @@ def test_an_engine_that_is_to_be_begun_anew_gets_no_traffic_meanwhile() -> None:
     rules = replace(OFF, ready_seconds=600.0, live_seconds=3600.0)
     leaking = Sample(catalog.LEAK_STATE, (*A_GPU, "leaking"), 1.0)
     leaks = Values([leaking, Sample(catalog.TIME_TO_OOM_LOWER, A_GPU, 2000.0)])
-    question = gates(rules, leaks)
+    question = build_gates(rules, leaks)
     state: Gates = question.initial
 
     def goes_on(begin: int, end: int) -> set[tuple[bool, bool]]:
         nonlocal state
         told = set()
         for seconds in range(begin, end, 30):
-            here = Life(state=EngineState.SERVING, began_seconds=1.0)
+            here = EngineStatus(state=EngineState.SERVING, began_seconds=1.0)
             state, _ = answer(question, state, replace(snapshot(at=float(seconds)), life=here))
             told.add((state.reason(GateName.READY) is None, state.reason(GateName.LIVE) is None))
         return told

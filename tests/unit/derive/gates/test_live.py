@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, Live, Rules, live
-from vllm_headroom.model import Life, Sample, Snapshot, Values
+from vllm_headroom.derive.gates import FAILS_SECONDS, HOUR_SECONDS, MARGIN_SECONDS, LiveGate, Rules, update_live
+from vllm_headroom.model import EngineStatus, Sample, Snapshot, Values
 from vllm_headroom.vocabulary import EngineState, LeakState
 
 DAY: Final = 24 * HOUR_SECONDS
@@ -33,7 +33,7 @@ def load(hour: float) -> float:
 def at(seconds: float, *, life: float = 1.0) -> Snapshot:
     running = load(seconds % DAY / HOUR_SECONDS)
     made = replace(snapshot(at=seconds, engines=page(engine(running=running))), time_seconds=MIDNIGHT + seconds)
-    return replace(made, life=Life(state=EngineState.SERVING, began_seconds=life))
+    return replace(made, life=EngineStatus(state=EngineState.SERVING, began_seconds=life))
 
 
 def leak(seconds: float, state: LeakState = LeakState.LEAKING) -> Values:
@@ -48,16 +48,16 @@ def follow(
     *,
     end: float,
     name: str = "vllm-0",
-    state: Live | None = None,
+    state: LiveGate | None = None,
     begin: float = 0.0,
     leaks: LeakState = LeakState.LEAKING,
     known_from: float = 0.0,
-) -> tuple[float | None, Live]:
+) -> tuple[float | None, LiveGate]:
     """Return when the gate first fails, and its state; the leak is seen from `begin` on and ends at `end`."""
-    following, now = state or Live(), known_from
+    following, now = state or LiveGate(), known_from
     while now < until:
         values = leak(end - now, leaks) if now >= begin else QUIET
-        following = live(following, at(now), values, rules(name))
+        following = update_live(following, at(now), values, rules(name))
         if following.reason is not None:
             return now, following
         now += STEP
@@ -67,10 +67,10 @@ def follow(
 def test_a_leak_of_the_hosts_memory_is_as_bad() -> None:
     leaking = (Sample(catalog.HOST_LEAK_STATE, ("worker", LeakState.LEAKING), 1.0),)
     near = Sample(catalog.HOST_TIME_TO_OOM_LOWER, (), 200.0)
-    before = live(Live(), at(0.0), QUIET, rules())
+    before = update_live(LiveGate(), at(0.0), QUIET, rules())
 
     def failed(*samples: Sample) -> bool:
-        seen = live(before, at(BETWEEN), Values(samples), rules())
+        seen = update_live(before, at(BETWEEN), Values(samples), rules())
         return seen.reason is not None
 
     assert failed(*leaking, near)
@@ -109,7 +109,7 @@ def test_with_less_than_an_hour_left_each_goes_in_another_moment_of_the_others_t
 
             assert failed is not None
             assert end - failed > MARGIN_SECONDS
-            assert rules(name).may_leave(MIDNIGHT + failed)
+            assert rules(name).can_leave(MIDNIGHT + failed)
             moments.add(failed)
         assert len(moments) >= 3
 
@@ -151,8 +151,8 @@ def test_it_fails_until_a_new_life_begins_and_not_again_soon() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    still = live(state, at(failed + STEP), leak(9e5), rules())
-    anew = live(still, at(failed + 2 * STEP, life=2.0), QUIET, rules())
+    still = update_live(state, at(failed + STEP), leak(9e5), rules())
+    anew = update_live(still, at(failed + 2 * STEP, life=2.0), QUIET, rules())
 
     assert still.reason is not None
     assert anew.reason is None
@@ -165,6 +165,6 @@ def test_a_kubelet_that_does_not_act_is_not_asked_for_ever() -> None:
     failed, state = follow(3 * DAY, end=2.5 * DAY, begin=DAY + 10 * HOUR_SECONDS)
     assert failed is not None
 
-    after = live(state, at(failed + FAILS_SECONDS), leak(9e5), rules())
+    after = update_live(state, at(failed + FAILS_SECONDS), leak(9e5), rules())
 
     assert after.reason is None

@@ -9,8 +9,17 @@ from msgspec.structs import replace
 
 from tests.samples import A_GPU, engine, failure, gpu, page, snapshot
 from vllm_headroom import catalog
-from vllm_headroom.derive.gates import CLOSE_AFTER_SECONDS, GROUPS, OPEN_AFTER_SECONDS, OVER, Ready, Rules, place, ready
-from vllm_headroom.model import Life, Sample, Snapshot, Values
+from vllm_headroom.derive.gates import (
+    CLOSE_AFTER_SECONDS,
+    GROUPS,
+    OPEN_AFTER_SECONDS,
+    OVER,
+    ReadyGate,
+    Rules,
+    number_replica,
+    update_ready,
+)
+from vllm_headroom.model import EngineStatus, Sample, Snapshot, Values
 from vllm_headroom.units import GIB, MIB
 from vllm_headroom.vocabulary import EngineState, Source
 
@@ -26,7 +35,7 @@ FIRST, SECOND = "vllm-0", "vllm-1"
 def at(seconds: float, *, life: EngineState = EngineState.SERVING, **known: Any) -> Snapshot:
     seen = {"engines": page(engine(running=4.0, waiting=0.0, finished_total=seconds)), "gpus": (gpu(),), **known}
     made = replace(snapshot(at=seconds, **seen), time_seconds=EPOCH + seconds)
-    return replace(made, life=Life(state=life))
+    return replace(made, life=EngineStatus(state=life))
 
 
 def left(seconds: float) -> Values:
@@ -40,7 +49,7 @@ class Gate:
     """A gate on its own clock."""
 
     def __init__(self, name: str = SECOND) -> None:
-        self.now, self.state = 0.0, Ready()
+        self.now, self.state = 0.0, ReadyGate()
         self.rules = Rules(ready_seconds=LEAST, ready_most_seconds=MOST, live_seconds=None, name=name)
 
     def goes_on(self, seconds: float, values: Values = NOTHING, **seen: Any) -> str | None:
@@ -48,7 +57,7 @@ class Gate:
         until = self.now + seconds
         while self.now < until:
             self.now += STEP
-            self.state = ready(self.state, at(self.now, **seen), values, self.rules)
+            self.state = update_ready(self.state, at(self.now, **seen), values, self.rules)
         return self.state.reason
 
 
@@ -118,13 +127,13 @@ def test_of_neighbours_in_a_statefulset_one_is_always_open_and_one_may_close(rep
     all_rules = [Gate(f"vllm-{number}").rules for number in range(replicas)]
 
     for turn in range(6):
-        assert {each.has_the_watch(EPOCH + turn * MOST) for each in all_rules} == {True, False}
+        assert {each.has_turn(EPOCH + turn * MOST) for each in all_rules} == {True, False}
 
 
 def test_names_of_a_deployment_are_spread_evenly() -> None:
     counts = [0] * GROUPS
     for number in range(1000):
-        counts[place(f"vllm-7d9f8c-{number:05x}z") % GROUPS] += 1
+        counts[number_replica(f"vllm-7d9f8c-{number:05x}z") % GROUPS] += 1
 
     assert min(counts) > 400
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.samples import A_GPU, failure, gpu, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.inside import MOST_COUNTS, Counts, counters
+from vllm_headroom.derive.inside import MOST_COUNTS, Counts, derive_counters
 from vllm_headroom.model import AllocatorReading, Failure, OomRecord, ProbedProcess, ProbeReadings, Sample
 from vllm_headroom.vocabulary import Source
 
@@ -22,7 +22,7 @@ def followed(*ticks: ProbeReadings | Failure | None) -> tuple[Counts, tuple[Samp
     state = Counts()
     samples: tuple[Sample, ...] = ()
     for probe in ticks:
-        state, samples = counters(state, snapshot(probe=probe))
+        state, samples = derive_counters(state, snapshot(probe=probe))
     return state, samples
 
 
@@ -72,14 +72,14 @@ def test_a_reading_that_failed_has_no_series_and_loses_no_count() -> None:
 def test_what_is_not_counted_is_absent() -> None:
     assert followed(here(worker()))[1] == ()
     assert followed(here(worker(uuid="GPU-b", retries=1)))[1] == ()
-    state, samples = counters(Counts(), snapshot(gpus=(gpu(attribution=None),), probe=here(worker(retries=1))))
+    state, samples = derive_counters(Counts(), snapshot(gpus=(gpu(attribution=None),), probe=here(worker(retries=1))))
     assert (state, samples) == (Counts(), ())
 
 
 def test_what_is_remembered_is_bounded() -> None:
     state = Counts()
     for pid in range(MOST_COUNTS + 50):
-        state, samples = counters(state, snapshot(probe=here(worker(pid, retries=1))))
+        state, samples = derive_counters(state, snapshot(probe=here(worker(pid, retries=1))))
 
     assert len(state.last) == MOST_COUNTS
     assert values(samples, catalog.ALLOCATOR_RETRIES) == {A_GPU: MOST_COUNTS + 50.0}
@@ -90,7 +90,7 @@ def test_a_counter_never_falls(ticks: list[tuple[int, int, bool]]) -> None:
     state, total = Counts(), 0.0
     for pid, count, alive in ticks:
         each = (worker(pid, retries=count),)
-        state, samples = counters(
+        state, samples = derive_counters(
             state, snapshot(probe=ProbeReadings(present=each) if alive else ProbeReadings(others=each))
         )
         now = values(samples, catalog.ALLOCATOR_RETRIES)[A_GPU]

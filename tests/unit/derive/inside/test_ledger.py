@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples import failure, gpu, probed
-from vllm_headroom.derive.inside import RACE_BYTES, Sums, ledger, with_inside
+from vllm_headroom.derive.inside import RACE_BYTES, Sums, add_inside, build_ledger
 from vllm_headroom.model import AllocatorReading, EngineParts, Failure, Gpu, Inside, PoolReading, ProbeReadings
 from vllm_headroom.vocabulary import MemoryPart, Source
 
@@ -18,7 +18,7 @@ SIZES = st.integers(0, 2**40)
 
 def parts_of(held: int | None = 1000, **known: int) -> dict[str, int]:
     facts: dict[str, Any] = dict.fromkeys(("allocated", "reserved", "split", "weights", "kv_cache", "graphs"))
-    return {str(part): value for part, value in ledger(Sums(**facts | known), held).items()}
+    return {str(part): value for part, value in build_ledger(Sums(**facts | known), held).items()}
 
 
 WHOLE = {"allocated": 700, "reserved": 850, "split": 30, "weights": 300, "kv_cache": 350}
@@ -99,7 +99,7 @@ def test_a_whole_ledger_sums_to_what_is_held(  # noqa: PLR0917 - each is a size
     reserved = allocated + split + cached
     sums = Sums(allocated=allocated, reserved=reserved, split=split, weights=weights, kv_cache=kv_cache, graphs=graphs)
 
-    found = ledger(sums, reserved + outside)
+    found = build_ledger(sums, reserved + outside)
 
     assert sum(found.values()) == reserved + outside
     assert min(found.values()) >= 0
@@ -116,7 +116,7 @@ PARTS = EngineParts(weights_bytes=300, kv_cache_bytes=350)
 
 def inside(*present: Any, card: Gpu | None = None) -> Inside | None:
     seen = gpu(used=1000) if card is None else card
-    found = with_inside((seen,), ProbeReadings(present=present))
+    found = add_inside((seen,), ProbeReadings(present=present))
     assert not isinstance(found, Failure)
     return found[0].inside
 
@@ -177,6 +177,6 @@ def test_what_was_measured_awake_is_not_held_asleep() -> None:
 def test_without_a_word_from_inside_gpus_stay_as_they_are() -> None:
     seen = (gpu(),)
 
-    assert with_inside(seen, None) is seen
-    assert with_inside(seen, failure(Source.PROBE)) is seen
-    assert with_inside(failure(Source.NVML), ProbeReadings()) == failure(Source.NVML)
+    assert add_inside(seen, None) is seen
+    assert add_inside(seen, failure(Source.PROBE)) is seen
+    assert add_inside(failure(Source.NVML), ProbeReadings()) == failure(Source.NVML)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.samples import failure, probed
-from vllm_headroom.derive.inside import told
+from vllm_headroom.derive.inside import classify_probe
 from vllm_headroom.model import EngineProcess, Failure, OomRecord, ProbedProcess, ProbeReadings
 from vllm_headroom.vocabulary import Role, Source
 
@@ -22,7 +22,7 @@ def process(pid: int = 7, began: float = BEGAN) -> EngineProcess:
 
 def standing(*files: ProbedProcess, processes: tuple[EngineProcess, ...] | Failure = (), now: float = NOW) -> str:
     """Return how each file stands, in a letter."""
-    found = told(files, processes, now)
+    found = classify_probe(files, processes, now)
     assert isinstance(found, ProbeReadings)
     return "".join(
         "p" if each in found.present else "s" if each in found.silent else "o" if each in found.others else "-"
@@ -85,7 +85,7 @@ def test_a_probe_that_gave_up_is_not_taken_for_a_process_that_hangs() -> None:
 
 
 def test_of_two_files_of_one_process_the_newest_counts() -> None:
-    found = told((aged(1), aged(5)), (), NOW)
+    found = classify_probe((aged(1), aged(5)), (), NOW)
 
     assert isinstance(found, ProbeReadings)
     assert found.present == (aged(1),)
@@ -102,5 +102,5 @@ def test_a_file_dated_ahead_says_nothing_and_hides_nothing() -> None:
 
 
 def test_what_was_not_read_stays_so() -> None:
-    assert told(None, (), NOW) is None
-    assert told(failure(Source.PROBE), (), NOW) == failure(Source.PROBE)
+    assert classify_probe(None, (), NOW) is None
+    assert classify_probe(failure(Source.PROBE), (), NOW) == failure(Source.PROBE)

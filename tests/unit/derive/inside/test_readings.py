@@ -8,8 +8,8 @@ import pytest
 
 from tests.samples import A_GPU, engine, gpu, only, page, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.discrepancy import discrepancy
-from vllm_headroom.derive.readings import readings
+from vllm_headroom.derive.discrepancy import derive_discrepancy
+from vllm_headroom.derive.readings import derive_readings
 from vllm_headroom.model import EngineReading, Inside
 from vllm_headroom.vocabulary import MemoryPart
 
@@ -19,7 +19,7 @@ KNOWN: Final = Inside(
 
 
 def test_the_ledger_and_the_allocator_are_shown_of_each_gpu() -> None:
-    samples = readings(snapshot(gpus=(gpu(inside=KNOWN), gpu(index=1, uuid="GPU-b"))))
+    samples = derive_readings(snapshot(gpus=(gpu(inside=KNOWN), gpu(index=1, uuid="GPU-b"))))
 
     assert values(samples, catalog.ENGINE_MEMORY) == {(*A_GPU, "weights"): 300.0, (*A_GPU, "outside_torch"): 100.0}
     assert values(samples, catalog.ALLOCATOR_ALLOCATED) == {A_GPU: 700.0}
@@ -27,7 +27,7 @@ def test_the_ledger_and_the_allocator_are_shown_of_each_gpu() -> None:
 
 
 def test_what_is_unknown_is_absent() -> None:
-    nothing_told = {sample.metric for sample in readings(snapshot(gpus=(gpu(inside=Inside()),)))}
+    nothing_told = {sample.metric for sample in derive_readings(snapshot(gpus=(gpu(inside=Inside()),)))}
 
     assert not nothing_told & {catalog.ENGINE_MEMORY, catalog.ALLOCATOR_ALLOCATED, catalog.ALLOCATOR_RESERVED}
 
@@ -51,13 +51,13 @@ def test_reported_is_the_first_there_is(
 ) -> None:
     seen = snapshot(engines=page(told), gpus=(gpu(used=950, inside=within),))
 
-    samples = discrepancy(seen, configured_bytes=configured)
+    samples = derive_discrepancy(seen, configured_bytes=configured)
 
     assert values(samples, catalog.MEMORY_REPORTED) == expected
 
 
 def test_the_discrepancy_is_what_torch_does_not_know_of() -> None:
-    samples = discrepancy(snapshot(gpus=(gpu(used=950, inside=KNOWN),)), configured_bytes=None)
+    samples = derive_discrepancy(snapshot(gpus=(gpu(used=950, inside=KNOWN),)), configured_bytes=None)
 
     assert only(samples, catalog.MEMORY_DISCREPANCY).value == 150.0
     assert only(samples, catalog.MEMORY_DISCREPANCY_RATIO).value == 150 / 800

@@ -8,7 +8,7 @@ import pytest
 
 from tests.samples import AN_ENGINE, engine, failure, gpu, page, probed, snapshot, values
 from vllm_headroom import catalog
-from vllm_headroom.derive.kv_cache import Batches, admission, kv_cache, schedulers, with_steps
+from vllm_headroom.derive.kv_cache import Batches, add_steps, derive_admission, derive_kv_cache, find_schedulers
 from vllm_headroom.model import EnginePage, Gpu, Inside, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import MemoryPart, Source
 
@@ -18,19 +18,19 @@ def core(rank: int | None = 0, **known: Any) -> ProbedProcess:
 
 
 def test_one_engine_and_one_core_belong_together() -> None:
-    found = schedulers(page(engine("0")), (probed(), core(None, steps_total=5)))
+    found = find_schedulers(page(engine("0")), (probed(), core(None, steps_total=5)))
 
     assert {labels: each.steps_total for labels, each in found.items()} == {AN_ENGINE: 5}
 
 
 def test_several_engines_are_told_by_their_ranks() -> None:
-    found = schedulers(page(engine("0"), engine("1")), (core(1, steps_total=7), core(None, steps_total=9)))
+    found = find_schedulers(page(engine("0"), engine("1")), (core(1, steps_total=7), core(None, steps_total=9)))
 
     assert {labels: each.steps_total for labels, each in found.items()} == {("m", "1"): 7}
 
 
 def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
-    seen = with_steps(
+    seen = add_steps(
         page(engine("0", steps_total=3.0), engine("1"), engine("2")),
         ProbeReadings(present=(core(0),), silent=(core(1, steps_total=7),), others=(core(2, steps_total=9),)),
     )
@@ -42,14 +42,14 @@ def test_steps_come_to_the_page_the_last_word_of_a_silent_core_too() -> None:
 def test_without_a_probe_or_a_page_nothing_changes() -> None:
     seen = page(engine())
 
-    assert with_steps(seen, None) is seen
-    assert with_steps(seen, failure(Source.PROBE)) is seen
-    assert with_steps(failure(Source.ENGINE), ProbeReadings()) == failure(Source.ENGINE)
+    assert add_steps(seen, None) is seen
+    assert add_steps(seen, failure(Source.PROBE)) is seen
+    assert add_steps(failure(Source.ENGINE), ProbeReadings()) == failure(Source.ENGINE)
 
 
 def more(probe: ProbeReadings | None, running: float = 10.0) -> float | None:
     seen = snapshot(engines=page(engine(running=running, kv_used_ratio=0.1)), probe=probe)
-    return values(admission(Batches(), seen)[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
+    return values(derive_admission(Batches(), seen)[1], catalog.ENGINE_ADDITIONAL_REQUESTS).get(AN_ENGINE)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(64, 54), (1000, 90), (10, 0), (8, 0), (None, 90)])
@@ -72,7 +72,8 @@ def capacity(
     engines = page(engine("0", kv_capacity_tokens=tokens, **KV), engine("1", kv_capacity_tokens=3000.0, **KV))
     seen = snapshot(engines=engines, gpus=gpus)
     return values(
-        kv_cache(seen, bytes_per_token=configured, model=lambda _dtype, _gpus: 7), catalog.ENGINE_KV_CAPACITY_BYTES
+        derive_kv_cache(seen, bytes_per_token=configured, model=lambda _dtype, _gpus: 7),
+        catalog.ENGINE_KV_CAPACITY_BYTES,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive.leak.inside import InsideTracks, insides
-from vllm_headroom.model import Inside, Life, Snapshot
+from vllm_headroom.derive.leak.inside import InsideTracks, update_insides
+from vllm_headroom.model import EngineStatus, Inside, Snapshot
 from vllm_headroom.vocabulary import EngineState, MemoryPart
 
 SECONDS: Final = 5.0
@@ -42,13 +42,13 @@ def look(
         engines=page(engine(running=30.0, finished_total=at * 50.0, awake=awake)),
         gpus=(gpu(total=TOTAL, used=held, inside=inside),),
     )
-    return replace(seen, life=Life(state=EngineState.SERVING, restarts=restarts))
+    return replace(seen, life=EngineStatus(state=EngineState.SERVING, restarts=restarts))
 
 
 def followed(looks: int, grown: Callable[[int], Grown], tracks: InsideTracks | None = None) -> InsideTracks:
     tracks = {} if tracks is None else tracks
     for at in range(looks):
-        tracks = insides(tracks, look(at, grown(at)))
+        tracks = update_insides(tracks, look(at, grown(at)))
     return tracks
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Observation, Track, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Estimate, Observation, Track
 from vllm_headroom.derive.leak.track import observe
 
 HOUR = 3600.0
@@ -64,16 +64,16 @@ class Course:
     """What became of a track: its last state, the verdict after every reading and the estimate at the first alarm."""
 
     track: Track
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Certainty, ...]
     alarm: Estimate | None
 
-    def first(self, verdict: Verdict) -> float | None:
+    def first(self, verdict: Certainty) -> float | None:
         """Return the hours until the verdict was first reached."""
         found = next((number for number, each in enumerate(self.verdicts) if each >= verdict), None)
         return None if found is None else found * STEP / HOUR
 
     @property
-    def worst(self) -> Verdict:
+    def worst(self) -> Certainty:
         return max(self.verdicts)
 
 
@@ -82,7 +82,7 @@ def follow(seen: Iterable[Observation], track: Track | None = None) -> Course:
     for each in seen:
         track = observe(track or Track(clock=each.seconds), each)
         verdicts.append(track.verdict)
-        if track.verdict is Verdict.LEAKING and alarm is None:
+        if track.verdict is Certainty.LEAKING and alarm is None:
             alarm = track.estimate
     assert track is not None
     return Course(track, tuple(verdicts), alarm)

@@ -11,8 +11,8 @@ from tests.samples import A_GPU, engine, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, RATE, STEP, TOTAL, Shape, flat, leak, segments
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import MIB
-from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.model import Life, Sample, Snapshot
+from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.model import EngineStatus, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState
 
 KEPT = 2_000 * MIB
@@ -42,13 +42,13 @@ def looks(hours: float, lost: Shape, cached: Shape, sleeps: Sleeps, *, started: 
         told = engine(running=0.0 if asleep else 80.0, finished_total=awake_seconds * RATE, awake=not asleep)
         seen = gpu(total=TOTAL, used=size, engine=size, other=0)
         told = replace(told, started_at_seconds=1.0 + started)
-        yield snapshot(at=seconds, engines=page(told), gpus=(seen,), life=Life(state=EngineState.SERVING))
+        yield snapshot(at=seconds, engines=page(told), gpus=(seen,), life=EngineStatus(state=EngineState.SERVING))
 
 
 def said(seen: Iterator[Snapshot], state: LeakMemory | None = None) -> Iterator[tuple[LeakMemory, tuple[Sample, ...]]]:
     state = state or LeakMemory()
     for each in seen:
-        state, samples = leaks(state, each)
+        state, samples = derive_leaks(state, each)
         yield state, samples
 
 
@@ -168,7 +168,7 @@ def test_an_alarm_of_cache_ends_with_the_sleep_that_shows_it() -> None:
 def test_what_is_kept_before_the_engine_has_worked_is_told_and_measures_nothing() -> None:
     """Its first use of kernels takes what the sleeps after it keep as well."""
     *asleep, awake = looks(0.1, flat, flat, lambda seconds: seconds < 0.1 * HOUR - STEP)
-    begun = (replace(each, life=Life(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
+    begun = (replace(each, life=EngineStatus(state=EngineState.ASLEEP, in_service=False)) for each in asleep)
     *_, (before, kept) = said(begun)
     *_, (after, _) = said(iter([awake]), before)
 

@@ -11,9 +11,9 @@ from tests.samples import A_GPU, engine, failure, gpu, page, snapshot, values
 from tests.unit.derive.leak.stretches import BASE, LEAK, RATE, STEP, TOTAL, leak
 from vllm_headroom import catalog
 from vllm_headroom.derive.leak.facts import MIB
-from vllm_headroom.derive.leak.leak import LeakMemory, leaks
-from vllm_headroom.derive.per_request import READINGS, Baselines, baseline
-from vllm_headroom.model import EngineProcess, Failure, HostMemory, Life, Metric, Sample, Snapshot
+from vllm_headroom.derive.leak.leak import LeakMemory, derive_leaks
+from vllm_headroom.derive.per_request import READINGS, Baselines, derive_baseline
+from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory, Metric, Sample, Snapshot
 from vllm_headroom.vocabulary import EngineState, LeakState, Role, Source
 
 FAMILY = (
@@ -25,7 +25,7 @@ FAMILY = (
     catalog.TIME_TO_OOM,
     catalog.TIME_TO_OOM_LOWER,
 )
-SERVING = Life(state=EngineState.SERVING)
+SERVING = EngineStatus(state=EngineState.SERVING)
 Change = Callable[[Snapshot, float], Snapshot]
 
 
@@ -46,7 +46,7 @@ def run(hours: float, shape: Callable[[float], float], change: Change = unchange
             processes=(EngineProcess(pid=7, role=Role.WORKER, rss_bytes=size, started_at_seconds=1.0),),
             life=SERVING,
         )
-        state, samples = leaks(state, change(seen, seconds))
+        state, samples = derive_leaks(state, change(seen, seconds))
         yield samples
 
 
@@ -236,7 +236,7 @@ def ratios(held: Callable[[int], int], turns: int, configured: float | None = No
             gpus=(gpu(total=10**12, used=held(turn), engine=held(turn)),),
             life=SERVING,
         )
-        state, samples = baseline(state, seen, configured_bytes=configured)
+        state, samples = derive_baseline(state, seen, configured_bytes=configured)
         found.append(values(samples, catalog.MEMORY_PER_REQUEST_RATIO).get(A_GPU))
     return found
 
@@ -261,7 +261,7 @@ def test_a_configured_baseline_is_compared_only_at_full_load() -> None:
             time_seconds=seconds,
             life=SERVING,
         )
-        return baseline(state, seen, configured_bytes=500.0)
+        return derive_baseline(state, seen, configured_bytes=500.0)
 
     state, by_day = at(10.0, 0.0, Baselines())
     state, by_night = at(2.0, 3_600.0, state)
@@ -274,7 +274,7 @@ def test_a_baseline_of_another_life_is_forgotten() -> None:
     state = Baselines(life="1.000", finished_total=5000.0, bands={"GPU-a": {24: (READINGS, 1.0)}})
     seen = snapshot(engines=page(engine(running=10.0, finished_total=6000.0, started_at_seconds=2.0)), life=SERVING)
 
-    state, samples = baseline(state, seen, configured_bytes=None)
+    state, samples = derive_baseline(state, seen, configured_bytes=None)
 
     assert samples == ()
     assert all(count < READINGS for bands in state.bands.values() for count, _ in bands.values())
@@ -282,9 +282,11 @@ def test_a_baseline_of_another_life_is_forgotten() -> None:
 
 def test_what_is_not_in_service_has_no_ratio() -> None:
     seen = snapshot(engines=page(engine(running=10.0)), gpus=(gpu(total=10**12, used=9_500, engine=9_500),))
-    lost = Life(state=EngineState.STALLED, in_service=False)
+    lost = EngineStatus(state=EngineState.STALLED, in_service=False)
 
-    said = [baseline(Baselines(), replace(seen, life=life), configured_bytes=500.0) for life in (SERVING, lost, None)]
+    said = [
+        derive_baseline(Baselines(), replace(seen, life=life), configured_bytes=500.0) for life in (SERVING, lost, None)
+    ]
 
     assert [len(samples) for _, samples in said] == [1, 0, 0]
 
@@ -292,4 +294,4 @@ def test_what_is_not_in_service_has_no_ratio() -> None:
 def test_there_is_no_ratio_while_nothing_runs_or_one_engine_does_not_say() -> None:
     for running in (0.0, None):
         seen = snapshot(engines=page(engine(running=running, finished_total=5000.0)), life=SERVING)
-        assert baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()
+        assert derive_baseline(Baselines(), seen, configured_bytes=1.0)[1] == ()

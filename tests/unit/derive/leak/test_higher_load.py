@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Course, Shape, changed, follow, leak, readings
-from vllm_headroom.derive.leak.facts import MIB, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Certainty
 
 DOUBLED = 6 * HOUR
 STEP_HOURS = 0.6
@@ -25,13 +25,13 @@ def told(shape: Shape, hours: float, running: float) -> Course:
 
 
 def test_the_first_large_steps_of_a_doubled_load_are_no_alarm_and_at_a_level_load_they_are_one() -> None:
-    assert told(steps(4), 10.0, 80.0).worst is Verdict.LEAKING
-    assert told(steps(4), 10.0, 119.0).worst is Verdict.LEAKING
-    assert told(steps(4), 10.0, 161.0).worst < Verdict.LEAKING
+    assert told(steps(4), 10.0, 80.0).worst is Certainty.LEAKING
+    assert told(steps(4), 10.0, 119.0).worst is Certainty.LEAKING
+    assert told(steps(4), 10.0, 161.0).worst < Certainty.LEAKING
 
 
 def test_steps_that_go_on_at_a_doubled_load_are_an_alarm() -> None:
-    alarm = told(steps(7), 12.0, 161.0).first(Verdict.LEAKING)
+    alarm = told(steps(7), 12.0, 161.0).first(Certainty.LEAKING)
 
     assert alarm is not None
     assert alarm * HOUR - DOUBLED < 5.5 * HOUR
@@ -41,7 +41,7 @@ def test_just_after_load_doubled_growth_proves_as_little_as_after_a_start() -> N
     def late(seconds: float) -> float:
         return leak(max(0.0, seconds - DOUBLED))
 
-    level, doubled = (told(late, 7.0, running).first(Verdict.GROWING) for running in (80.0, 161.0))
+    level, doubled = (told(late, 7.0, running).first(Certainty.GROWING) for running in (80.0, 161.0))
 
     assert level is not None
     assert doubled is not None
@@ -64,11 +64,11 @@ def test_what_grows_with_each_new_peak_of_load_is_no_alarm_and_at_a_level_load_i
 ) -> None:
     seen = tuple(readings(each_of(requests, size), 10.0))
 
-    assert follow(replace(each, running=90.0) for each in seen).worst is Verdict.LEAKING
-    assert follow(replace(each, running=climbing(each.seconds)) for each in seen).worst < Verdict.LEAKING
+    assert follow(replace(each, running=90.0) for each in seen).worst is Certainty.LEAKING
+    assert follow(replace(each, running=climbing(each.seconds)) for each in seen).worst < Certainty.LEAKING
 
 
 def test_a_leak_beneath_load_that_climbs_is_an_alarm_once_load_is_level() -> None:
     seen = (replace(each, running=climbing(each.seconds)) for each in readings(leak, 12.0))
 
-    assert follow(seen).worst is Verdict.LEAKING
+    assert follow(seen).worst is Certainty.LEAKING

@@ -8,27 +8,27 @@ from msgspec.structs import replace
 from tests.samples import A_GPU, failure, values
 from tests.unit.derive.leak.probed import LEAK, SECONDS, Grown, followed, look, tensors
 from vllm_headroom import catalog
-from vllm_headroom.derive.leak.facts import Observation, Track, Verdict, observations
-from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, insides, moved, sharpened
-from vllm_headroom.derive.leak.leak import Tracks, gpu_leaks
+from vllm_headroom.derive.leak.facts import Certainty, Observation, Track, observe_gpus
+from vllm_headroom.derive.leak.inside import MOST_MARKS, InsideTracks, move_track, sharpen_track, update_insides
+from vllm_headroom.derive.leak.leak import Tracks, derive_gpu_leaks
 from vllm_headroom.model import Gpu, Snapshot
 from vllm_headroom.vocabulary import Source
 
 
 def told(seen: Snapshot) -> tuple[tuple[Gpu, Observation], ...]:
-    return tuple(observations(seen, seen.owned))
+    return tuple(observe_gpus(seen, seen.owned))
 
 
-def verdict(tracks: InsideTracks) -> Verdict:
+def verdict(tracks: InsideTracks) -> Certainty:
     return tracks["GPU-a"].surest.verdict
 
 
 def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> None:
     tracks = followed(60, tensors)
     seen = look(59, tensors(59))
-    state, _ = gpu_leaks({}, told(seen), settled=True, inside=tracks, asleep={})
+    state, _ = derive_gpu_leaks({}, told(seen), settled=True, inside=tracks, asleep={})
     later = replace(seen, monotonic_seconds=seen.monotonic_seconds + 1)
-    _, samples = gpu_leaks(state, told(later), settled=True, inside=tracks, asleep={})
+    _, samples = derive_gpu_leaks(state, told(later), settled=True, inside=tracks, asleep={})
 
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "growing")] == 1.0
     assert values(samples, catalog.LEAK_RATE)[A_GPU] == pytest.approx(LEAK / SECONDS, rel=0.01)
@@ -42,29 +42,29 @@ def test_the_page_shows_the_early_warning_with_its_figures_and_its_place() -> No
 
 def test_the_surer_verdict_stands() -> None:
     growing = followed(60, tensors)["GPU-a"]
-    alarmed = Track(clock=0.0, verdict=Verdict.LEAKING)
+    alarmed = Track(clock=0.0, verdict=Certainty.LEAKING)
 
-    assert sharpened(alarmed, None, growing) is alarmed
-    assert sharpened(alarmed, None, None) is alarmed
-    assert sharpened(Track(clock=0.0), None, growing).verdict is Verdict.GROWING
+    assert sharpen_track(alarmed, None, growing) is alarmed
+    assert sharpen_track(alarmed, None, None) is alarmed
+    assert sharpen_track(Track(clock=0.0), None, growing).verdict is Certainty.GROWING
 
 
 def test_sleep_and_a_new_life_begin_the_comparison_anew() -> None:
     tracks = followed(60, tensors)
 
-    assert insides(tracks, look(60, tensors(60), awake=False)) == {}
-    anew = insides(tracks, look(60, tensors(60), restarts=1))
-    assert verdict(anew) is Verdict.NONE
+    assert update_insides(tracks, look(60, tensors(60), awake=False)) == {}
+    anew = update_insides(tracks, look(60, tensors(60), restarts=1))
+    assert verdict(anew) is Certainty.NONE
     assert anew["GPU-a"].marks == ()
 
 
 def test_a_silence_of_the_probe_ends_a_run_and_keeps_the_marks() -> None:
     tracks = followed(60, tensors)
-    short = insides(insides(tracks, look(70, tensors(70), known=False)), look(80, tensors(80)))
-    long = insides(tracks, look(90, tensors(90)))
+    short = update_insides(update_insides(tracks, look(70, tensors(70), known=False)), look(80, tensors(80)))
+    long = update_insides(tracks, look(90, tensors(90)))
 
-    assert verdict(short) is Verdict.GROWING
-    assert verdict(long) is Verdict.NONE
+    assert verdict(short) is Certainty.GROWING
+    assert verdict(long) is Certainty.NONE
     assert long["GPU-a"].marks[:-1] == tracks["GPU-a"].marks
 
 
@@ -72,7 +72,7 @@ def test_while_the_page_is_missing_a_block_goes_on() -> None:
     tracks = followed(60, tensors)
     without = replace(look(66, tensors(66)), engines=failure(Source.ENGINE))
 
-    assert insides(tracks, without)["GPU-a"].marks == tracks["GPU-a"].marks
+    assert update_insides(tracks, without)["GPU-a"].marks == tracks["GPU-a"].marks
 
 
 def test_a_spike_between_two_readings_is_not_held() -> None:
@@ -87,16 +87,16 @@ def test_what_is_not_seen_for_a_day_is_forgotten_and_what_is_remembered_is_bound
     later = look(40_000, (0, 0, 0), known=False)
 
     assert len(tracks["GPU-a"].marks) <= MOST_MARKS
-    assert insides(tracks, later) == {}
+    assert update_insides(tracks, later) == {}
 
 
 def test_a_track_taken_up_by_another_process_keeps_its_marks_on_its_clock() -> None:
     track = followed(60, tensors)["GPU-a"]
-    taken = moved(track, 1000.0)
+    taken = move_track(track, 1000.0)
 
     assert taken.clock == track.clock + 1000
     assert [mark.seconds - 1000 for mark in taken.marks] == [mark.seconds for mark in track.marks]
-    assert taken.surest.verdict is Verdict.NONE
+    assert taken.surest.verdict is Certainty.NONE
 
 
 def lost_from_the_cache(at: int) -> Grown:
@@ -110,10 +110,10 @@ def test_large_steps_that_the_cache_takes_in_are_a_leak_of_what_is_in_use() -> N
     for at in range(int(6.5 * 3600 / SECONDS)):
         grown = lost_from_the_cache(at)
         seen = look(at, grown, cached=6e9 - grown[0])
-        tracks = insides(tracks, seen)
-        held, samples = gpu_leaks(held, told(seen), settled=True, inside=tracks, asleep={})
+        tracks = update_insides(tracks, seen)
+        held, samples = derive_gpu_leaks(held, told(seen), settled=True, inside=tracks, asleep={})
 
-    assert held["GPU-a"].verdict is Verdict.NONE
+    assert held["GPU-a"].verdict is Certainty.NONE
     assert values(samples, catalog.LEAK_STATE)[(*A_GPU, "leaking")] == 1.0
     assert 1.9e9 < values(samples, catalog.LEAKED)[A_GPU] < 3.1e9
     assert values(samples, catalog.LEAK_LOCATION)[(*A_GPU, "tensors")] == 1.0

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import HOUR, Shape, flat, follow, leak, readings, records, segments
-from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
-from vllm_headroom.derive.leak.leak import Tracks, kept
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation
+from vllm_headroom.derive.leak.leak import Tracks, keep_recent
 
 Change = Callable[[Iterable[Observation]], Iterator[Observation]]
 HOURS = 4.0
@@ -24,11 +24,11 @@ def slow(seconds: float) -> float:
     return segments(seconds * 30_000)
 
 
-SHAPES: dict[str, tuple[Shape, Verdict]] = {
-    "leak": (leak, Verdict.LEAKING),
-    "flat": (flat, Verdict.NONE),
-    "records": (records(3, HOURS), Verdict.NONE),
-    "lumps": (lumps, Verdict.LEAKING),
+SHAPES: dict[str, tuple[Shape, Certainty]] = {
+    "leak": (leak, Certainty.LEAKING),
+    "flat": (flat, Certainty.NONE),
+    "records": (records(3, HOURS), Certainty.NONE),
+    "lumps": (lumps, Certainty.LEAKING),
 }
 
 
@@ -87,17 +87,17 @@ def test_the_verdict_is_the_same(name: str, change: Change) -> None:
 
     course = follow(change(readings(shape, hours)))
 
-    assert course.worst is verdict if verdict is Verdict.NONE else course.verdicts[-1] is verdict
+    assert course.worst is verdict if verdict is Certainty.NONE else course.verdicts[-1] is verdict
 
 
 @pytest.mark.parametrize("seed", range(8, 12))
 @pytest.mark.parametrize(
     ("shape", "verdict"),
-    [(leak, Verdict.GROWING), (leak, Verdict.LEAKING), (slow, Verdict.GROWING)],
+    [(leak, Certainty.GROWING), (leak, Certainty.LEAKING), (slow, Certainty.GROWING)],
     ids=["leak-growing", "leak-leaking", "slow-growing"],
 )
 def test_jitter_moves_no_verdict_by_more_than_the_two_minutes_between_judgements(
-    shape: Shape, verdict: Verdict, seed: int
+    shape: Shape, verdict: Certainty, seed: int
 ) -> None:
     """The least of a block's readings damps it: blocks of one reading, or rises counted from 4 MiB on, come later."""
     still, shaken = (
@@ -119,7 +119,7 @@ def test_a_series_that_was_put_down_and_taken_up_again_is_judged_alike(cut: int)
 
 def test_one_wild_date_interrupts_no_alarm() -> None:
     course = follow(readings(leak, 2))
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
 
     for wild in (0.0, 4e9):
         last = course.track.clock
@@ -130,7 +130,7 @@ def test_one_wild_date_interrupts_no_alarm() -> None:
             ],
             course.track,
         )
-        assert after.verdicts[0] is Verdict.LEAKING
+        assert after.verdicts[0] is Certainty.LEAKING
         assert after.track.seconds < 3 * HOUR
 
 
@@ -138,5 +138,5 @@ def test_a_wild_date_makes_no_series_forgotten_and_a_day_does() -> None:
     old, new = follow(readings(flat, 0.1)).track, follow(shifted(readings(flat, 0.1))).track
     state: Tracks = {"GPU-a": new, "GPU-b": new}
 
-    assert set(kept(state, ())) == {"GPU-a", "GPU-b"}
-    assert set(kept({"GPU-a": new, "GPU-b": old}, ())) == {"GPU-a"}
+    assert set(keep_recent(state, ())) == {"GPU-a", "GPU-b"}
+    assert set(keep_recent({"GPU-a": new, "GPU-b": old}, ())) == {"GPU-a"}

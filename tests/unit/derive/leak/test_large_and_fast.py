@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, changed, flat, follow, leak, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation
 
 MINUTE = 60.0
 FAST = 10e6
@@ -43,7 +43,7 @@ def test_a_few_large_steps_are_a_leak_between_1_5_gib_and_half_the_room_or_at_th
 ) -> None:
     course = follow(readings(steps(size, minutes), 15))
 
-    found = course.first(Verdict.LEAKING)
+    found = course.first(Certainty.LEAKING)
 
     assert found is not None
     assert 0.23 < steps(size, minutes)(found * HOUR) / (TOTAL - BASE) < most
@@ -61,7 +61,7 @@ def test_equal_steps_of_a_gigabyte_are_a_leak_at_the_third_though_they_come_a_li
 
     course = follow(readings(lambda seconds: 954 * MIB * sum(seconds > hour * HOUR for hour in when), 10))
 
-    found = course.first(Verdict.LEAKING)
+    found = course.first(Certainty.LEAKING)
     assert found is not None
     assert when[2] < found < when[2] + 0.5
 
@@ -71,7 +71,7 @@ def test_large_steps_that_become_rarer_are_not_a_leak() -> None:
 
     course = follow(readings(lambda seconds: 500 * MIB * sum(seconds > hour * HOUR for hour in when), 15))
 
-    assert course.worst is not Verdict.LEAKING
+    assert course.worst is not Certainty.LEAKING
 
 
 def test_a_leak_in_large_steps_stays_an_alarm_when_load_doubles() -> None:
@@ -79,9 +79,9 @@ def test_a_leak_in_large_steps_stays_an_alarm_when_load_doubles() -> None:
         replace(each, running=10.0 if each.seconds < 10 * HOUR else 25.0) for each in readings(steps(300 * MIB, 40), 13)
     )
 
-    begun = course.verdicts.index(Verdict.LEAKING)
+    begun = course.verdicts.index(Certainty.LEAKING)
     assert begun * 15.0 < 10 * HOUR
-    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
 
 
 def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones_are() -> None:
@@ -93,8 +93,8 @@ def test_steps_that_each_outgrow_the_last_are_records_and_no_leak_and_equal_ones
     records = follow(readings(stairs(sizes), 12))
     leak = follow(readings(stairs([sizes[0], *[486 * MIB] * 8]), 12))
 
-    assert records.worst is Verdict.GROWING
-    assert leak.worst is Verdict.LEAKING
+    assert records.worst is Certainty.GROWING
+    assert leak.worst is Certainty.LEAKING
 
 
 def test_slots_that_fill_up_to_a_fifth_of_the_room_are_not_a_leak() -> None:
@@ -103,15 +103,15 @@ def test_slots_that_fill_up_to_a_fifth_of_the_room_are_not_a_leak() -> None:
 
     course = follow(readings(slots, 15))
 
-    assert course.worst is not Verdict.LEAKING
-    assert course.verdicts[-1] is Verdict.NONE
+    assert course.worst is not Certainty.LEAKING
+    assert course.verdicts[-1] is Certainty.NONE
 
 
 def test_two_unequal_jumps_after_hours_without_growth_are_no_pace() -> None:
     def jumps(seconds: float) -> float:
         return 400 * MIB * (seconds > 9 * HOUR) + 2600 * MIB * (seconds > 11 * HOUR)
 
-    assert follow(readings(jumps, 14)).worst is Verdict.NONE
+    assert follow(readings(jumps, 14)).worst is Certainty.NONE
 
 
 def test_memory_that_was_given_back_and_is_taken_again_in_large_steps_is_no_growth() -> None:
@@ -119,20 +119,20 @@ def test_memory_that_was_given_back_and_is_taken_again_in_large_steps_is_no_grow
         once = 3000 * MIB * (0.5 * HOUR < seconds < 8 * HOUR)
         return once + min(3000 * MIB, steps(500 * MIB, 25)(max(0.0, seconds - 8 * HOUR)))
 
-    assert follow(readings(taken_again, 14)).worst is Verdict.NONE
+    assert follow(readings(taken_again, 14)).worst is Certainty.NONE
 
 
 def test_large_steps_that_end_within_the_first_hours_of_a_life_are_not_a_leak() -> None:
     def slots(seconds: float) -> float:
         return min(2560 * MIB, steps(512 * MIB, 30)(seconds))
 
-    assert follow(readings(slots, 8)).worst is Verdict.GROWING
+    assert follow(readings(slots, 8)).worst is Certainty.GROWING
 
 
 def test_fast_growth_is_a_leak_within_a_minute_of_when_it_would_fill_the_room_in_ten() -> None:
     course = follow(every_5_seconds(since(1, lambda seconds: segments(seconds * FAST)), 1.1))
 
-    found = next(number for number, verdict in enumerate(course.verdicts) if verdict is Verdict.LEAKING)
+    found = next(number for number, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING)
 
     due = HOUR + (TOTAL - BASE - 600 * FAST) / FAST
     assert found * 5.0 - max(due, HOUR) <= 65
@@ -146,8 +146,8 @@ def test_fast_growth_without_a_known_room_is_one_that_doubles_what_is_held() -> 
             grown = int(pace * max(0.0, each.seconds - HOUR))
             yield replace(each, held_bytes=6 * 1024 * MIB + grown, room_bytes=None)
 
-    assert follow(host(80e6)).worst is Verdict.LEAKING
-    assert follow(host(5e6)).worst is Verdict.NONE
+    assert follow(host(80e6)).worst is Certainty.LEAKING
+    assert follow(host(5e6)).worst is Certainty.NONE
 
 
 @pytest.mark.parametrize("ramp", [30.0, 120.0, 280.0])
@@ -158,15 +158,15 @@ def test_a_start_and_a_wake_are_not_taken_for_fast_growth(ramp: float) -> None:
     def wake(seconds: float) -> float:
         return start(seconds - HOUR) if seconds > HOUR else 0.0
 
-    assert follow(every_5_seconds(start, 0.5)).worst is Verdict.NONE
-    assert follow(every_5_seconds(wake, 1.5)).worst is Verdict.NONE
+    assert follow(every_5_seconds(start, 0.5)).worst is Certainty.NONE
+    assert follow(every_5_seconds(wake, 1.5)).worst is Certainty.NONE
 
 
 def test_a_rise_that_slows_down_is_not_fast_growth() -> None:
     def fill(seconds: float) -> float:
         return 1500 * MIB * (1 - float(0.5 ** (max(0.0, seconds - HOUR) / 10)))
 
-    assert follow(every_5_seconds(fill, 1.2)).worst is Verdict.NONE
+    assert follow(every_5_seconds(fill, 1.2)).worst is Certainty.NONE
 
 
 def test_segments_taken_at_random_times_are_first_uses_and_no_fast_growth() -> None:
@@ -175,7 +175,7 @@ def test_segments_taken_at_random_times_are_first_uses_and_no_fast_growth() -> N
     def full_card(seconds: float) -> float:
         return TOTAL - BASE - 700 * MIB + 20 * MIB * sum(seconds >= each for each in when)
 
-    assert follow(every_5_seconds(full_card, 1.1)).worst is Verdict.NONE
+    assert follow(every_5_seconds(full_card, 1.1)).worst is Certainty.NONE
 
 
 def test_fast_growth_in_the_lumps_of_what_it_displaces_is_a_leak_within_minutes() -> None:
@@ -186,22 +186,22 @@ def test_fast_growth_in_the_lumps_of_what_it_displaces_is_a_leak_within_minutes(
 
     course = follow(every_5_seconds(lumpy, 1.08))
 
-    assert Verdict.LEAKING in course.verdicts
-    assert course.verdicts.index(Verdict.LEAKING) * 5.0 <= HOUR + 240
+    assert Certainty.LEAKING in course.verdicts
+    assert course.verdicts.index(Certainty.LEAKING) * 5.0 <= HOUR + 240
 
 
 def test_a_surge_of_load_is_not_fast_growth_and_the_same_growth_under_level_load_is() -> None:
     begins = 600.0
 
-    def surge(requests_before: float, requests_after: float) -> Verdict:
+    def surge(requests_before: float, requests_after: float) -> Certainty:
         def total(seconds: float) -> float:
             return requests_before * min(seconds, begins) + requests_after * max(0.0, seconds - begins)
 
         grown = every_5_seconds(lambda seconds: segments(min(90.0, max(0.0, seconds - begins)) * 2 * FAST), 0.25)
         return follow(replace(each, finished_total=total(each.seconds)) for each in grown).worst
 
-    assert surge(5.0, 100.0) is Verdict.NONE
-    assert surge(100.0, 100.0) is Verdict.LEAKING
+    assert surge(5.0, 100.0) is Certainty.NONE
+    assert surge(100.0, 100.0) is Certainty.LEAKING
 
 
 def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end() -> None:
@@ -214,8 +214,8 @@ def test_an_alarm_is_held_when_the_allocator_gives_back_its_cache_before_the_end
     hours = (full - 300 * MIB - 1500 * MIB) / (2 * 128_000) / HOUR
     course = follow(readings(flushed, hours + 1))
 
-    begun = next(number for number, verdict in enumerate(course.verdicts) if verdict is Verdict.LEAKING)
-    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+    begun = next(number for number, verdict in enumerate(course.verdicts) if verdict is Certainty.LEAKING)
+    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
     assert course.track.estimate is not None
     assert course.track.estimate.oom_seconds is not None
     assert course.track.estimate.bytes_per_second == pytest.approx(256_000, rel=0.1)
@@ -227,7 +227,7 @@ def test_a_neighbour_that_takes_the_room_makes_no_leak_of_a_little_growth() -> N
         for each in readings(lambda seconds: segments(min(seconds, 4 * HOUR) / HOUR * 30 * MIB), 12)
     )
 
-    assert follow(squeezed).verdicts[-1] is not Verdict.LEAKING
+    assert follow(squeezed).verdicts[-1] is not Certainty.LEAKING
 
 
 def test_growth_is_found_although_the_requests_of_two_servers_answer_in_turn() -> None:
@@ -236,7 +236,7 @@ def test_growth_is_found_although_the_requests_of_two_servers_answer_in_turn() -
 
     course = follow(changed_total(readings(leak, 3), lambda each: 0.53 if first(each) else 0.47))
 
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> None:
@@ -247,8 +247,8 @@ def test_a_counter_that_was_reset_within_one_life_does_not_begin_it_anew() -> No
 
     course = follow([*seen[: len(seen) // 2], *after])
 
-    begun = course.verdicts.index(Verdict.LEAKING)
-    assert set(course.verdicts[begun:]) == {Verdict.LEAKING}
+    begun = course.verdicts.index(Certainty.LEAKING)
+    assert set(course.verdicts[begun:]) == {Certainty.LEAKING}
     assert course.track.work.rate == pytest.approx(10.0, rel=0.1)
 
 
@@ -261,7 +261,7 @@ def test_an_alarm_waits_the_longer_the_more_of_the_growth_is_single_large_steps(
     def stepped(seconds: float) -> float:
         return leak(seconds) + 300 * MIB * int(seconds / (HOUR / 3))
 
-    alone, beneath = (follow(readings(shape, 4)).first(Verdict.LEAKING) for shape in (leak, stepped))
+    alone, beneath = (follow(readings(shape, 4)).first(Certainty.LEAKING) for shape in (leak, stepped))
 
     assert alone is not None
     assert beneath is not None

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, RATE, Course, Shape, follow, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Observation, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation
 
 QUIET = 3 * HOUR
 DAY = 24 * HOUR
@@ -31,7 +31,7 @@ def test_growth_after_quiet_hours_is_nothing_before_ten_minutes_however_fast(
         return segments(max(0.0, seconds - QUIET) * rate)
 
     course = follow(on_a_device(shape, QUIET / HOUR + 0.5, full_after_seconds * rate))
-    first = course.first(Verdict.GROWING)
+    first = course.first(Certainty.GROWING)
 
     assert first is not None
     assert first * HOUR >= QUIET + 600
@@ -40,7 +40,7 @@ def test_growth_after_quiet_hours_is_nothing_before_ten_minutes_however_fast(
 def test_the_last_100_mib_are_no_time_that_is_left() -> None:
     rate = MIB / 2
     course = follow(on_a_device(lambda seconds: segments(seconds * rate), 0.5, HOUR * rate))
-    at = course.first(Verdict.LEAKING)
+    at = course.first(Certainty.LEAKING)
 
     assert at is not None
     assert course.alarm is not None
@@ -55,7 +55,7 @@ def test_the_last_100_mib_do_not_put_an_alarm_off() -> None:
     def slowing(seconds: float) -> float:
         return segments(300 * MIB * (seconds / HOUR) ** 0.6)
 
-    at = follow(on_a_device(slowing, 1.0, room_bytes)).first(Verdict.LEAKING)
+    at = follow(on_a_device(slowing, 1.0, room_bytes)).first(Certainty.LEAKING)
 
     assert at is not None
     assert room_bytes - slowing(at * HOUR) > slowing(at * HOUR)
@@ -70,8 +70,8 @@ def test_where_the_room_lasts_for_days_an_even_fill_of_hours_is_a_warning_and_wh
     def told(shape: Shape) -> Course:
         return follow(on_a_device(shape, 12.0, 200 * HOUR * rate))
 
-    assert told(fill).worst is Verdict.GROWING
-    at = told(lambda seconds: segments(seconds * rate)).first(Verdict.LEAKING)
+    assert told(fill).worst is Certainty.GROWING
+    at = told(lambda seconds: segments(seconds * rate)).first(Certainty.LEAKING)
     assert at is not None
     assert at > 9
 
@@ -89,5 +89,5 @@ def test_growth_by_the_logarithm_of_swinging_work_is_no_alarm_where_each_rise_is
         for each in on_a_device(shape, 72.0, 120_000 * MIB):
             yield replace(each, finished_total=float(int(finished(each.seconds))))
 
-    assert follow(seen(by_folds)).worst < Verdict.LEAKING
-    assert follow(seen(lambda seconds: by_folds(seconds) + 1500 * finished(seconds))).worst is Verdict.LEAKING
+    assert follow(seen(by_folds)).worst < Certainty.LEAKING
+    assert follow(seen(lambda seconds: by_folds(seconds) + 1500 * finished(seconds))).worst is Certainty.LEAKING

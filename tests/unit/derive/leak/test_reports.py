@@ -17,7 +17,7 @@ from tests.assets.console import ROOT
 from tests.assets.test_docs_tables import between
 from tests.conftest import Golden
 from tests.unit.derive.leak.stretches import HOUR, RATE, STEP, Course, follow, segments
-from vllm_headroom.derive.leak.facts import Observation, Verdict
+from vllm_headroom.derive.leak.facts import Certainty, Observation
 
 GB: Final = 1e9
 GIB: Final = 2**30
@@ -143,17 +143,17 @@ def course(report: Report) -> Course:
 def test_a_reported_leak_is_found_within_two_hours_and_held(report: Report) -> None:
     verdicts = course(report).verdicts
 
-    first = verdicts.index(Verdict.LEAKING)
+    first = verdicts.index(Certainty.LEAKING)
 
     assert first * STEP <= 2 * HOUR
-    assert set(verdicts[first:]) == {Verdict.LEAKING}
+    assert set(verdicts[first:]) == {Certainty.LEAKING}
 
 
 @pytest.mark.parametrize("report", [each for each in REPORTS if each.bounded], ids=lambda each: each.source)
 def test_a_reported_growth_that_ended_is_no_leak_an_hour_later(report: Report) -> None:
     after = int((report.hours + 1) * HOUR / STEP)
 
-    assert set(course(report).verdicts[after:]) == {Verdict.NONE}
+    assert set(course(report).verdicts[after:]) == {Certainty.NONE}
 
 
 def test_the_table_in_the_docs_is_what_the_detector_says(golden: Golden) -> None:
@@ -164,8 +164,8 @@ def test_the_table_in_the_docs_is_what_the_detector_says(golden: Golden) -> None
 
 def table() -> str:
     rows = (
-        f"| {report.source} | {says(report)} | {pace(report)} | {after(report, Verdict.GROWING)} |"
-        f" {after(report, Verdict.LEAKING)} | {end(report)} |"
+        f"| {report.source} | {says(report)} | {pace(report)} | {after(report, Certainty.GROWING)} |"
+        f" {after(report, Certainty.LEAKING)} | {end(report)} |"
         for report in REPORTS
     )
     return "\n".join(
@@ -185,7 +185,7 @@ def pace(report: Report) -> str:
     return f"{(report.last_bytes - report.first_bytes) / report.hours / HOUR / 1e3:,.0f} kB/s"
 
 
-def after(report: Report, verdict: Verdict) -> str:
+def after(report: Report, verdict: Certainty) -> str:
     """Return minutes and bytes until a verdict was reached."""
     hours = course(report).first(verdict)
     if hours is None:
@@ -197,6 +197,6 @@ def after(report: Report, verdict: Verdict) -> str:
 def end(report: Report) -> str:
     verdicts = course(report).verdicts
     if not report.bounded:
-        return "held" if verdicts[-1] is Verdict.LEAKING else "not held"
-    last = max(number for number, verdict in enumerate(verdicts) if verdict is not Verdict.NONE)
+        return "held" if verdicts[-1] is Certainty.LEAKING else "not held"
+    last = max(number for number, verdict in enumerate(verdicts) if verdict is not Certainty.NONE)
     return f"{last * STEP / MINUTE - report.hours * 60:.0f} min after the growth"

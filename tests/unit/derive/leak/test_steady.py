@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
-from vllm_headroom.derive.leak.facts import MIB, Verdict
-from vllm_headroom.derive.leak.inside import LEAKING_SECONDS, MOST_POINTS, Floor, Steady, estimated, followed
+from vllm_headroom.derive.leak.facts import MIB, Certainty
+from vllm_headroom.derive.leak.inside import LEAKING_SECONDS, MOST_POINTS, Floor, Steady, estimate_steady, follow_floors
 
 BLOCK: Final = 20.0
 RPS: Final = 10.0
@@ -26,7 +26,7 @@ def floors(count: int, grown: Callable[[int], float], running: Callable[[int], f
 def run(blocks: Iterable[Floor]) -> Steady:
     steady = Steady()
     for block in blocks:
-        steady = followed(steady, block)
+        steady = follow_floors(steady, block)
     return steady
 
 
@@ -35,18 +35,18 @@ def leak(block: int) -> float:
 
 
 def test_a_leak_is_growing_at_25_megabytes_and_leaking_at_250() -> None:
-    said: dict[Verdict, float] = {}
+    said: dict[Certainty, float] = {}
     steady = Steady()
     for block in floors(120, leak):
-        steady = followed(steady, block)
+        steady = follow_floors(steady, block)
         said.setdefault(steady.verdict, block.held_bytes - BASE)
 
-    assert said[Verdict.GROWING] <= 25e6
-    assert said[Verdict.LEAKING] <= 250e6
+    assert said[Certainty.GROWING] <= 25e6
+    assert said[Certainty.LEAKING] <= 250e6
 
 
 def test_its_figures_are_those_of_the_leak() -> None:
-    found = estimated(run(floors(100, leak)), 1e9)
+    found = estimate_steady(run(floors(100, leak)), 1e9)
 
     assert found is not None
     assert found.bytes_per_second == pytest.approx(RPS * EACH, rel=0.01)
@@ -56,14 +56,14 @@ def test_its_figures_are_those_of_the_leak() -> None:
     assert found.oom_seconds == pytest.approx(1e9 / (RPS * EACH), rel=0.01)
     assert found.oom_seconds_lower is not None
     assert found.oom_seconds_lower < 1e9 / (RPS * EACH)
-    assert estimated(run(floors(3, leak)), 1e9) is None
+    assert estimate_steady(run(floors(3, leak)), 1e9) is None
 
 
 def test_kernels_that_are_used_for_the_first_time_meanwhile_do_not_move_the_rate_beyond_its_interval() -> None:
     def beside(block: int) -> float:
         return leak(block) + 32 * MIB * sum(block > used for used in (12, 30, 44))
 
-    found = estimated(run(floors(100, beside)), None)
+    found = estimate_steady(run(floors(100, beside)), None)
 
     assert found is not None
     assert found.bytes_per_second == pytest.approx(RPS * EACH, rel=0.05)
@@ -78,7 +78,7 @@ def test_uneven_arrivals_hide_no_leak(seed: int) -> None:
         blocks.append(Floor(BLOCK * n, done, 30.0, BASE + done * EACH))
         done += max(0.0, rng.gauss(BLOCK * RPS, 60))
 
-    assert run(blocks).verdict is Verdict.GROWING
+    assert run(blocks).verdict is Certainty.GROWING
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,15 +86,15 @@ def test_a_cache_that_fills_by_megabytes_at_a_time_is_not_called_growing(seed: i
     rng = Random(seed)  # noqa: S311 - a test draws the same numbers every time
     grown, steady = 0.0, Steady()
     for n in range(100):
-        steady = followed(steady, Floor(BLOCK * n, BLOCK * n * RPS, 30.0, BASE + grown))
+        steady = follow_floors(steady, Floor(BLOCK * n, BLOCK * n * RPS, 30.0, BASE + grown))
         grown += sum(rng.lognormvariate(0, 0.6) * 2 * MIB for _ in range(rng.randint(1, 5)))
-        assert steady.verdict is Verdict.NONE
+        assert steady.verdict is Certainty.NONE
 
 
 def test_a_larger_step_among_small_ones_ends_nothing() -> None:
     steady = run(floors(40, lambda n: leak(n) + (n > 20) * 30 * MIB))
 
-    assert steady.verdict is Verdict.GROWING
+    assert steady.verdict is Certainty.GROWING
     assert len(steady.points) == 40
 
 
@@ -105,7 +105,7 @@ def test_memory_that_is_given_back_ends_the_run() -> None:
 
 
 def test_growth_that_stops_while_work_goes_on_ends_the_run() -> None:
-    assert run(floors(24, lambda n: leak(min(n, 19)))).verdict is Verdict.NONE
+    assert run(floors(24, lambda n: leak(min(n, 19)))).verdict is Certainty.NONE
 
 
 def test_a_pause_without_requests_ends_nothing() -> None:
@@ -116,28 +116,28 @@ def test_a_pause_without_requests_ends_nothing() -> None:
         for n in range(1, 4)
     ]
 
-    assert run([*before, *pause]).verdict is Verdict.GROWING
+    assert run([*before, *pause]).verdict is Certainty.GROWING
     assert len(run([*before, *pause, *after]).points) == 23
 
 
 def test_memory_that_follows_the_running_requests_is_no_leak() -> None:
     ramp = floors(60, leak, running=lambda n: 10.0 + 2 * n)
 
-    assert run(ramp).verdict is Verdict.NONE
+    assert run(ramp).verdict is Certainty.NONE
 
 
 def test_growth_that_fades_is_not_called_leaking() -> None:
     fading = run(floors(150, lambda n: leak(100) * (1 - 0.97**n)))
 
     assert fading.points[-1].seconds - fading.points[0].seconds > LEAKING_SECONDS
-    assert fading.verdict is not Verdict.LEAKING
+    assert fading.verdict is not Certainty.LEAKING
 
 
 def test_growth_without_counted_requests_is_told_by_time() -> None:
     blocks = [Floor(block.seconds, 0.0, 0.0, block.held_bytes) for block in floors(100, leak)]
-    found = estimated(run(blocks), None)
+    found = estimate_steady(run(blocks), None)
 
-    assert run(blocks).verdict is Verdict.LEAKING
+    assert run(blocks).verdict is Certainty.LEAKING
     assert found is not None
     assert (found.bytes_per_request, found.oom_seconds, found.by_requests) == (None, None, False)
 
@@ -147,4 +147,4 @@ def test_what_is_remembered_is_bounded() -> None:
 
     assert len(steady.points) <= MOST_POINTS
     assert (steady.points[0].seconds, steady.points[-1].seconds) == (0.0, 4999 * BLOCK)
-    assert steady.verdict is Verdict.LEAKING
+    assert steady.verdict is Certainty.LEAKING

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, TOTAL, Shape, follow, readings
-from vllm_headroom.derive.leak.facts import MIB, Observation, Step, Track, Verdict
-from vllm_headroom.derive.leak.steps import NEWEST_STEPS, likeness, stepped
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Observation, Step, Track
+from vllm_headroom.derive.leak.steps import NEWEST_STEPS, add_step, score_likeness
 from vllm_headroom.derive.leak.track import observe
 
 
@@ -16,7 +16,7 @@ def seen(*held_mib: float, apart: float = 60.0) -> tuple[int, ...]:
     """Return the sizes of the steps, in MiB, of readings so far apart."""
     steps: tuple[Step, ...] = ()
     for number, (before, held) in enumerate(pairwise(held_mib), start=1):
-        steps = stepped(steps, number * apart, before * MIB, held * MIB)
+        steps = add_step(steps, number * apart, before * MIB, held * MIB)
     return tuple(round((step.top_bytes - step.bottom_bytes) / MIB) for step in steps)
 
 
@@ -43,7 +43,7 @@ def test_the_newest_steps_are_kept() -> None:
 
 def weight(*sizes_mib: float, before: int = 1) -> float:
     steps = tuple(Step(number * HOUR, 0.0, size * MIB) for number, size in enumerate(sizes_mib, start=1))
-    return likeness(steps, since=before * HOUR, least_bytes=30 * MIB)
+    return score_likeness(steps, since=before * HOUR, least_bytes=30 * MIB)
 
 
 def test_sizes_that_come_again_speak_for_a_leak_the_larger_the_more_and_records_against_one() -> None:
@@ -64,7 +64,7 @@ def test_a_part_of_an_event_that_comes_again_in_a_later_one_speaks_for_a_leak_an
             for part in parts:
                 seconds = HOUR * number + 20.0 * len(steps)
                 steps, held = (*steps, Step(seconds, held, held + part * MIB)), held + part * MIB
-        return likeness(steps, since=HOUR / 2, least_bytes=30 * MIB)
+        return score_likeness(steps, since=HOUR / 2, least_bytes=30 * MIB)
 
     assert events((546, 684), (660, 684)) > 3.5
     assert events((546, 680), (660, 690)) == -1.0
@@ -76,8 +76,8 @@ def test_steps_of_one_size_are_told_before_steps_of_sizes_between(minutes: float
     def stairs(sizes: list[int]) -> Shape:
         return lambda seconds: MIB * sum(sizes[: int(seconds / (minutes * 60))])
 
-    equal = follow(readings(stairs([400] * 20), 14)).first(Verdict.LEAKING)
-    unequal = follow(readings(stairs([400, 310, 480, 350, 430, 370, 460, 330, 410] * 3), 14)).first(Verdict.LEAKING)
+    equal = follow(readings(stairs([400] * 20), 14)).first(Certainty.LEAKING)
+    unequal = follow(readings(stairs([400, 310, 480, 350, 430, 370, 460, 330, 410] * 3), 14)).first(Certainty.LEAKING)
 
     assert equal is not None
     assert unequal is None or equal < unequal
@@ -90,7 +90,7 @@ def test_steps_of_any_size_are_told_once_no_further_one_finds_room() -> None:
         return MIB * sum(sizes[: int(seconds / (1.5 * HOUR))])
 
     course = follow(readings(stairs, 14))
-    alarm = course.first(Verdict.LEAKING)
+    alarm = course.first(Certainty.LEAKING)
 
     assert alarm is not None
     assert alarm > 5 * 1.5
@@ -121,18 +121,18 @@ def flushed(kept: float, running: float = 80.0) -> Track:
 
 
 def test_what_the_allocator_cannot_give_back_when_the_card_is_full_is_no_cache() -> None:
-    assert flushed(1.0).projected < Verdict.LEAKING
-    assert flushed(0.9).projected is Verdict.LEAKING
-    assert flushed(0.8).projected < Verdict.LEAKING
+    assert flushed(1.0).projected < Certainty.LEAKING
+    assert flushed(0.9).projected is Certainty.LEAKING
+    assert flushed(0.8).projected < Certainty.LEAKING
 
 
 def test_just_after_load_doubled_what_cannot_be_given_back_may_be_in_use() -> None:
-    assert flushed(0.9, running=150.0).projected is Verdict.LEAKING
-    assert flushed(0.9, running=170.0).projected < Verdict.LEAKING
+    assert flushed(0.9, running=150.0).projected is Certainty.LEAKING
+    assert flushed(0.9, running=170.0).projected < Certainty.LEAKING
 
 
-@pytest.mark.parametrize(("kept", "verdict"), [(0.25, Verdict.NONE), (0.5, Verdict.LEAKING)])
-def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept: float, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("kept", "verdict"), [(0.25, Certainty.NONE), (0.5, Certainty.LEAKING)])
+def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept: float, verdict: Certainty) -> None:
     leaked = TOTAL - BASE - 300 * MIB
 
     def shape(seconds: float) -> float:
@@ -141,13 +141,13 @@ def test_an_alarm_ends_when_the_allocator_gives_back_most_of_what_has_grown(kept
 
     course = follow(readings(shape, 8.5))
 
-    assert course.verdicts[-100] is Verdict.LEAKING
+    assert course.verdicts[-100] is Certainty.LEAKING
     assert course.verdicts[-1] is verdict
 
 
-@pytest.mark.parametrize(("comes_back", "verdict"), [(0.9, Verdict.LEAKING), (0.2, Verdict.NONE)])
+@pytest.mark.parametrize(("comes_back", "verdict"), [(0.9, Certainty.LEAKING), (0.2, Certainty.NONE)])
 def test_cache_that_was_there_at_first_and_is_taken_again_within_minutes_ends_no_alarm(
-    comes_back: float, verdict: Verdict
+    comes_back: float, verdict: Certainty
 ) -> None:
     cache, full = 1500 * MIB, 8 * HOUR
 
@@ -159,5 +159,5 @@ def test_cache_that_was_there_at_first_and_is_taken_again_within_minutes_ends_no
 
     course = follow(readings(shape, 8.5))
 
-    assert course.verdicts[-100] is Verdict.LEAKING
+    assert course.verdicts[-100] is Certainty.LEAKING
     assert course.verdicts[-1] is verdict

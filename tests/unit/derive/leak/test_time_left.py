@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.leak.stretches import BASE, HOUR, LEAK, STEP, TOTAL, Shape, leak, readings, segments
-from vllm_headroom.derive.leak.facts import MIB, Estimate, Track, Verdict
+from vllm_headroom.derive.leak.facts import MIB, Certainty, Estimate, Track
 from vllm_headroom.derive.leak.track import observe
 
 ROOM = TOTAL - BASE
@@ -43,7 +43,7 @@ def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape
     end = full(shape)
     told: list[tuple[float, Estimate]] = []
     for seconds, track in followed(shape, end / HOUR):
-        if track.verdict is Verdict.LEAKING and end - seconds < 1.5 * HOUR:
+        if track.verdict is Certainty.LEAKING and end - seconds < 1.5 * HOUR:
             assert track.estimate is not None
             told.append((end - seconds, track.estimate))
 
@@ -53,7 +53,9 @@ def test_the_least_time_left_is_to_the_next_height_and_not_above_the_truth(shape
 
 
 def test_the_time_left_does_not_vanish_where_an_hour_gives_back_what_was_held_on_top() -> None:
-    alarmed = [track for _, track in followed(busy_hours, full(busy_hours) / HOUR) if track.verdict is Verdict.LEAKING]
+    alarmed = [
+        track for _, track in followed(busy_hours, full(busy_hours) / HOUR) if track.verdict is Certainty.LEAKING
+    ]
 
     assert len(alarmed) > 200
     assert all(track.estimate is not None and track.estimate.oom_seconds is not None for track in alarmed)
@@ -78,7 +80,7 @@ def test_an_alarm_of_large_steps_goes_on_below_what_was_held_for_once() -> None:
 
     verdicts = {seconds: track.verdict for seconds, track in followed(once_more, 14)}
 
-    assert {verdict for seconds, verdict in verdicts.items() if seconds > 9 * HOUR} == {Verdict.LEAKING}
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > 9 * HOUR} == {Certainty.LEAKING}
 
 
 def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
@@ -86,8 +88,8 @@ def test_an_alarm_of_large_steps_ends_when_they_do() -> None:
 
     verdicts = {seconds: track.verdict for seconds, track in followed(lambda at: steps(min(at, last)), 13)}
 
-    assert verdicts[last] is Verdict.LEAKING
-    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2.5 * HOUR} == {Verdict.NONE}
+    assert verdicts[last] is Certainty.LEAKING
+    assert {verdict for seconds, verdict in verdicts.items() if seconds > last + 2.5 * HOUR} == {Certainty.NONE}
 
 
 def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_also_where_the_next_may_be_the_last() -> None:
@@ -96,18 +98,18 @@ def test_an_alarm_of_steps_hours_apart_is_a_warning_in_between_also_where_the_ne
 
     verdicts = {seconds: track.verdict for seconds, track in followed(far_apart, 17.95)}
 
-    def between(hours: float) -> list[Verdict]:
+    def between(hours: float) -> list[Certainty]:
         return [verdicts[hours * HOUR + minutes * MINUTE] for minutes in (35, 55, 75, 115)]
 
-    assert between(10) == [Verdict.LEAKING, Verdict.LEAKING, Verdict.GROWING, Verdict.GROWING]
+    assert between(10) == [Certainty.LEAKING, Certainty.LEAKING, Certainty.GROWING, Certainty.GROWING]
     assert between(16) == between(10)
 
 
 def test_the_large_steps_of_the_first_hours_are_no_alarm() -> None:
     quick = {seconds: track.verdict for seconds, track in followed(lambda at: 2 * steps(1.5 * at), 2.9)}
 
-    assert Verdict.LEAKING not in quick.values()
-    assert Verdict.GROWING in quick.values()
+    assert Certainty.LEAKING not in quick.values()
+    assert Certainty.GROWING in quick.values()
 
 
 def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_after_an_idle_night() -> None:
@@ -120,7 +122,7 @@ def test_the_least_time_left_is_not_above_that_at_the_load_of_the_last_hour_afte
         idle = 0.02 * min(seen.seconds, night)
         track = observe(track or Track(clock=0.0), replace(seen, finished_total=float(int(done + idle))))
         left = (TOTAL - (seen.held_bytes or 0)) / (rate * LEAK)
-        if track.verdict is Verdict.LEAKING and track.estimate is not None:
+        if track.verdict is Certainty.LEAKING and track.estimate is not None:
             told.append((left, track.estimate.oom_seconds_lower or 0.0))
 
     assert len(told) > 100
@@ -134,7 +136,7 @@ def test_an_alarm_of_steps_hours_apart_says_what_time_is_left(size: int, hours: 
     def apart(seconds: float) -> float:
         return size * MIB * int(seconds / (hours * HOUR))
 
-    alarmed = [track for _, track in followed(apart, full(apart) / HOUR) if track.verdict is Verdict.LEAKING]
+    alarmed = [track for _, track in followed(apart, full(apart) / HOUR) if track.verdict is Certainty.LEAKING]
 
     assert len(alarmed) > 200
     assert [track for track in alarmed if track.estimate is None or track.estimate.oom_seconds is None] == []

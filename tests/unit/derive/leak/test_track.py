@@ -26,35 +26,35 @@ from tests.unit.derive.leak.stretches import (
     segments,
 )
 from vllm_headroom.derive.leak.blocks import HISTORY_POINTS
-from vllm_headroom.derive.leak.facts import MIB, NEWEST_POINTS, Observation, Verdict
-from vllm_headroom.derive.leak.leak import leak_state
+from vllm_headroom.derive.leak.facts import MIB, NEWEST_POINTS, Certainty, Observation
+from vllm_headroom.derive.leak.leak import find_leak_state
 from vllm_headroom.derive.leak.shape import MILEAGE_POINTS, OUT_OF_MEMORY_BYTES
-from vllm_headroom.derive.leak.track import warming_up
+from vllm_headroom.derive.leak.track import is_warming_up
 from vllm_headroom.vocabulary import LeakState
 
 
 def test_flat_memory_warms_up_and_is_never_anything_else_than_quiet() -> None:
     early, late = follow(readings(flat, 0.05)), follow(readings(flat, 6))
 
-    assert warming_up(early.track)
-    assert not warming_up(late.track)
-    assert late.worst is Verdict.NONE
+    assert is_warming_up(early.track)
+    assert not is_warming_up(late.track)
+    assert late.worst is Certainty.NONE
 
 
 def test_a_steady_leak_is_growing_within_half_an_hour_and_leaking_within_an_hour_and_a_half() -> None:
     course = follow(readings(leak, 3))
 
-    growing, leaking = course.first(Verdict.GROWING), course.first(Verdict.LEAKING)
+    growing, leaking = course.first(Certainty.GROWING), course.first(Certainty.LEAKING)
     assert growing is not None
     assert leaking is not None
     assert growing < 0.5
     assert leaking < 1.4
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
 
 
 def test_the_alarm_says_how_fast_by_what_how_much_and_how_long_is_left() -> None:
     course = follow(readings(leak, 3))
-    found, at = course.alarm, course.first(Verdict.LEAKING)
+    found, at = course.alarm, course.first(Certainty.LEAKING)
     assert found is not None
     assert at is not None
 
@@ -74,7 +74,7 @@ def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> N
 
     course = follow(quiet)
 
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
     assert course.alarm is not None
     assert not course.alarm.by_requests
     assert course.alarm.bytes_per_request is None
@@ -82,12 +82,12 @@ def test_a_leak_by_time_goes_on_while_nothing_is_served_and_is_told_apart() -> N
 
 @pytest.mark.parametrize("seed", range(5))
 def test_records_of_random_demand_are_not_a_leak(seed: int) -> None:
-    assert follow(readings(records(seed, 12), 12)).worst is Verdict.NONE
+    assert follow(readings(records(seed, 12), 12)).worst is Certainty.NONE
 
 
 @pytest.mark.parametrize("step", [20 * MIB, 300 * MIB, 2000 * MIB])
 def test_one_large_step_is_not_a_leak(step: int) -> None:
-    assert follow(readings(lambda seconds: step if seconds > 2 * HOUR else 0, 6)).worst is Verdict.NONE
+    assert follow(readings(lambda seconds: step if seconds > 2 * HOUR else 0, 6)).worst is Certainty.NONE
 
 
 def test_a_few_first_uses_are_not_a_leak() -> None:
@@ -95,49 +95,49 @@ def test_a_few_first_uses_are_not_a_leak() -> None:
 
     course = follow(readings(lambda seconds: 20 * MIB * sum(seconds > use * HOUR for use in uses), 6))
 
-    assert course.worst is Verdict.NONE
+    assert course.worst is Certainty.NONE
 
 
 def test_growth_below_the_least_amount_is_not_a_leak() -> None:
-    assert follow(readings(lambda seconds: segments(seconds * 1000), 10)).worst is Verdict.NONE
+    assert follow(readings(lambda seconds: segments(seconds * 1000), 10)).worst is Certainty.NONE
 
 
 def test_a_fast_bounded_fill_is_at_most_growing_and_is_forgotten() -> None:
     course = follow(readings(lambda seconds: segments(min(seconds, 2400) / 2400 * 900 * MIB, 20 * MIB), 4))
 
-    assert course.worst is not Verdict.LEAKING
-    assert course.verdicts[-1] is Verdict.NONE
+    assert course.worst is not Certainty.LEAKING
+    assert course.verdicts[-1] is Certainty.NONE
 
 
 def test_memory_that_follows_load_is_not_a_leak() -> None:
     def tide(seconds: float) -> float:
         return segments(1500 * MIB * abs((seconds / HOUR) % 4 - 2) / 2)
 
-    assert follow(readings(tide, 16)).verdicts[-1] is not Verdict.LEAKING
+    assert follow(readings(tide, 16)).verdicts[-1] is not Certainty.LEAKING
 
 
 def test_a_leak_beneath_a_sawtooth_is_found() -> None:
     course = follow(readings(lambda seconds: leak(seconds) + segments(seconds % 900 / 900 * 300 * MIB), 8))
 
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_collectors_teeth_alone_are_not_a_leak() -> None:
     course = follow(readings(lambda seconds: segments(seconds % 900 / 900 * 300 * MIB), 8))
 
-    assert course.worst is not Verdict.LEAKING
-    assert course.verdicts[-1] is Verdict.NONE
+    assert course.worst is not Certainty.LEAKING
+    assert course.verdicts[-1] is Certainty.NONE
 
 
 @pytest.mark.parametrize("life", ["2", None])
 def test_a_restart_begins_anew(life: str | None) -> None:
     first = follow(readings(leak, 2))
-    assert first.verdicts[-1] is Verdict.LEAKING
+    assert first.verdicts[-1] is Certainty.LEAKING
     again = changed(readings(flat, 1, start=2 * HOUR), lambda _: True, life=life)
 
     second = follow(again, first.track)
 
-    assert set(second.verdicts) == {Verdict.NONE}
+    assert set(second.verdicts) == {Certainty.NONE}
 
 
 def asleep_since(hours: float, minutes: float) -> list[Observation]:
@@ -155,11 +155,11 @@ def awake_again(shape: Shape, since_hours: float, hours: float) -> Iterator[Obse
 
 def test_a_sleep_is_asleep_and_a_leak_that_it_gave_back_is_none_within_minutes() -> None:
     sleeping = follow(asleep_since(2, 10), follow(readings(leak, 2)).track)
-    assert leak_state(sleeping.track, known=True, settled=True) is LeakState.ASLEEP
+    assert find_leak_state(sleeping.track, known=True, settled=True) is LeakState.ASLEEP
 
     woken = follow(awake_again(flat, 2.2, 1), sleeping.track)
 
-    assert set(woken.verdicts[int(300 / STEP) :]) == {Verdict.NONE}
+    assert set(woken.verdicts[int(300 / STEP) :]) == {Certainty.NONE}
 
 
 def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
@@ -167,7 +167,7 @@ def test_a_leak_that_a_sleep_did_not_give_back_is_still_one() -> None:
 
     woken = follow(awake_again(lambda seconds: leak(2 * HOUR + seconds), 2.2, 1), sleeping.track)
 
-    assert set(woken.verdicts) == {Verdict.LEAKING}
+    assert set(woken.verdicts) == {Certainty.LEAKING}
 
 
 def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
@@ -176,7 +176,7 @@ def test_a_leak_is_found_over_a_sleep_every_eight_minutes() -> None:
 
     course = follow(changed(readings(leak, 4), rests, held_bytes=BASE // 10, awake=False))
 
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
 
 
 def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None:
@@ -192,7 +192,7 @@ def test_an_engine_that_lost_half_its_memory_for_good_is_watched_again() -> None
         for turn in range(4 * 240)
     ]
 
-    assert follow(smaller, first.track).verdicts[-1] is Verdict.LEAKING
+    assert follow(smaller, first.track).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_job_that_comes_and_goes_where_it_cannot_be_told_apart_changes_nothing() -> None:
@@ -205,12 +205,12 @@ def test_a_job_that_comes_and_goes_where_it_cannot_be_told_apart_changes_nothing
         for each in alone
     )
 
-    assert follow(beside).verdicts[-1] is Verdict.LEAKING
+    assert follow(beside).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_neighbour_that_stays_begins_anew_where_it_cannot_be_told_apart() -> None:
     course = follow(changed(readings(leak, 2), lambda _: True, neighbours=1))
-    assert course.verdicts[-1] is Verdict.LEAKING
+    assert course.verdicts[-1] is Certainty.LEAKING
     joined = (
         replace(each, seconds=each.seconds + 2 * HOUR, held_bytes=BASE + 2000 * MIB, neighbours=2)
         for each in readings(flat, 1.2)
@@ -218,8 +218,8 @@ def test_a_neighbour_that_stays_begins_anew_where_it_cannot_be_told_apart() -> N
 
     after = follow((replace(each, finished_total=72000.0) for each in joined), course.track)
 
-    assert after.verdicts[0] is Verdict.LEAKING
-    assert after.verdicts[-1] is Verdict.NONE
+    assert after.verdicts[0] is Certainty.LEAKING
+    assert after.verdicts[-1] is Certainty.NONE
 
 
 def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
@@ -229,12 +229,12 @@ def test_a_leak_is_found_through_gaps_of_both_sides() -> None:
     blind = changed(readings(leak, 3), gap, held_bytes=None)
     deaf = changed(readings(leak, 3), gap, finished_total=None, life=None)
 
-    assert follow(blind).verdicts[-1] is Verdict.LEAKING
-    assert follow(deaf).verdicts[-1] is Verdict.LEAKING
+    assert follow(blind).verdicts[-1] is Certainty.LEAKING
+    assert follow(deaf).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_leak_is_found_without_any_request_counter() -> None:
-    assert follow(changed(readings(leak, 3), lambda _: True, finished_total=None)).verdicts[-1] is Verdict.LEAKING
+    assert follow(changed(readings(leak, 3), lambda _: True, finished_total=None)).verdicts[-1] is Certainty.LEAKING
 
 
 def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
@@ -242,7 +242,7 @@ def test_a_gap_without_a_counter_is_not_taken_for_growth_without_work() -> None:
         readings(records(7, 10), 10), lambda each: 4 * HOUR < each.seconds < 6 * HOUR, finished_total=None, life=None
     )
 
-    assert follow(deaf).worst is Verdict.NONE
+    assert follow(deaf).worst is Certainty.NONE
 
 
 def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
@@ -254,22 +254,22 @@ def test_a_clock_that_jumps_back_costs_no_verdict() -> None:
     ]
 
     assert set(follow([replace(each, finished_total=None) for each in back], course.track).verdicts) == {
-        Verdict.LEAKING
+        Certainty.LEAKING
     }
 
 
 def test_a_leak_that_ends_is_no_longer_one() -> None:
     course = follow(readings(lambda seconds: leak(min(seconds, 2 * HOUR)), 8))
 
-    assert course.worst is Verdict.LEAKING
-    assert course.verdicts[-1] is Verdict.NONE
+    assert course.worst is Certainty.LEAKING
+    assert course.verdicts[-1] is Certainty.NONE
     assert course.track.estimate is None
 
 
 def test_when_the_device_is_nearly_full_the_alarm_comes_earlier() -> None:
     near = (replace(each, room_bytes=int(700 * MIB - leak(each.seconds))) for each in readings(leak, 1.3))
 
-    first = follow(near).first(Verdict.LEAKING)
+    first = follow(near).first(Certainty.LEAKING)
 
     assert first is not None
     assert first < 0.75
@@ -291,7 +291,7 @@ def test_memory_that_never_grows_never_alarms(drops: list[int]) -> None:
 
     course = follow(replace(each, held_bytes=BASE - fall) for each, fall in zip(seen, fallen, strict=False))
 
-    assert course.worst is Verdict.NONE
+    assert course.worst is Certainty.NONE
 
 
 @given(offset=st.integers(-30_000, 3_000))
@@ -306,7 +306,7 @@ def test_adding_a_constant_changes_nothing(offset: int) -> None:
 
 @pytest.mark.parametrize(("stretch", "more"), [(0.5, 1), (1, 4), (2, 4)])
 def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: float, more: int) -> None:
-    def scaled(shape: str) -> Verdict:
+    def scaled(shape: str) -> Certainty:
         seen = readings(leak if shape == "leak" else flat, 4)
         return follow(
             replace(
@@ -318,5 +318,5 @@ def test_a_leak_stays_one_and_a_flat_line_stays_one_on_other_scales(stretch: flo
             for each in seen
         ).verdicts[-1]
 
-    assert scaled("leak") is Verdict.LEAKING
-    assert scaled("flat") is Verdict.NONE
+    assert scaled("leak") is Certainty.LEAKING
+    assert scaled("flat") is Certainty.NONE

@@ -20,13 +20,13 @@ from tests.unit.derive.life.watch import (
     serving,
     working,
 )
-from vllm_headroom.derive.life.lives import LifeState
-from vllm_headroom.model import EngineProcess, Failure, HostMemory, Life
+from vllm_headroom.derive.life.lives import RunState
+from vllm_headroom.model import EngineProcess, EngineStatus, Failure, HostMemory
 from vllm_headroom.trace.entries import NO_PID
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
-def exits(life: Life) -> dict[ExitReason, int]:
+def exits(life: EngineStatus) -> dict[ExitReason, int]:
     return {reason: count for reason, count in life.exits if count}
 
 
@@ -263,7 +263,7 @@ def test_a_life_that_ended_has_no_beginning() -> None:
 
 def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
     before, after = serving(), Watch()
-    after.state = LifeState(lives=before.state.lives)
+    after.state = RunState(lives=before.state.lives)
     nudged = tuple(replace(each, started_at_seconds=each.started_at_seconds + 1) for each in WHOLE)
 
     assert after.look(REFUSED, processes=nudged).restarts == 0
@@ -272,7 +272,7 @@ def test_a_daemon_that_takes_up_the_lives_knows_its_engine_again() -> None:
 
 def test_a_daemon_that_takes_up_the_lives_counts_what_happened_meanwhile() -> None:
     before, after = serving(), Watch()
-    after.state = LifeState(lives=before.state.lives)
+    after.state = RunState(lives=before.state.lives)
 
     life = after.look(REFUSED, processes=NEXT)
 

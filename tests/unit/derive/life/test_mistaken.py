@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, SERVER, SILENT, WHOLE, Watch, card, serving, working
-from vllm_headroom.model import Failure, Life
+from vllm_headroom.model import EngineStatus, Failure
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
-def exits(life: Life) -> dict[ExitReason, int]:
+def exits(life: EngineStatus) -> dict[ExitReason, int]:
     return {reason: count for reason, count in life.exits if count}
 
 

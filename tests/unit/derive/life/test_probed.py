@@ -6,8 +6,8 @@ import pytest
 
 from tests.samples import probed
 from tests.unit.derive.life.watch import BEGAN, NEXT, REFUSED, card, serving, working
-from vllm_headroom.derive.kv_cache import with_steps
-from vllm_headroom.model import EnginePage, Life, OomRecord, ProbedProcess, ProbeReadings, SchedulerReading
+from vllm_headroom.derive.kv_cache import add_steps
+from vllm_headroom.model import EnginePage, EngineStatus, OomRecord, ProbedProcess, ProbeReadings, SchedulerReading
 from vllm_headroom.vocabulary import EngineState, ExitReason
 
 
@@ -16,7 +16,7 @@ def core(steps: int) -> ProbedProcess:
 
 
 def stepped(page: EnginePage, probe: ProbeReadings) -> EnginePage:
-    found = with_steps(page, probe)
+    found = add_steps(page, probe)
     assert isinstance(found, EnginePage)
     return found
 
@@ -56,7 +56,7 @@ def died(oom: OomRecord, *, written: float, replaced: bool = False) -> dict[Exit
     """Return the exits after a death at second 10 of the life, which left that record."""
     watch = serving()
     left = ProbeReadings(others=(probed(oom=oom, written_at_seconds=BEGAN + written),))
-    life: Life = (
+    life: EngineStatus = (
         watch.look(working(0, started=BEGAN + 9000), processes=NEXT, probe=left)
         if replaced
         else watch.look(REFUSED, processes=(), gpus=(card(0.5),), probe=left)

@@ -20,11 +20,11 @@ from tests.unit.derive.life.watch import (
     working,
 )
 from vllm_headroom import catalog
-from vllm_headroom.derive import derivations
+from vllm_headroom.derive import build_derivations
 from vllm_headroom.derive.derivation import answer
-from vllm_headroom.derive.kv_cache import PrefixCacheState, prefix_cache
-from vllm_headroom.derive.life.signs import of_service
-from vllm_headroom.derive.readings import engine_state
+from vllm_headroom.derive.kv_cache import PrefixCacheState, derive_prefix_cache
+from vllm_headroom.derive.life.signs import keep_service
+from vllm_headroom.derive.readings import derive_engine_state
 from vllm_headroom.model import EnginePage, EngineProcess, Failure, Sample, Snapshot
 
 HOUR = 3600
@@ -65,7 +65,7 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
     assert watch.seen is not None
     assert loading.life is None
 
-    for each in map(of_service, (watch.seen, loading)):
+    for each in map(keep_service, (watch.seen, loading)):
         assert isinstance(each.engines, Failure)
         assert not isinstance(each.gpus, Failure)
         assert [gpu.held_bytes for gpu in each.gpus] == [None]
@@ -74,7 +74,7 @@ def test_out_of_service_there_is_no_page_no_process_and_nothing_held() -> None:
 
 def followed(watch: Watch, *, minutes: int, loads: tuple[EngineProcess, ...]) -> set[str]:
     """Return all leak states of a load of such a length that grows all the while, and of the idle hour after it."""
-    leak = next(each for each in derivations() if each.name == "leak")
+    leak = next(each for each in build_derivations() if each.name == "leak")
     state, seen, steps = leak.initial, set[str](), 12 * minutes
     for step in range(steps + 720):
         loads_on, held = step < steps, 1 + 60 * min(1.0, step / steps)
@@ -94,7 +94,7 @@ def test_a_load_is_no_leak_however_long_and_an_engine_that_never_worked_is_not_s
 
 
 def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up() -> None:
-    leak = next(each for each in derivations() if each.name == "leak")
+    leak = next(each for each in build_derivations() if each.name == "leak")
 
     def said(snapshot: Snapshot | None) -> set[str]:
         assert snapshot is not None
@@ -112,7 +112,7 @@ def test_of_an_engine_that_is_not_known_to_have_worked_no_leak_state_is_made_up(
 
 def test_of_a_page_that_tells_nothing_of_work_it_is_unknown_whether_anything_leaks() -> None:
     """Dynamo's own series: the KV cache in use, and no request, token or step."""
-    leak, watch = next(each for each in derivations() if each.name == "leak"), Watch()
+    leak, watch = next(each for each in build_derivations() if each.name == "leak"), Watch()
     state = leak.initial
     watch.look(REFUSED)
 
@@ -136,7 +136,7 @@ def test_the_hit_ratio_ends_with_its_life() -> None:
     for queries, processes in ((0.0, WHOLE), (100.0, WHOLE), (100.0, (SERVER,))):
         watch.look(working(20, prefix_queries_total=queries, prefix_hits_total=queries / 2), processes=processes)
         assert watch.seen is not None
-        state, samples = prefix_cache(state, watch.seen)
+        state, samples = derive_prefix_cache(state, watch.seen)
         ratios.append([sample.value for sample in samples])
 
     assert ratios == [[], [0.5], []]
@@ -148,7 +148,7 @@ def test_what_is_known_of_a_life_is_exported() -> None:
     watch.look(working(20), after=12)
     assert watch.seen is not None
 
-    samples = engine_state(watch.seen)
+    samples = derive_engine_state(watch.seen)
 
     states = {labels[0]: value for labels, value in values(samples, catalog.ENGINE_STATE).items()}
     assert states == {"unknown": 0, "down": 0, "starting": 0, "serving": 1, "stalled": 0, "asleep": 0}
@@ -167,4 +167,4 @@ def test_what_is_known_of_a_life_is_exported() -> None:
 def test_nothing_is_exported_of_a_life_that_is_not_known() -> None:
     none: tuple[Sample, ...] = ()
 
-    assert engine_state(snapshot()) == none
+    assert derive_engine_state(snapshot()) == none

@@ -7,8 +7,17 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from tests.samples import engine, gpu, page, snapshot
-from vllm_headroom.derive.life.lives import LifeState, lived
-from vllm_headroom.model import EnginePage, EngineProcess, Failure, Gpu, HostMemory, Life, ProbeReadings, Snapshot
+from vllm_headroom.derive.life.lives import RunState, update_run
+from vllm_headroom.model import (
+    EnginePage,
+    EngineProcess,
+    EngineStatus,
+    Failure,
+    Gpu,
+    HostMemory,
+    ProbeReadings,
+    Snapshot,
+)
 from vllm_headroom.vocabulary import EngineState, Reason, Role, Source
 
 GIB: Final = 2**30
@@ -55,7 +64,7 @@ class Watch:
         gpus: tuple[Gpu, ...] | Failure | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self.state = LifeState()
+        self.state = RunState()
         self.at = 0.0
         self.seen: Snapshot | None = None
         self._processes = processes
@@ -74,7 +83,7 @@ class Watch:
         owed_since: float | None = None,
         neighbours: tuple[EngineProcess, ...] = (),
         ambiguous: int = 0,
-    ) -> Life:
+    ) -> EngineStatus:
         """Look `after` so many seconds, and return what is known then; a canary has waited since `owed_since`."""
         self.at += after
         self._processes = self._processes if processes is None else processes
@@ -85,7 +94,7 @@ class Watch:
         )
         others = frozenset((each.pid, each.started_at_seconds) for each in neighbours)
         now = replace(now, unanswered_since_seconds=owed_since, neighbours=others, ambiguous=ambiguous)
-        self.state, self.seen = lived(self.state, now)
+        self.state, self.seen = update_run(self.state, now)
         assert self.seen.life is not None
         return self.seen.life
 

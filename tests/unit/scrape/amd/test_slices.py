@@ -137,7 +137,7 @@ def test_an_apu_with_much_of_its_own_works_on_that(machine: Machine) -> None:
     (gpu,) = machine.read()
 
     assert gpu.memory is not None
-    assert (gpu.memory.total_bytes, gpu.memory.unified) == (96 * GIB, False)
+    assert (gpu.memory.total_bytes, gpu.memory.is_unified) == (96 * GIB, False)
 
 
 def test_an_apu_of_which_kfd_may_not_tell_has_no_memory(machine: Machine) -> None:

@@ -13,7 +13,7 @@ from tests.fakes import engine_server
 from tests.fakes.engine_server import LOOPBACK, Answer, EngineServer, cut, drip, hang, page, raw, with_head
 from tests.fakes.ports import free_port
 from vllm_headroom.model import Failure
-from vllm_headroom.scrape.http.failures import no_answer
+from vllm_headroom.scrape.http.failures import explain_no_answer
 from vllm_headroom.scrape.http.reader import PageReader
 from vllm_headroom.vocabulary import REASONS, Reason, Source
 
@@ -62,7 +62,7 @@ def test_a_host_with_several_addresses_is_unreachable_when_all_are() -> None:
     error.__cause__ = OSError("All connection attempts failed")
     error.__cause__.__cause__ = attempts  # as anyio raises it; how many addresses localhost has depends on the machine
 
-    problem = no_answer(error, "http://localhost/metrics", 1.0)
+    problem = explain_no_answer(error, "http://localhost/metrics", 1.0)
 
     assert problem.reason is Reason.UNREACHABLE
     assert "(Connection refused)" in problem.message

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_headroom.scrape.nvml.reader import LEAST_SECONDS, Lane, loop_seconds
+from vllm_headroom.scrape.nvml.reader import LEAST_SECONDS, Lane, read_loop_seconds
 
 FOR_EVER = 600.0
 SHORT_SECONDS = 0.2
@@ -24,7 +24,7 @@ def released() -> Iterator[threading.Event]:
 
 def asked(lane: Lane, limit_seconds: float, **calls: Callable[[], object]) -> dict[str, object]:
     async def ask() -> dict[str, object]:
-        return dict(await lane.calls(calls, limit_seconds, loop_seconds() + FOR_EVER))
+        return dict(await lane.calls(calls, limit_seconds, read_loop_seconds() + FOR_EVER))
 
     return asyncio.run(ask())
 
@@ -89,7 +89,9 @@ def test_without_time_nothing_is_asked() -> None:
     lane, made = Lane(), []
 
     async def ask() -> dict[str, Exception | None]:
-        return await lane.calls({"late": lambda: made.append("late")}, FOR_EVER, loop_seconds() + LEAST_SECONDS / 2)
+        return await lane.calls(
+            {"late": lambda: made.append("late")}, FOR_EVER, read_loop_seconds() + LEAST_SECONDS / 2
+        )
 
     assert asyncio.run(ask()) == {}
     assert made == []

@@ -15,7 +15,7 @@ import pytest
 
 from vllm_headroom.model import Failure, ProbedProcess
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe import MOST_BYTES, MOST_ENTRIES, MOST_FILES, Probe
+from vllm_headroom.scrape.probe import MOST_BYTES, MOST_ENTRIES, MOST_FILES, ProbeReader
 from vllm_headroom.vocabulary import Reason, Source
 
 BOOT = "a-boot"
@@ -28,8 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "probe"
 
 
-def probe(folder: Path) -> Probe:
-    return Probe(folder, parse=parse_probe, boot=folder.parent / "boot_id")
+def probe(folder: Path) -> ProbeReader:
+    return ProbeReader(folder, parse=parse_probe, boot=folder.parent / "boot_id")
 
 
 def write(folder: Path, pid: int = 7, **known: Any) -> Path:
@@ -40,7 +40,7 @@ def write(folder: Path, pid: int = 7, **known: Any) -> Path:
     return unfinished.replace(file)
 
 
-def read(reader: Probe, timeout_seconds: float = 10.0) -> tuple[ProbedProcess, ...] | Failure:
+def read(reader: ProbeReader, timeout_seconds: float = 10.0) -> tuple[ProbedProcess, ...] | Failure:
     return asyncio.run(reader.read(timeout_seconds))
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_was_not_written_again_is_not_read_again(folder: Path) -> No
         parsed.append(content)
         return parse_probe(content)
 
-    reader = Probe(folder, parse=parse, boot=folder.parent / "boot_id")
+    reader = ProbeReader(folder, parse=parse, boot=folder.parent / "boot_id")
     write(folder, 7)
     for _ in range(3):
         read(reader)
@@ -129,7 +129,7 @@ def test_a_file_that_becomes_a_pipe_after_it_was_listed_is_not_waited_for(
 ) -> None:
     write(folder, 7)
     os.mkfifo(folder / "8-1000.json")
-    monkeypatch.setattr("vllm_headroom.scrape.probe._stamp", lambda entry: _stamp_of(entry.path))
+    monkeypatch.setattr("vllm_headroom.scrape.probe._read_stamp", lambda entry: _stamp_of(entry.path))
 
     assert pids(folder) == [7]
 
@@ -220,7 +220,7 @@ def test_a_volume_that_hangs_is_given_up_and_comes_back(folder: Path) -> None:
         lets_go.wait(60)
         return parse_probe(content)
 
-    reader = Probe(folder, parse=stuck, boot=folder.parent / "boot_id")
+    reader = ProbeReader(folder, parse=stuck, boot=folder.parent / "boot_id")
     hung = read(reader, 0.05)
     at_once = read(reader, 30.0)
     lets_go.set()

@@ -17,14 +17,14 @@ from simulator.scenarios import SCENARIOS
 from simulator.world import Course, World
 
 from vllm_headroom.derive import inside as present
-from vllm_headroom.derive.inside import with_inside
+from vllm_headroom.derive.inside import add_inside
 from vllm_headroom.model import Failure, Snapshot
 from vllm_headroom.parse.probe import parse_probe
-from vllm_headroom.scrape.probe import Probe
-from vllm_headroom.trace.parse import snapshot_of
+from vllm_headroom.scrape.probe import ProbeReader
+from vllm_headroom.trace.parse import parse_snapshot
 from vllm_headroom.vocabulary import LeakLocation, MemoryPart
 from vllm_headroom_tools.history.course import Course as States
-from vllm_headroom_tools.history.replay import Watch
+from vllm_headroom_tools.history.replay import LeakReplay
 
 HOURS: Final = 3.0
 
@@ -35,11 +35,11 @@ def simulated(name: str, seed: int, hours: float) -> Course:
 
 
 def understood(sample: dict[str, Any]) -> Snapshot:
-    return snapshot_of(sample)
+    return parse_snapshot(sample)
 
 
 def states(snapshots: Iterator[Snapshot]) -> States:
-    watch = Watch()
+    watch = LeakReplay()
     for snapshot in snapshots:
         watch.step(snapshot)
     ((_, _, course),) = watch.gpus
@@ -75,13 +75,13 @@ def written(folder: Path, sample: dict[str, Any]) -> None:
 
 async def through_files(folder: Path, course: Course) -> list[Snapshot]:
     """Return each sample as the daemon sees it, with what was read from the folder in place of what the trace says."""
-    reader, seen = Probe(folder, parse=parse_probe), []
+    reader, seen = ProbeReader(folder, parse=parse_probe), []
     for sample in course.samples:
         written(folder, sample)
         outside = understood({**sample, "gpus": [_without_inside(*sample["gpus"])], "processes": []})
         files = await reader.read(60.0)
-        probe = present.told(files, outside.processes, outside.time_seconds)
-        seen.append(replace(outside, gpus=with_inside(outside.gpus, probe), probe=probe))
+        probe = present.classify_probe(files, outside.processes, outside.time_seconds)
+        seen.append(replace(outside, gpus=add_inside(outside.gpus, probe), probe=probe))
     return seen
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.roots import Asked, Choice, engine_roots
-from vllm_headroom.scrape.proc.servers import served_port
+from vllm_headroom.scrape.proc.roots import Choice, PageState, choose_roots
+from vllm_headroom.scrape.proc.servers import find_port
 
 PORT = 8000
 Tree = dict[int, ProcEntry]
@@ -19,24 +19,26 @@ def tree(*processes: tuple[int, int, str]) -> Tree:
     }
 
 
-REFUSED = Asked(port=PORT, listens=False)
+REFUSED = PageState(port=PORT, listens=False)
 """Nobody listens where the page is asked for."""
 
-ANYTHING = Asked(port=PORT)
-ON_HOST = Asked(port=PORT, on_host=True)
+ANYTHING = PageState(port=PORT)
+ON_HOST = PageState(port=PORT, on_host=True)
 
 
-def named(began_seconds: float | None = None) -> Asked:
+def named(began_seconds: float | None = None) -> PageState:
     """Return what a page tells, and when its server began."""
-    return Asked(port=PORT, answers=True, began_seconds=began_seconds)
+    return PageState(port=PORT, answers=True, began_seconds=began_seconds)
 
 
-def choice(seen: Tree, *, asked: Asked = REFUSED, before: Choice | None = None, away: Collection[int] = ()) -> Choice:
+def choice(
+    seen: Tree, *, asked: PageState = REFUSED, before: Choice | None = None, away: Collection[int] = ()
+) -> Choice:
     """Return the choice after `before`; those `away` are on another network than the daemon."""
     nobody = ProcEntry(pid=0, parent_pid=0, started_seconds=0.0, command=())
     above = {pid: seen.get(process.parent_pid, nobody).command for pid, process in seen.items()}
-    told = {pid: (served_port(each.command, above=above[pid]), pid not in away) for pid, each in seen.items()}
-    return engine_roots(seen, told.__getitem__, asked, before or Choice())
+    told = {pid: (find_port(each.command, above=above[pid]), pid not in away) for pid, each in seen.items()}
+    return choose_roots(seen, told.__getitem__, asked, before or Choice())
 
 
 OURS = (10, 1, "python /bin/vllm serve m --port 8000")

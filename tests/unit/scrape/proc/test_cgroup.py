@@ -11,7 +11,7 @@ from tests.fakes.cgroups import V2Tree, limited
 from tests.fakes.proc_tree import ProcTree
 from tests.fakes.taker import Taker, taking
 from vllm_headroom.model import Cgroup
-from vllm_headroom.scrape.proc.host import cgroup_of, machine_of
+from vllm_headroom.scrape.proc.host import read_cgroup, read_machine
 
 PROC = Path("/proc")
 MIB = 2**20
@@ -21,9 +21,9 @@ MACHINE = 512 * GIB
 
 
 def cgroup(taker: Taker) -> Cgroup:
-    machine = machine_of(PROC)
+    machine = read_machine(PROC)
     assert machine is not None
-    seen = cgroup_of(PROC, taker.pid, machine_bytes=machine.total_bytes)
+    seen = read_cgroup(PROC, taker.pid, machine_bytes=machine.total_bytes)
     assert seen is not None
     return seen
 
@@ -89,7 +89,7 @@ def cgroups(tmp_path: Path, proc: ProcTree) -> V2Tree:
 
 
 def seen(proc: ProcTree) -> Cgroup | None:
-    return cgroup_of(proc.path, 20, machine_bytes=MACHINE)
+    return read_cgroup(proc.path, 20, machine_bytes=MACHINE)
 
 
 def test_version_2_tells_limit_use_and_kills(proc: ProcTree, cgroups: V2Tree) -> None:

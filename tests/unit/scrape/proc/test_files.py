@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.proc_tree import ProcTree
-from vllm_headroom.scrape.proc.files import entry, usage
+from vllm_headroom.scrape.proc.files import read_entry, read_usage
 
 SERVER = ("python3.11", "/venv/bin/vllm", "serve", "tiny")
 
@@ -32,22 +32,22 @@ def no_descriptor() -> Iterator[None]:
 
 def test_a_process_that_cannot_be_read_for_want_of_descriptors_has_not_gone() -> None:
     proc = Path("/proc")
-    known = entry(proc, os.getpid())
+    known = read_entry(proc, os.getpid())
     assert known is not None
 
     with pytest.raises(OSError, match="Too many open files"), no_descriptor():
-        entry(proc, os.getpid())
+        read_entry(proc, os.getpid())
     with pytest.raises(OSError, match="Too many open files"), no_descriptor():
-        usage(proc, known)
+        read_usage(proc, known)
 
 
 def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     (tree.path / "7" / "cmdline").unlink()
 
     assert known is not None
-    assert entry(tree.path, 7, known) is known
+    assert read_entry(tree.path, 7, known) is known
 
 
 @pytest.mark.parametrize(
@@ -64,46 +64,46 @@ def test_a_process_that_stays_what_it_is_is_not_read_twice(tree: ProcTree) -> No
 )
 def test_what_may_have_changed_is_read_anew(tree: ProcTree, before: tuple[str, ...], after: tuple[str, ...]) -> None:
     tree.add(7, 1, *before)
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     tree.add(7, 1, *after)
-    found = entry(tree.path, 7, known)
+    found = read_entry(tree.path, 7, known)
 
     assert found is not None
     assert found.command == after
-    assert found == entry(tree.path, 7)
+    assert found == read_entry(tree.path, 7)
 
 
 def test_another_process_with_the_same_pid_is_read_anew(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600", started_ticks=5000)
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "30", started_ticks=9000)
 
-    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
+    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known
 
 
 def test_a_parent_that_has_gone_is_seen(tree: ProcTree) -> None:
     tree.add(7, 6, "sleep", "600")
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "600")
 
-    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
+    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known
 
 
 def test_a_process_that_has_become_a_zombie_has_gone(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     tree.add(7, 1, "sleep", "600", state="Z")
 
-    assert entry(tree.path, 7, known) is None
+    assert read_entry(tree.path, 7, known) is None
 
 
 def test_a_process_that_was_seen_between_its_name_and_its_command_line_is_read_anew(tree: ProcTree) -> None:
     tree.add(7, 1, "sleep", "600")
     whole = (tree.path / "7" / "cmdline").read_bytes()
     (tree.path / "7" / "cmdline").write_bytes(b"")
-    known = entry(tree.path, 7)
+    known = read_entry(tree.path, 7)
     (tree.path / "7" / "cmdline").write_bytes(whole)
 
     assert known is not None
     assert known.command == ("sleep",)
-    assert entry(tree.path, 7, known) == entry(tree.path, 7) != known
+    assert read_entry(tree.path, 7, known) == read_entry(tree.path, 7) != known

@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes.proc_tree import ProcTree
 from vllm_headroom.model import EngineProcess, MachineMemory
-from vllm_headroom.scrape.proc.host import host_of, machine_of, resident_parts, shm_of
+from vllm_headroom.scrape.proc.host import read_host, read_machine, read_resident_parts, read_shm
 from vllm_headroom.vocabulary import Role
 
 PROC = Path("/proc")
@@ -43,7 +43,7 @@ def test_the_machine_tells_what_is_available_its_swap_and_its_kills(tree: ProcTr
     (tree.path / "meminfo").write_text(MEMINFO)
     (tree.path / "vmstat").write_text("nr_free_pages 244\noom_kill 3\n")
 
-    assert machine_of(tree.path) == MachineMemory(
+    assert read_machine(tree.path) == MachineMemory(
         total_bytes=125_000_000 * 1024,
         available_bytes=70_000_000 * 1024,
         swap_bytes=16_000_000 * 1024,
@@ -54,22 +54,22 @@ def test_the_machine_tells_what_is_available_its_swap_and_its_kills(tree: ProcTr
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 5 kB\n", "MemTotal: 5 kB\nMemAvailable: much kB\n"])
 def test_a_machine_that_does_not_tell_is_unknown(tree: ProcTree, text: str) -> None:
-    assert machine_of(tree.path) is None
+    assert read_machine(tree.path) is None
     (tree.path / "meminfo").write_text(text)
-    assert machine_of(tree.path) is None
+    assert read_machine(tree.path) is None
 
 
 def test_kills_that_the_kernel_does_not_count_are_unknown(tree: ProcTree) -> None:
     (tree.path / "meminfo").write_text(MEMINFO)
 
-    machine = machine_of(tree.path)
+    machine = read_machine(tree.path)
 
     assert machine is not None
     assert machine.oom_kills is None
 
 
 def test_this_machine_is_read() -> None:
-    machine = machine_of(PROC)
+    machine = read_machine(PROC)
 
     assert machine is not None
     assert 0 < machine.available_bytes < machine.total_bytes
@@ -78,10 +78,10 @@ def test_this_machine_is_read() -> None:
 
 def test_the_real_shared_memory_of_a_process_is_seen_to_fill() -> None:
     file = SHM / f"headroom-test-{os.getpid()}"
-    before = host_of(PROC, engine(os.getpid())).shm
+    before = read_host(PROC, engine(os.getpid())).shm
     try:
         file.write_bytes(b"x" * (8 * MIB))
-        after = host_of(PROC, engine(os.getpid())).shm
+        after = read_host(PROC, engine(os.getpid())).shm
     finally:
         file.unlink()
 
@@ -97,7 +97,7 @@ def test_a_shared_memory_of_its_own_is_read_through_the_processs_root(tree: Proc
     own.mkdir(parents=True)
     (tree.path / "20" / "root").symlink_to(tmp_path / "own")
 
-    assert host_of(tree.path, engine(20)).shm == shm_of(own) != shm_of(SHM)
+    assert read_host(tree.path, engine(20)).shm == read_shm(own) != read_shm(SHM)
 
 
 @pytest.mark.parametrize(("device", "same"), [("{}:{}", True), ("0:9999", False)])
@@ -110,13 +110,13 @@ def test_where_its_root_is_closed_the_same_device_is_the_same_shared_memory(
     number = device.format(os.major(here), os.minor(here))
     (tree.path / "20" / "mountinfo").write_text(f"25 24 {number} / /dev/shm rw,relatime - tmpfs tmpfs rw\n")
 
-    assert (host_of(tree.path, engine(20)).shm is not None) is same
+    assert (read_host(tree.path, engine(20)).shm is not None) is same
 
 
 def test_no_process_has_no_container_and_no_shared_memory(tree: ProcTree) -> None:
     (tree.path / "meminfo").write_text(MEMINFO)
 
-    seen = host_of(tree.path, ())
+    seen = read_host(tree.path, ())
 
     assert (seen.cgroup, seen.shm) == (None, None)
     assert seen.machine is not None
@@ -134,7 +134,7 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
     with subprocess.Popen([sys.executable, "-c", program, str(weights)], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        anonymous, file = resident_parts(PROC, process.pid)
+        anonymous, file = read_resident_parts(PROC, process.pid)
         process.kill()
 
     assert file is not None
@@ -144,6 +144,6 @@ def test_a_real_process_that_maps_a_file_holds_nothing_of_it(tmp_path: Path) -> 
 
 
 def test_a_kernel_that_does_not_tell_the_parts_leaves_them_unknown(tree: ProcTree) -> None:
-    assert resident_parts(tree.path, 20) == (None, None)
+    assert read_resident_parts(tree.path, 20) == (None, None)
     (tree.path / "20" / "status").write_text("Name:\tvllm\nVmRSS:\t  40 kB\n")
-    assert resident_parts(tree.path, 20) == (None, None)
+    assert read_resident_parts(tree.path, 20) == (None, None)

@@ -42,13 +42,13 @@ def processes(tree: ProcTree, clock: Clock) -> Processes:
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the pids whose files are read from now on."""
     pids: list[int] = []
-    found = files.entry
+    found = files.read_entry
 
     def entry(proc: Path, pid: int, known: ProcEntry | None = None) -> ProcEntry | None:
         pids.append(pid)
         return found(proc, pid, known)
 
-    monkeypatch.setattr(files, "entry", entry)
+    monkeypatch.setattr(files, "read_entry", entry)
     return pids
 
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_headroom.scrape.proc.files import ProcEntry
-from vllm_headroom.scrape.proc.reader import engine_roles
-from vllm_headroom.scrape.proc.servers import named_role
+from vllm_headroom.scrape.proc.reader import assign_roles
+from vllm_headroom.scrape.proc.servers import find_role
 from vllm_headroom.vocabulary import Role
 
 OWN_PID = 9999
@@ -18,7 +18,7 @@ def entries(*processes: tuple[int, int, tuple[str, ...]]) -> dict[int, ProcEntry
 
 
 def role(*command: str) -> Role | None:
-    return named_role(command)
+    return find_role(command)
 
 
 SERVERS = [
@@ -108,7 +108,7 @@ def test_descendants_are_the_engines_too() -> None:
         (5000, 1, ("nginx",)),
     )
 
-    assert engine_roles(seen, OWN_PID, [4380]) == {
+    assert assign_roles(seen, OWN_PID, [4380]) == {
         4380: Role.API_SERVER,
         4425: Role.OTHER,
         4426: Role.ENGINE_CORE,
@@ -126,13 +126,13 @@ def test_descendants_are_the_engines_too() -> None:
     ],
 )
 def test_a_forked_copy_is_no_second_one(command: tuple[str, ...], expected: Role) -> None:
-    assert engine_roles(entries((7, 1, command), (8, 7, command)), OWN_PID, [7]) == {7: expected, 8: Role.OTHER}
+    assert assign_roles(entries((7, 1, command), (8, 7, command)), OWN_PID, [7]) == {7: expected, 8: Role.OTHER}
 
 
 def test_a_frontend_is_a_server_below_its_launcher() -> None:
     seen = entries((7, 1, ("vllm", "serve", "m")), (8, 7, ("/x/vllm-rs", "frontend")))
 
-    assert engine_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.API_SERVER}
+    assert assign_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.API_SERVER}
 
 
 def test_the_daemon_is_not_the_engines_even_as_its_child() -> None:
@@ -142,27 +142,27 @@ def test_the_daemon_is_not_the_engines_even_as_its_child() -> None:
         (10000, OWN_PID, ("sh",)),
     )
 
-    assert engine_roles(seen, OWN_PID, [1]) == {1: Role.API_SERVER}
+    assert assign_roles(seen, OWN_PID, [1]) == {1: Role.API_SERVER}
 
 
 def test_what_is_not_below_a_root_is_not_the_engines() -> None:
     seen = entries((7, 1, ("vllm", "serve")), (8, 1, ("vllm", "serve")), (9, 8, ("VLLM::EngineCore",)))
 
-    assert engine_roles(seen, OWN_PID, [8]) == {8: Role.API_SERVER, 9: Role.ENGINE_CORE}
-    assert engine_roles(seen, OWN_PID, []) == {}
+    assert assign_roles(seen, OWN_PID, [8]) == {8: Role.API_SERVER, 9: Role.ENGINE_CORE}
+    assert assign_roles(seen, OWN_PID, []) == {}
 
 
 def test_a_circle_of_parents_is_walked_once() -> None:
     seen = entries((7, 8, ("vllm", "serve")), (8, 7, ("sh",)))
 
-    assert engine_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.OTHER}
+    assert assign_roles(seen, OWN_PID, [7]) == {7: Role.API_SERVER, 8: Role.OTHER}
 
 
 def test_titles_below_a_server_may_have_another_prefix() -> None:
     """VLLM_PROCESS_NAME_PREFIX."""
     seen = entries((7, 1, SERVERS[0]), (8, 7, ("prod::EngineCore",)), (9, 8, ("prod::Worker_TP0",)), (10, 8, ("gcc",)))
 
-    assert engine_roles(seen, OWN_PID, [7]) == {
+    assert assign_roles(seen, OWN_PID, [7]) == {
         7: Role.API_SERVER,
         8: Role.ENGINE_CORE,
         9: Role.WORKER,

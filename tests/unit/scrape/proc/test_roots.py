@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from tests.unit.scrape.proc.engines import ANYTHING, NEIGHBOUR, OURS, choice, named, tree
-from vllm_headroom.scrape.proc.reader import engine_roles
+from vllm_headroom.scrape.proc.reader import assign_roles
 from vllm_headroom.scrape.proc.roots import Choice
-from vllm_headroom.scrape.proc.servers import served_port
+from vllm_headroom.scrape.proc.servers import find_port
 from vllm_headroom.vocabulary import Role
 
 
@@ -42,7 +42,7 @@ from vllm_headroom.vocabulary import Role
     ],
 )
 def test_a_servers_port_is_read_from_its_command_line(command: str, port: int | None) -> None:
-    assert served_port(tuple(command.split())) == port
+    assert find_port(tuple(command.split())) == port
 
 
 SUPERVISOR = "python /bin/vllm serve m --data-parallel-multi-port-external-lb --port 7998 --data-parallel-size-local"
@@ -57,7 +57,7 @@ def test_each_rank_below_a_supervisor_is_an_engine_with_a_port_of_its_own() -> N
 
     assert found.roots == (22,)
     assert found.others == {(20, 1.0), (21, 1.0), (23, 1.0)}
-    assert engine_roles(tree(*RANKS), 99, found.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
+    assert assign_roles(tree(*RANKS), 99, found.roots) == {22: Role.API_SERVER, 32: Role.ENGINE_CORE}
 
 
 @pytest.mark.parametrize("local", ["0", "$N", "9" * 5000])
@@ -72,11 +72,11 @@ def test_ranks_whose_ports_do_not_tell_are_told_by_their_start_on_the_page(local
 @pytest.mark.parametrize("server", ["text-generation-launcher", "llama-server", "python3 -m dynamo.frontend"])
 def test_a_default_port_tells_nothing_where_the_environment_may_have_set_another(server: str) -> None:
     """TGI's image sets 80."""
-    command, default = tuple(server.split()), served_port(tuple(server.split()))
+    command, default = tuple(server.split()), find_port(tuple(server.split()))
 
     assert default in {3000, 8000, 8080}
-    assert (served_port(command, default), served_port(command, 80)) == (default, None)
-    assert served_port(("vllm", "serve"), 80) == 8000
+    assert (find_port(command, default), find_port(command, 80)) == (default, None)
+    assert find_port(("vllm", "serve"), 80) == 8000
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_another_engines_processes_are_found_by_its_server(server: str, child: s
     seen = tree((10, 1, server), (11, 10, child), (12, 1, "nginx"))
 
     assert choice(seen, asked=ANYTHING).roots == (10,)
-    assert tuple(engine_roles(seen, 99, (10,)).values()) == roles
+    assert tuple(assign_roles(seen, 99, (10,)).values()) == roles
 
 
 def test_nothing_of_vllms_is_no_engine() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from tests.fakes.prometheus_server import PrometheusServer
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.replay.command import COMMAND
-from vllm_headroom_tools.replay.prometheus.records import records_from
+from vllm_headroom_tools.replay.prometheus.records import read_records
 
 BEGIN: Final = 1_760_000_000
 UUID: Final = "GPU-11111111-2222-3333-4444-555555555555"
@@ -23,7 +23,7 @@ def records(server: PrometheusServer, minutes: float, *words: str) -> list[dict[
 
 def lazily(url: str, *words: str) -> Iterator[dict[str, Any]]:
     """Return the records that the command would replay."""
-    return records_from(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words], {}))
+    return read_records(parser_of(COMMAND, "replay").read(["--from-prometheus", url, *words], {}))
 
 
 def scraped(

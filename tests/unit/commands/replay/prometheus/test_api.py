@@ -16,15 +16,15 @@ from tests.fakes.prometheus_server import Answer, PrometheusServer, matrix, prob
 from tests.unit.commands.replay.prometheus.history import lazily
 from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.parse import BadInput
-from vllm_headroom_tools.replay.prometheus.api import Api
-from vllm_headroom_tools.replay.prometheus.text import Span
+from vllm_headroom_tools.replay.prometheus.api import PrometheusApi
+from vllm_headroom_tools.replay.prometheus.text import TimeSpan
 
-SPAN = Span(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
+SPAN = TimeSpan(start_ms=1_760_000_000_000, end_ms=1_760_000_060_500, step_ms=15_000)
 
 
 def refusal(url: str, **options: Path) -> str:
     """Return why a query failed."""
-    with pytest.raises(BadInput) as caught, closing(Api(httpx.URL(url), **options)) as api:
+    with pytest.raises(BadInput) as caught, closing(PrometheusApi(httpx.URL(url), **options)) as api:
         api.query_range("up", SPAN)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -32,7 +32,7 @@ def refusal(url: str, **options: Path) -> str:
 
 def test_a_query_is_posted_below_the_path_of_the_url() -> None:
     with PrometheusServer(answer=matrix([({"__name__": "up", "job": "a"}, [(1_760_000_000.5, 2.0)])])) as server:
-        with closing(Api(httpx.URL(f"{server.url}/prometheus/?tab=1"))) as api:
+        with closing(PrometheusApi(httpx.URL(f"{server.url}/prometheus/?tab=1"))) as api:
             found = api.query_range("up", SPAN)
 
         assert [(each.name, each.labels, each.values) for each in found] == [
@@ -94,7 +94,7 @@ MATRIX = matrix([({"__name__": "up"}, [(1_760_000_000.5, 2.0)])])[2]
 def test_an_answer_may_be_packed() -> None:
     with (
         PrometheusServer(answer=(200, GZIP, gzip.compress(MATRIX))) as server,
-        closing(Api(httpx.URL(server.url))) as api,
+        closing(PrometheusApi(httpx.URL(server.url))) as api,
     ):
         (found,) = api.query_range("up", SPAN)
 
@@ -158,7 +158,9 @@ def test_a_token_stands_in_for_them(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("t0ken\n")
     with PrometheusServer(answer=matrix([])) as server:
-        with closing(Api(httpx.URL(server.url.replace("//", "//user:secret@")), bearer_token_file=file)) as api:
+        with closing(
+            PrometheusApi(httpx.URL(server.url.replace("//", "//user:secret@")), bearer_token_file=file)
+        ) as api:
             api.query_range("up", SPAN)
 
         assert server.heads[0]["Authorization"] == "Bearer t0ken"
@@ -197,7 +199,7 @@ def test_an_authority_of_ones_own_is_needed_and_taken(tmp_path: Path) -> None:
     body = matrix([])[2].decode()
     with EngineServer(page(body), tls=server_context(certificate, key)) as server:
         url = server.url.removesuffix("/metrics")
-        with closing(Api(httpx.URL(url), ca_file=certificate)) as api:
+        with closing(PrometheusApi(httpx.URL(url), ca_file=certificate)) as api:
             assert api.query_range("up", SPAN) == []
 
         told = refusal(url)

@@ -11,7 +11,7 @@ from vllm_headroom.config.options import BadOptions
 from vllm_headroom.trace.parse import BadInput
 from vllm_headroom_tools.cli import parser_of
 from vllm_headroom_tools.replay.command import COMMAND
-from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME, Span, span_between
+from vllm_headroom_tools.replay.prometheus.text import MATCHER, STEP, TIME, TimeSpan, build_span
 
 NOW = 1_760_000_000.25
 
@@ -29,11 +29,11 @@ NOW = 1_760_000_000.25
     ],
 )
 def test_a_time_is_a_date_or_epoch_seconds_or_a_while_ago(text: str, seconds: float) -> None:
-    assert span_between(TIME(text), TIME(str(NOW + 1)), 15.0, NOW).start_ms == round(seconds * 1000)
+    assert build_span(TIME(text), TIME(str(NOW + 1)), 15.0, NOW).start_ms == round(seconds * 1000)
 
 
 def test_the_end_may_be_now() -> None:
-    assert span_between(TIME("-1h"), TIME("now"), STEP("1m"), NOW) == Span(
+    assert build_span(TIME("-1h"), TIME("now"), STEP("1m"), NOW) == TimeSpan(
         start_ms=1_759_996_400_250, end_ms=1_760_000_000_250, step_ms=60_000
     )
 
@@ -41,14 +41,14 @@ def test_the_end_may_be_now() -> None:
 @pytest.mark.parametrize(("start", "end"), [("-1h", "-2h"), ("-1w9999999w", "now")])
 def test_a_span_that_ends_before_it_begins_is_refused(start: str, end: str) -> None:
     with pytest.raises(BadInput, match=r"^--start is not a time before --end$"):
-        span_between(TIME(start), TIME(end), 15.0, NOW)
+        build_span(TIME(start), TIME(end), 15.0, NOW)
 
 
 def test_a_history_needs_a_start() -> None:
     with pytest.raises(
         BadInput, match=r"^--from-prometheus needs --start: a time such as 2026-01-31T08:00:00Z, or -24h$"
     ):
-        span_between(None, TIME("now"), 15.0, NOW)
+        build_span(None, TIME("now"), 15.0, NOW)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_every_mistake_is_told_at_once() -> None:
 
 @given(length=st.integers(0, 500), step=st.integers(1, 50), most=st.integers(1, 60))
 def test_pages_are_the_span_in_parts(length: int, step: int, most: int) -> None:
-    span = Span(start_ms=1000, end_ms=1000 + length, step_ms=step)
+    span = TimeSpan(start_ms=1000, end_ms=1000 + length, step_ms=step)
 
     pages = span.pages(most)
 

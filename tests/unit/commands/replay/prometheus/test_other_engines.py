@@ -14,7 +14,7 @@ from tests.fakes.prometheus_server import PrometheusServer
 from tests.unit.commands.replay.prometheus.history import TARGET, add_dcgm, level, records, scraped
 from vllm_headroom.model import EnginePage
 from vllm_headroom.parse.engines import parse_engines
-from vllm_headroom.trace.parse import BadInput, snapshot_of
+from vllm_headroom.trace.parse import BadInput, parse_snapshot
 
 PAGES: Final = sorted(OTHERS.glob("*.prom"))
 TELL_NO_LOAD: Final = {"dynamo-component"}
@@ -79,7 +79,7 @@ def test_history_says_what_the_page_says(server: PrometheusServer, page: Path) -
             records(server, 20)
         return
 
-    snapshot = snapshot_of(records(server, 20)[40])
+    snapshot = parse_snapshot(records(server, 20)[40])
     replayed = snapshot.engines
     assert isinstance(replayed, EnginePage)
     assert [(engine.model_name, engine.engine) for engine in replayed.engines] == [

@@ -16,7 +16,7 @@ from tests.unit.commands.replay.prometheus.history import (
     records,
     scraped,
 )
-from vllm_headroom.trace.parse import BadInput, snapshot_of
+from vllm_headroom.trace.parse import BadInput, parse_snapshot
 
 MIB = 2**20
 
@@ -111,7 +111,7 @@ def test_every_record_is_one_a_trace_may_have(server: PrometheusServer) -> None:
     add_dcgm(server, 20)
     add_vllm(server, 10)
 
-    assert list(map(snapshot_of, records(server, 20)))
+    assert list(map(parse_snapshot, records(server, 20)))
 
 
 def test_a_side_that_was_not_scraped_is_null_and_not_filled_from_before(server: PrometheusServer) -> None:
