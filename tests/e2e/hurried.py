@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from vllm_headroom.__main__ import main
-from vllm_headroom.commands.demo.run import ScaledClock
 from vllm_headroom.daemon import parts
+from vllm_headroom_tools.demo.run import ScaledClock
 
 
 class HurriedClock(ScaledClock):
