@@ -38,6 +38,7 @@ _LINK: Final = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _DECISION: Final = re.compile(r"^### (\d+)\. .*\n((?:(?!#).*\n)*)", re.MULTILINE)
 _TERM: Final = re.compile(r"^\| ([^|]+) \|(?! ---)", re.MULTILINE)
 _ROW: Final = re.compile(r"^\| \[`(\w+)`\]\(docs/commands/(\w+)\.md\) \|", re.MULTILINE)
+_FILE: Final = re.compile(r"`((?:src|tests|alerts|dashboards|deploy|docs)/[\w./-]+)`")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
@@ -84,6 +85,13 @@ def test_a_link_leads_somewhere(page: Path) -> None:
 
         assert found.exists(), target
         assert not anchor or anchor in _anchors(found), anchor
+
+
+@each_page
+def test_a_page_names_files_that_there_are(page: Path) -> None:
+    named = _FILE.findall(page.read_text(encoding="utf-8"))
+
+    assert [name for name in named if not (ROOT / name.replace("ENGINE", "vllm")).exists()] == []
 
 
 def _anchors(page: Path) -> set[str]:
