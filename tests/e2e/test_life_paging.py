@@ -105,7 +105,7 @@ def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench
     assert before == []
     assert opened.routing_key == KEYS["ml-platform"]
     assert opened.payload["summary"] == "llama exits again and again. prod/loops"
-    assert "ended 3 times" in opened.payload["custom_details"]["firing"]
+    assert "exited 3 times" in opened.payload["custom_details"]["firing"]
 
 
 def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(tmp_path: Path) -> None:
