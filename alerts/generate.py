@@ -15,7 +15,7 @@ import yaml
 
 RULES: Final = Path(__file__).parent / "rules" / "headroom.yaml"
 RELEASE: Final = ("release", "kube-prometheus-stack")
-"""Unless told otherwise the chart's Prometheus reads only rules that carry the name of the chart's release."""
+"""By default the chart's Prometheus reads only rules that carry the name of the chart's release."""
 
 ALERT: Final = re.compile(r"^( *)- alert: (\w+)\n(?:(?!\1- ).*\n)*?\1  annotations:\n", re.MULTILINE)
 BOARD: Final = (
@@ -93,7 +93,7 @@ def command() -> Parser:
         "--runbooks-url",
         type=url,
         metavar="URL",
-        help="where alerts/runbooks is served; {alert} in it stands for the alert's name, which else goes to its end; "
+        help="where alerts/runbooks is served; {alert} in it becomes the alert's name, which else goes to its end; "
         "without it there are no links to runbooks",
     )
     parser.add_argument(

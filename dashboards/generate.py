@@ -64,7 +64,7 @@ def config_maps() -> str:
 
 
 def exported(name: str) -> str:
-    """Return a dashboard as grafana.com takes it: whoever imports it is asked for the data source."""
+    """Return a dashboard as grafana.com takes it: Grafana then prompts for the data source."""
     made = DASHBOARDS[name]()
     source = "${DS_PROMETHEUS}"
     chosen = {"selected": True, "text": source, "value": source}
@@ -80,7 +80,7 @@ def exported(name: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write every file; for grafana.com into a folder of its own."""
+    """Write every file; for grafana.com into another folder."""
     parser = argparse.ArgumentParser(prog="generate.py", description=__doc__)
     parser.add_argument(
         "--export", type=Path, metavar="FOLDER", help="write the files that grafana.com takes there instead"

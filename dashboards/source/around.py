@@ -125,7 +125,7 @@ def alerts(severities: str = ".+") -> Json:
 
 
 def restarts() -> Json:
-    """Return a mark where an engine's counters begin anew, at its first reading after the restart.
+    """Return a mark where an engine's counters start over, at its first reading after the restart.
 
     An hour: for as long an engine may be away and its return still be seen as one.
     """

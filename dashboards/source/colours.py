@@ -23,7 +23,7 @@ UNKNOWN_COLOUR: Final = "#8e8e8e"
 
 PALETTE: Final = {"mode": "palette-classic"}
 GPU_COLOURS: Final = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#b0b0b0")
-"""Of GPU 0 to 7: Okabe and Ito's, which people who see few colours can tell apart as well."""
+"""Of GPU 0 to 7: Okabe and Ito's, which people who see few colours can distinguish as well."""
 
 STATES: Final = (
     ("unknown", UNKNOWN_COLOUR),
@@ -35,6 +35,12 @@ STATES: Final = (
     ("leaking", BAD),
 )
 """The detector's states and their colours; their place is the number a state timeline draws."""
+
+
+def state_words(state: str) -> str:
+    """Return what a reader sees of a state; a healthy GPU is mostly unsettled, which sounds like trouble."""
+    return "no leak seen" if state == "unsettled" else state.replace("_", " ")
+
 
 ROLES: Final = (
     ("worker", ENGINE_COLOUR),

@@ -58,7 +58,7 @@ def dashboard(
 
 
 def _of_now(placed: list[Json], since: str) -> list[Json]:
-    """Return the panels, those of now with a time of their own: Grafana heeds it unless the page's is fixed."""
+    """Return the panels, those of now with a separate time range: Grafana heeds it unless the page's is fixed."""
     for panel in (
         each for row in placed for each in (row, *row.get("panels", ())) if each["type"] in {"stat", "table"}
     ):

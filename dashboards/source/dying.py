@@ -57,7 +57,8 @@ def _engine() -> Json:
     answers = f'min(headroom_source_up{{{TARGET},source="engine"}})'
     return stat(
         "Engine",
-        "Whether vLLM answers the sidecar, and is awake; of several the worst. Unknown: Prometheus hears no sidecar.",
+        "Whether vLLM answers the sidecar, and is awake; of several the worst. Unknown: Prometheus cannot scrape the "
+        "sidecar.",
         [query(f"{answers} == 0 or 2 + min(headroom_engine_awake{{{ENGINE}}}) or {answers}")],
         unit="none",
         width=3,
@@ -72,7 +73,7 @@ def _left() -> Json:
     return _time_left(
         "Time to out of memory",
         "Free memory over the rate of the leak, of the GPU that has least. Only a growing or leaking GPU has one; "
-        "unknown: the engine does not answer, or what it holds cannot be told.",
+        "unknown: the engine does not answer, or the memory that it holds is unknown.",
         "headroom_time_to_oom_seconds",
         width=6,
     )
@@ -80,7 +81,7 @@ def _left() -> Json:
 
 def _least() -> Json:
     return _time_left(
-        "At the least",
+        "At the earliest",
         "The lower bound of the time to out of memory, and the GPU it is of.",
         "headroom_time_to_oom_seconds_lower",
     )
@@ -103,8 +104,8 @@ def _time_left(title: str, description: str, metric: str, *, width: int = 3) -> 
 def _state() -> Json:
     return stat(
         "Leak state",
-        "What the detector says, of the GPU that is worst: growing is the early warning, leaking the alarm. "
-        "Unsettled: load has just changed, and it waits before it judges.",
+        "The detector's state, of the GPU that is worst: growing is the early warning, leaking the alarm. "
+        "No leak seen: load has just changed, and the detector waits.",
         [query(f"max({leak_state('headroom_leak_state', GPU, 'gpu, uuid')})")],
         unit="none",
         width=3,
@@ -143,15 +144,15 @@ def _room() -> Json:
     """Return the figure that the product is named after: free memory of each GPU, down to a red zero."""
     return timeseries(
         "Headroom: free memory of each GPU, down to zero",
-        "What is free on each GPU of the engine, and as a thin line what its peaks left. Below the red line, 512 MiB, "
-        "the next long prompt may be the last. A leak is a line that falls while running requests do not rise. "
-        "Nothing is drawn while the engine is down, loads or sleeps: the card is empty then. "
-        "Where the time shown ends in the future (Look ahead, above), what a leak will leave is dashed, and dotted if "
-        "it is as fast as it may be.",
+        "Free memory of each GPU of the engine; the thin line is the lowest free memory per minute. Below the red "
+        "line, 512 MiB, the next long prompt may be the last. A leak is a line that falls while running requests do "
+        "not rise. Nothing is drawn while the engine is down, loads or sleeps: the card is empty then. "
+        "If the time range ends in the future (Look ahead, above), the dashed line is the forecast of a leak, and the "
+        "dotted line its lower bound.",
         [
             *rooms(),
             of_gpus(ahead(GPU, "headroom_time_to_oom_seconds"), "GPU {{gpu}} expected"),
-            of_gpus(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the least"),
+            of_gpus(ahead(GPU, "headroom_time_to_oom_seconds_lower"), "GPU {{gpu}} at the earliest"),
             RUNNING,
         ],
         unit="bytes",
@@ -164,7 +165,7 @@ def _room() -> Json:
             *ROOMS,
             override("/ expected$/", custom__lineStyle={"fill": "dash", "dash": [8, 6]}, custom__hideFrom=LEGEND),
             override(
-                "/ at the least$/",
+                "/ at the earliest$/",
                 custom__lineWidth=2,
                 custom__lineStyle={"fill": "dash", "dash": [2, 6]},
                 custom__hideFrom=LEGEND,

@@ -1,4 +1,4 @@
-"""The dashboard of one engine: an operator's questions, in the order in which they are asked."""
+"""The dashboard of one engine: an operator's questions, in the order in which they come up."""
 
 from __future__ import annotations
 

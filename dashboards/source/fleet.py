@@ -29,7 +29,7 @@ def fleet() -> Json:
     return dashboard(
         uid="headroom-fleet",
         title="Headroom: fleet",
-        description="The engines that are worst off, of all that a vllm-headroom sidecar stands beside.",
+        description="The engines that are worst off, of all that have a vllm-headroom sidecar.",
         since="now-6h",
         refresh="1m",
         marks=[around.alerts("page|critical")],
@@ -55,8 +55,8 @@ def _counts() -> list[Json]:
         ),
         stat(
             "GPUs by leak state",
-            "What the detectors say: growing is the early warning, leaking the alarm. Unsettled: load has just changed "
-            "and they wait before they judge.",
+            "The detectors' states: growing is the early warning, leaking the alarm. No leak seen: load has just "
+            "changed, and the detectors wait.",
             [query(_in_each_state(), "{{state}}")],
             unit="locale",
             width=6,
@@ -77,7 +77,7 @@ def _counts() -> list[Json]:
         _trouble("No answer", "Engines whose sidecar answers and cannot read them.", f"({engines}) == 0", engines),
         _trouble(
             "Sidecars down",
-            "Sidecars that Prometheus cannot scrape: nothing is known of their engines.",
+            "Sidecars that Prometheus cannot scrape; their engines are unknown.",
             f"{SIDECAR} == 0",
             SIDECAR,
             width=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dashboards.source.colours import STATES
+from dashboards.source.colours import STATES, state_words
 from dashboards.source.grafana import MINUTE, Json, override, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import GPU_WIDTH, number, organized
@@ -18,13 +18,13 @@ def each_gpu() -> Json:
         "at the earliest": f"1000 * (time() + headroom_time_to_oom_seconds_lower{{{GPU}}})",
     }
     names = {f"Value #{letter}": name for letter, name in zip("BCDE", columns, strict=True)}
-    states = [(state, state.replace("_", " "), colour) for state, colour in STATES]
+    states = [(state, state_words(state), colour) for state, colour in STATES]
     when = {"unit": MINUTE, "custom__width": 120}
     return table(
         "Each GPU, and when it will be full",
-        "The state of each GPU, what is free, the least that its peaks left free in the time shown, and while it grows "
-        "or leaks when it will be out of memory: as it goes on now, and at the earliest. Where it leaks only the probe "
-        "inside vLLM tells.",
+        "The state of each GPU, its free memory, the lowest free memory in the time range, and while it grows or leaks "
+        "when it will be out of memory: by the forecast, and at the earliest. Only the probe inside vLLM shows where "
+        "it leaks.",
         [
             of_gpus(f"max by (gpu, uuid, state) (headroom_leak_state{{{GPU}}} == 1)"),
             *(of_gpus(f"max by (gpu, uuid) ({expr})") for expr in columns.values()),

@@ -14,7 +14,7 @@ MINUTE: Final = "time:MMM D HH:mm"
 """The unit of a moment, such as Nov 23 04:08; what is expected, or looked for by the minute, has no seconds."""
 
 LEGEND: Final = {"legend": True, "tooltip": False, "viz": False}
-"""Hides from the legend what the tooltip tells: eight GPUs would fill the panel with names."""
+"""Hides from the legend what the tooltip shows: eight GPUs would fill the panel with names."""
 
 
 def query(expr: str, legend: str = "", *, instant: bool = False, table: bool = False, ref: str = "") -> Json:
@@ -39,7 +39,7 @@ def steps(*changes: tuple[float | None, str]) -> Json:
 def override(name: str, /, **properties: Any) -> Json:
     """Return an override of the series called `name`, a regular expression when it is between slashes.
 
-    A property's `__` stands for a dot.
+    A property's `__` is a dot.
     """
     matcher = "byRegexp" if name.startswith("/") else "byName"
     return {

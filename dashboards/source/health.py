@@ -27,7 +27,7 @@ def host_memory() -> Row:
             ),
             timeseries(
                 "Host memory against its limit",
-                "What cannot be taken back of the container's memory, /dev/shm in it, and where the kernel kills.",
+                "The container's memory that the kernel cannot reclaim, with /dev/shm, and the limit where it kills.",
                 [
                     query(f"headroom_host_memory_used_bytes{{{TARGET}}}", "in use"),
                     query(f"headroom_host_memory_limit_bytes{{{TARGET}}}", "limit"),
@@ -46,14 +46,14 @@ def host_memory() -> Row:
             ),
             timeseries(
                 "Time until the kernel kills",
-                "Drawn only while a role grows or leaks and the limit is known; the lower line is the least.",
+                "Drawn only while a role grows or leaks and the limit is known; the lower line is the lower bound.",
                 [
                     query(f"headroom_host_time_to_oom_seconds{{{TARGET}}}", "about"),
-                    query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the least"),
+                    query(f"headroom_host_time_to_oom_seconds_lower{{{TARGET}}}", "at the earliest"),
                 ],
                 unit="s",
                 noValue="none in sight, or no limit known",
-                overrides=[coloured("about", WARNING), coloured("at the least", NEUTRAL, custom__lineWidth=1)],
+                overrides=[coloured("about", WARNING), coloured("at the earliest", NEUTRAL, custom__lineWidth=1)],
             ),
             timeseries(
                 "Host leak rate",
@@ -82,7 +82,7 @@ def gpu_health() -> Row:
 def _asleep() -> Json:
     return timeseries(
         "Kept by an engine that sleeps",
-        "What it holds of each GPU asleep, the last sleep's figure until the next: more at each is a leak of sleep.",
+        "What the engine holds of each GPU asleep, until the next sleep: more at each sleep is a leak.",
         [of_gpus(f"headroom_sleep_residue_bytes{{{GPU}}}")],
         unit="bytes",
         width=8,

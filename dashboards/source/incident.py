@@ -110,7 +110,7 @@ def _ledger() -> Json:
 def _free() -> Json:
     return lines(
         "Free memory of each GPU",
-        "At the scrapes, and thin at the peaks between them, down to zero. In the red, under 512 MiB, the next large "
+        "Thick at the scrapes, thin the lowest between them, down to zero. In the red, under 512 MiB, the next large "
         "prompt may end the engine. Nothing is drawn while it is down, loads or sleeps: the card is empty then.",
         rooms(),
         height=8,
@@ -155,7 +155,7 @@ def _kv_cache() -> Json:
     return lines(
         "KV cache and preemptions",
         "The fullest engine's share of the KV cache in use; a full one queues and preempts, it is not out of memory. "
-        "Preemptions are bars on a scale of their own: their height is in the tooltip.",
+        "Preemptions are bars on a separate scale: their height is in the tooltip.",
         [query(f"max(headroom_engine_kv_cache_used_ratio{{{ENGINE}}})", "KV cache in use"), PREEMPTIONS],
         height=6,
         unit="percentunit",
@@ -173,8 +173,8 @@ def _events() -> Json:
     return lines(
         "XID errors and restarts",
         "Errors the driver reported, by number: 48, 62, 64, 74, 79, 95, 119 and 120 are fatal, 13, 31, 43 and 45 are "
-        "an application's. Restarts are seen where the engine's counters begin anew, at its first reading after it; "
-        "in a new pod it is another engine.",
+        "an application's. Restarts are seen where the engine's counters start over, at the first reading after the "
+        "restart; in a new pod it is another engine.",
         [
             query(f"clamp_max({around.RESTARTED}, 1)", "restarted"),
             of_gpus(f"sum by (gpu, uuid, xid) ({xids} - ({before} or 0 * {xids})) > 0", "GPU {{gpu}} XID {{xid}}"),

@@ -29,7 +29,7 @@ def _growth() -> Json:
     held = f'(headroom_gpu_memory_held_bytes{{{GPU},holder="engine"}} and on ({BY_TARGET}) {serves})'
     return timeseries(
         "Growth of the engine's memory, with load",
-        "What the engine holds above the least it held while it served in the time shown: each life begins near zero, "
+        "What the engine holds above the lowest value in the time range while it served: each run begins near zero, "
         "and nothing is drawn while it loads or sleeps. Growth without more running requests is the picture of a leak.",
         [of_gpus(f"{held} - min_over_time({held}[$__range:1m] @ end())"), RUNNING],
         unit="bytes",

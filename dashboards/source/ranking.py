@@ -11,7 +11,7 @@ from dashboards.source.grafana import Json, override
 from dashboards.source.series import BY_TARGET, ENGINE, FREE_FLOOR, TARGET, TIME_TO_OOM_STEPS
 
 ROWS: Final = 50
-"""As many as somebody reads; every column of a table is asked for these rows only."""
+"""As many as somebody reads; every column of a table queries these rows only."""
 
 BY_MODEL: Final = "cluster, namespace, model_name"
 
@@ -39,7 +39,7 @@ WORST_GPUS: Final = worst(ranked())
 
 
 def with_link(expr: str, *, gpu: bool = False) -> str:
-    """Return `expr`, which has no name of its own, with a label `open`: the part of a link that chooses the engine.
+    """Return `expr`, which has no metric name, with a label `open`: the part of a link that chooses the engine.
 
     Made here because Grafana leaves the name of a column that is not there in a link as it is: bare metal has no pod.
     """

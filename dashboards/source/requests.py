@@ -63,7 +63,7 @@ def prefix_cache() -> Row:
             ),
             timeseries(
                 "Prompt tokens looked up and found per second",
-                "How much the ratio stands for: tokens per second looked up in the prefix cache, and found there.",
+                "How much traffic the ratio covers: tokens per second looked up in the prefix cache, and found there.",
                 [
                     query(rate.format(kind="queries", engine=ENGINE), "looked up"),
                     query(rate.format(kind="hits", engine=ENGINE), "found"),

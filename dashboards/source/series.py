@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dashboards.source.colours import BAD, GOOD, STATES, WARNING
+from dashboards.source.colours import BAD, GOOD, STATES, WARNING, state_words
 from dashboards.source.grafana import LEGEND, Json, coloured, override, query, steps, values
 
 TARGET: Final = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",pod=~"$pod",instance=~"$instance"'
@@ -23,9 +23,7 @@ MIB: Final = 2**20
 
 RUNNING: Final = query(f"sum(headroom_engine_requests_running{{{ENGINE}}})", "running requests")
 
-STATE_VALUES: Final = values(
-    *((number, state.replace("_", " "), colour) for number, (state, colour) in enumerate(STATES))
-)
+STATE_VALUES: Final = values(*((number, state_words(state), colour) for number, (state, colour) in enumerate(STATES)))
 
 FREE_FLOOR: Final = steps((None, BAD), (512 * MIB, WARNING), (1024 * MIB, GOOD))
 """512 MiB: the most a step was seen to want at once (HeadroomGpuMemoryLow)."""
@@ -35,7 +33,7 @@ UNREPORTED: Final = steps((None, GOOD), (0.03, WARNING), (0.04, BAD))
 
 
 def numbered(expr: str) -> str:
-    """Return `expr` with `gpu` as the alerts write it: instances of one card, which share its number, are told apart.
+    """Return `expr` with `gpu` as the alerts write it: it distinguishes instances of one card, which share its number.
 
     1, or 1 MIG-1a2b3c4d.
     """
@@ -56,7 +54,7 @@ def leak_state(metric: str, matchers: str, by: str) -> str:
     )
 
 
-STATE_NAMES: Final = [coloured(state, colour, displayName=state.replace("_", " ")) for state, colour in STATES]
+STATE_NAMES: Final = [coloured(state, colour, displayName=state_words(state)) for state, colour in STATES]
 """How a series named by a state is shown."""
 
 
@@ -103,7 +101,7 @@ def lowest_free(matchers: str) -> str:
 def time_to_oom(matchers: str, metric: str) -> str:
     """Return an expression for the GPU with the least time to out of memory, or why there is none.
 
-    `TIME_TO_OOM_VALUES` says what the numbers below 0 stand for.
+    `TIME_TO_OOM_VALUES` says what the numbers below 0 mean.
 
     No leak is seen only by who can look: without an engine that answers there is no -1.
     """

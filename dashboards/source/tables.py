@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dashboards.source.around import CELL
-from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING
+from dashboards.source.colours import BAD, NEUTRAL, STATES, WARNING, state_words
 from dashboards.source.grafana import Json, override, query, steps, values
 from dashboards.source.panels import table
 from dashboards.source.ranking import (
@@ -58,7 +58,7 @@ def gpus() -> Json:
 
 
 def _state() -> Json:
-    texts = [(state, state.replace("_", " "), colour) for state, colour in (*STATES, ("lost", BAD))]
+    texts = [(state, state_words(state), colour) for state, colour in (*STATES, ("lost", BAD))]
     return override("state", custom__width=95, mappings=[values(*texts)], custom__cellOptions={"type": "color-text"})
 
 
@@ -68,7 +68,7 @@ def silent() -> Json:
     unread = f"max by ({BY_TARGET}, source) (headroom_source_up{{{TARGET}}} == 0)"
     return table(
         "What does not answer",
-        f"Sidecars that Prometheus cannot scrape, of whose engines nothing is known, and sources that a sidecar cannot "
+        f"Sidecars that Prometheus cannot scrape, whose engines are unknown, and sources that a sidecar cannot "
         f"read; {ROWS} at most.",
         [query(f"topk({ROWS}, {with_link(f'({down} or {unread})')})")],
         [organized(IDENTITY, ("Value", "job"), {})],
@@ -116,7 +116,7 @@ def alerts(width: int = 14) -> Json:
 
 
 def _runbook(alerts: str) -> str:
-    """Return `alerts` with the address of their runbooks; `{alert}` in the address stands for an alert's name."""
+    """Return `alerts` with the address of their runbooks; `{alert}` in the address is replaced by an alert's name."""
     joined = f'label_join(({alerts}) * on () group_left (address) {ADDRESS}, "runbook", " ", "address", "alertname")'
     return f'label_replace({joined}, "runbook", "$1$3$2", "runbook", "(.*)[{{]alert[}}](.*) (.*)")'
 

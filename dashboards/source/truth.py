@@ -25,9 +25,9 @@ def _unreported() -> Json:
     first = f"instance:headroom_memory_discrepancy_bytes:first_served{{{GPU}}}"
     return stat(
         "Unreported",
-        "What the engine holds beyond what it reports or was told to use, of the GPU that is furthest off. Up to some "
+        "What the engine holds beyond what it reports or its budget, of the GPU that is furthest off. Up to some "
         "2 GB lie outside the budget by design: CUDA context, NCCL, graphs. What came since the engine first served, "
-        "as a share of the card, is what the alerts go by; it needs their rules.",
+        "as a share of the card, is what the alerts use; it needs their rules.",
         [
             query(f"max(headroom_memory_discrepancy_ratio{{{GPU}}})", "of what is reported"),
             query(
@@ -96,7 +96,7 @@ def _parts() -> Json:
         height=10,
         stacked=True,
         min=0,
-        noValue="only the probe inside vLLM tells this",
+        noValue="only the probe inside vLLM exports this",
         overrides=[coloured(part, colour) for part, colour in PARTS],
     )
 
@@ -130,7 +130,7 @@ def _story() -> Json:
     reported = f"headroom_memory_reported_bytes{{{GPU}}}"
     return timeseries(
         "Does the engine's story match the GPU's?",
-        "Reported is what the engine says or was told to use; actual is what the GPU says it holds.",
+        "Reported is what the engine reports, or its budget; actual is what it holds by the GPU driver.",
         [
             query(f"max by (basis) ({reported})", "reported ({{basis}})"),
             of_gpus(f"{reported} + headroom_memory_discrepancy_bytes{{{GPU}}}", "GPU {{gpu}} actual"),

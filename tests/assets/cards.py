@@ -76,7 +76,7 @@ KINDS: Final = (
     Kind(
         name="NVIDIA MIG instance",
         made=FakeGpu(uuid="GPU-a", mig=True, instances=[FakeInstance(uuid="MIG-a", gpu_instance=1)]),
-        why="utilization and power are whatever NVML offers for an instance; XID errors are its own where NVML says so",
+        why="utilization and power are whatever NVML offers for an instance; XID errors are its own if NVML says so",
     ),
     Kind(
         name="NVIDIA GPU on the machine's memory (GB10, Thor, Jetson)",
@@ -93,7 +93,7 @@ KINDS: Final = (
     Kind(
         name="AMD card",
         made=_card,
-        why="the driver tells no reserved memory, it is part of what is used; there are no XID errors",
+        why="the driver does not report reserved memory, it is part of what is used; there are no XID errors",
     ),
     Kind(
         name="AMD card, from a container that may not trace vLLM",
@@ -107,7 +107,7 @@ KINDS: Final = (
         " machine's first PID namespace, its memory is not known either",
     ),
     Kind(
-        name="AMD APU with little memory of its own",
+        name="AMD APU with little memory",
         made=_apu,
         why="KFD grants the machine's memory then: total is what it grants, free at most what is available",
     ),

@@ -16,15 +16,29 @@ from vllm_headroom.__main__ import COMMANDS
 
 README: Final = ROOT / "README.md"
 COMMAND_PAGES: Final = ROOT / "docs" / "commands"
-LINKING: Final = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "dashboards" / "README.md")
-MOST_LINES: Final = 250
+DESIGN: Final = ROOT / "DESIGN.md"
+LINKING: Final = (
+    *PAGES,
+    *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "SECURITY.md")),
+    *(
+        page
+        for folder in ("alerts", "dashboards", "deploy", "tests/bench/leak")
+        for page in sorted((ROOT / folder).rglob("*.md"))
+    ),
+)
+MOST_LINES: Final = 160
 """Of the README, which is read before anything is decided; a longer text has a page in docs/."""
+MOST_WORDS: Final = 150
+"""Of a decision in DESIGN.md: context, decision, consequence."""
 
 OF_VLLM: Final = frozenset({"--kv-cache-memory-bytes", "--no-enable-prefix-caching"})
 OF_OTHERS: Final = frozenset({"--container", "--update-golden"})
 
 _LINK: Final = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_DECISION: Final = re.compile(r"^### (\d+)\. .*\n((?:(?!#).*\n)*)", re.MULTILINE)
+_TERM: Final = re.compile(r"^\| ([^|]+) \|(?! ---)", re.MULTILINE)
 _ROW: Final = re.compile(r"^\| \[`(\w+)`\]\(docs/commands/(\w+)\.md\) \|", re.MULTILINE)
+_FILE: Final = re.compile(r"`((?:src|tests|alerts|dashboards|deploy|docs)/[\w./-]+)`")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _OPTION: Final = re.compile(r"(?<![\w-])--[a-z][a-z_-]+")
@@ -34,6 +48,21 @@ each_page = pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.r
 
 def test_the_readme_is_read_to_its_end() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_a_decision_is_short_and_their_numbers_follow_each_other() -> None:
+    decisions = _DECISION.findall(DESIGN.read_text(encoding="utf-8"))
+
+    assert [int(number) for number, _ in decisions] == list(range(1, len(decisions) + 1))
+    assert [number for number, text in decisions if len(text.split()) > MOST_WORDS] == []
+
+
+def test_the_glossary_has_each_term_once_in_the_order_of_the_alphabet() -> None:
+    terms = [
+        term.strip("`").lower() for term in _TERM.findall((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    ]
+
+    assert terms[1:] == sorted(set(terms[1:]))
 
 
 def test_each_command_has_its_page_and_its_row_in_the_readme() -> None:
@@ -56,6 +85,13 @@ def test_a_link_leads_somewhere(page: Path) -> None:
 
         assert found.exists(), target
         assert not anchor or anchor in _anchors(found), anchor
+
+
+@each_page
+def test_a_page_names_files_that_there_are(page: Path) -> None:
+    named = _FILE.findall(page.read_text(encoding="utf-8"))
+
+    assert [name for name in named if not (ROOT / name.replace("ENGINE", "vllm")).exists()] == []
 
 
 def _anchors(page: Path) -> set[str]:

@@ -57,7 +57,7 @@ def engines_table() -> str:
     )
     head = (f"| input | {' | '.join(names)} |", f"| --- |{' --- |' * len(names)}")
     pages = (f"| {profile.product} | `{profile.path}` | {profile.switch} | {_why(profile)} |" for profile in PROFILES)
-    below = ("", "| engine | its page | tells it | does not tell |", "| --- | --- | --- | --- |")
+    below = ("", "| engine | its page | enabled | does not export |", "| --- | --- | --- | --- |")
     return "\n".join((*head, *rows, *below, *pages))
 
 

@@ -134,7 +134,7 @@ EMPTY: Final = (
                 "Free now": (),
                 "Held by others": (),
                 "Time to out of memory": (),
-                "At the least": (),
+                "At the earliest": (),
                 "Each GPU, and when it will be full": ("A", "B"),
             },
             "headroom-fleet": {
@@ -152,7 +152,10 @@ EMPTY: Final = (
         over=EVERYWHERE,
         queries={
             "headroom": {
-                "Headroom: free memory of each GPU, down to zero": ("GPU {{gpu}} expected", "GPU {{gpu}} at the least")
+                "Headroom: free memory of each GPU, down to zero": (
+                    "GPU {{gpu}} expected",
+                    "GPU {{gpu}} at the earliest",
+                )
             }
         },
     ),

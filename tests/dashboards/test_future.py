@@ -30,8 +30,8 @@ def ahead(prometheus: Prometheus, target: str, name: str, states: str = GROWS) -
 
 
 def test_what_a_leak_will_leave_is_drawn_from_now_to_zero(prometheus: Prometheus) -> None:
-    expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the least"))
-    left, earliest = (float(shown(prometheus, "leak", name)) for name in ("Time to out of memory", "At the least"))
+    expected, least = (ahead(prometheus, "leak", f"GPU {{{{gpu}}}} {name}") for name in ("expected", "at the earliest"))
+    left, earliest = (float(shown(prometheus, "leak", name)) for name in ("Time to out of memory", "At the earliest"))
     (free,) = asked(prometheus, "leak", "Free now")
 
     assert NOW < expected[0][0] < NOW + 240
@@ -75,7 +75,7 @@ def test_a_card_that_is_empty_for_want_of_an_engine_is_no_headroom(prometheus: P
 
 @pytest.mark.parametrize(
     "title",
-    ["Engine", "Time to out of memory", "At the least", "Leak state", "Free now", "Held by others", "Unreported"],
+    ["Engine", "Time to out of memory", "At the earliest", "Leak state", "Free now", "Held by others", "Unreported"],
 )
 def test_where_no_sidecar_looks_nothing_is_known(prometheus: Prometheus, title: str) -> None:
     (panel,) = (each for each in panels(ENGINE) if each["title"] == title)
@@ -102,7 +102,7 @@ def test_of_eight_gpus_the_one_that_leaks_stands_out(prometheus: Prometheus) -> 
     lines = asked(prometheus, "eight GPUs", HERO)
     first = {
         title: series(prometheus, "eight GPUs", title)["metric"]["gpu"]
-        for title in ("Time to out of memory", "At the least", "Free now")
+        for title in ("Time to out of memory", "At the earliest", "Free now")
     }
     rows = asked(prometheus, "eight GPUs", "Each GPU, and when it will be full", "D")
 

@@ -50,14 +50,14 @@ def test_time_is_left_only_where_something_leaks(prometheus: Prometheus, target:
         assert HOUR < float(left) < 24 * HOUR
     else:
         assert left == ("asleep" if target == "asleep" else "no leak seen")
-    assert (shown(prometheus, target, "At the least") == left) == (target not in LEAKS)
+    assert (shown(prometheus, target, "At the earliest") == left) == (target not in LEAKS)
 
 
 @pytest.mark.parametrize("target", ALIVE)
 def test_the_leak_is_called_so_and_nothing_else_is(prometheus: Prometheus, target: str) -> None:
     state = shown(prometheus, target, "Leak state")
 
-    calm = {"asleep"} if target == "asleep" else {"stable", "unsettled"}
+    calm = {"asleep"} if target == "asleep" else {"stable", "no leak seen"}
     assert state in ({"leaking"} if target in LEAKS else calm)
 
 

@@ -16,7 +16,7 @@ MIB: Final = 2**20
 SAME: Final = (
     ("headroom", "Time to out of memory", 3_600, "HeadroomOutOfMemorySoon", "3600"),
     ("headroom", "Time to out of memory", 86_400, "HeadroomGpuMemoryLeak", "86400"),
-    ("headroom", "At the least", 3_600, "HeadroomOutOfMemorySoon", "3600"),
+    ("headroom", "At the earliest", 3_600, "HeadroomOutOfMemorySoon", "3600"),
     ("headroom", "Free now", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
     ("headroom", "Headroom: free memory of each GPU, down to zero", 512 * MIB, "HeadroomGpuMemoryLow", "512 * 2^20"),
     ("headroom", "Held by others", 2**30, "HeadroomNeighbourGrowing", "2^30"),

@@ -88,7 +88,7 @@ def test_a_life_that_ran_out_of_memory_is_paged_with_its_cause_though_the_next_o
     closed(pagerduty, opened)
 
     assert (
-        "prod/full: the engine ended and does not serve; it ran out of GPU memory."
+        "prod/full: the engine exited and does not serve; it ran out of GPU memory."
         in (opened.payload["custom_details"]["firing"])
     )
 
@@ -104,8 +104,8 @@ def test_an_engine_that_ends_again_and_again_is_paged_and_two_ends_are_not(bench
 
     assert before == []
     assert opened.routing_key == KEYS["ml-platform"]
-    assert opened.payload["summary"] == "llama ends again and again. prod/loops"
-    assert "ended 3 times" in opened.payload["custom_details"]["firing"]
+    assert opened.payload["summary"] == "llama exits again and again. prod/loops"
+    assert "exited 3 times" in opened.payload["custom_details"]["firing"]
 
 
 def test_one_bad_release_on_twenty_replicas_is_told_once_where_the_workload_is_the_group(tmp_path: Path) -> None:

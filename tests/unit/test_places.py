@@ -1,4 +1,4 @@
-"""What a newcomer adds takes as few places as DESIGN.md says: each is added to a copy of the source, and works."""
+"""What a newcomer adds takes as few places as CONTRIBUTING.md says: each is added to a copy of the source, and works."""
 
 from __future__ import annotations
 

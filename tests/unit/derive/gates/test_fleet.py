@@ -59,7 +59,7 @@ def test_the_documents_table_is_that_of_these_runs(golden: Golden, runs: dict[st
         f"| {name} | {counts.served:,.0f} | {lost(counts):,.0f} | {len(counts.crashes)} | {len(counts.restarts)} |"
         for name, counts in runs.items()
     ]
-    head = ("| gates | served | lost | out of memory | begun anew by `/gate/live` |", "| --- | --- | --- | --- | --- |")
+    head = ("| gates | served | lost | out of memory | restarted by `/gate/live` |", "| --- | --- | --- | --- | --- |")
     document = ROOT / "docs" / "gates.md"
 
     golden(document, between(document.read_text(encoding="utf-8"), "gates", "\n".join((*head, *rows))))
