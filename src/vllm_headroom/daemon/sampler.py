@@ -21,7 +21,7 @@ from vllm_headroom.derive.host_memory import ContainerState, update_container
 from vllm_headroom.derive.inside import add_inside, classify_probe
 from vllm_headroom.derive.kv_cache import add_steps
 from vllm_headroom.derive.life.lives import ENGINE_RUN, RunState, forget_run, update_run
-from vllm_headroom.derive.readings import awake, list_named
+from vllm_headroom.derive.readings import is_page_awake, list_named
 from vllm_headroom.model import (
     EnginePage,
     Failure,
@@ -109,7 +109,7 @@ class Canary:
 
 def _find_idle_model(snapshot: Snapshot) -> str | None:
     """Return a model of the server while all its engines are there, awake and known to have nothing to do."""
-    if isinstance(snapshot.engines, Failure) or snapshot.life is None or awake(snapshot.engines) is False:
+    if isinstance(snapshot.engines, Failure) or snapshot.life is None or is_page_awake(snapshot.engines) is False:
         return None
     engines = list_named(snapshot.engines)
     if snapshot.life.state not in (EngineState.SERVING, EngineState.STALLED) or not engines:

@@ -1,4 +1,4 @@
-"""Pure: one question a file, each a function of its own state and the snapshot."""
+"""Pure derivations: one question per file, each a function of its state and the snapshot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_headroom.derive.per_request import Baselines, derive_baseline, derive_
 from vllm_headroom.derive.readings import derive_engine_state, derive_readings
 
 LEAK: Final = Derivation(name="leak", initial=LeakMemory(), step=derive_leaks)
-"""The leak detector, which is also fed a recorded past."""
+"""The leak detector; replay runs it on recorded traces too."""
 
 
 def build_derivations(
@@ -33,16 +33,16 @@ def build_derivations(
     model: TokenBytes | None = None,
     baseline_bytes_per_request: float | None = None,
 ) -> tuple[Derivation[Any], ...]:
-    """Return every derivation, in the order of the line: what a newcomer adds to.
+    """Return every derivation in the order of the page; a new one is added here.
 
-    `reported_bytes` is what the operator says the engine should use on each GPU, `kv_bytes_per_token` the size of one
-    token in the KV cache of one engine, `model` what tells it from a dtype, `baseline_bytes_per_request` what a
-    running request should cost on a GPU; None where the operator does not say.
+    `reported_bytes` is the configured memory use per GPU, `kv_bytes_per_token` the size of one KV-cache token in one
+    engine, `model` computes that size from the cache's dtype, `baseline_bytes_per_request` is the expected memory per
+    running request and GPU; None where not configured.
     """
     return (
         Derivation(name="health", initial=INITIAL, step=derive_health),
         make_stateless("readings", derive_readings),
-        make_stateless("life", derive_engine_state),
+        make_stateless("engine_state", derive_engine_state),
         Derivation(name="allocator", initial=Counts(), step=derive_counters),
         make_stateless("discrepancy", partial(derive_discrepancy, configured_bytes=reported_bytes)),
         make_stateless("per_request", derive_per_request),

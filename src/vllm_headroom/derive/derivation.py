@@ -1,4 +1,4 @@
-"""What a derivation is."""
+"""The type of a derivation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StepFunction = Callable[[State, Snapshot], tuple[State, tuple[Sample, ...]]]
 
 
 class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
-    """A question asked of every snapshot; `step` returns the next state and the answer, `initial` comes first."""
+    """A question about every snapshot; `step` returns the next state and the samples."""
 
     name: str
     initial: State
@@ -23,11 +23,11 @@ class Derivation(Struct, Generic[State], frozen=True, kw_only=True):
 
 
 def answer(derivation: Derivation[State], state: State, snapshot: Snapshot) -> tuple[State, tuple[Sample, ...]]:
-    """Return what the step returns, less what is no number: a page of absurd values divides to infinity."""
+    """Run one step and drop samples that are not finite: absurd values on a page divide to infinity."""
     following, samples = derivation.step(state, snapshot)
     return following, tuple([sample for sample in samples if isfinite(sample.value)])
 
 
 def make_stateless(name: str, question: Callable[[Snapshot], tuple[Sample, ...]]) -> Derivation[None]:
-    """Return the derivation of a question that needs no memory."""
+    """Build a derivation that needs no state."""
     return Derivation(name=name, initial=None, step=lambda _, snapshot: (None, question(snapshot)))

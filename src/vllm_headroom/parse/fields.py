@@ -1,4 +1,4 @@
-"""The fields of JSON objects from outside, read strictly: absent and null are None, all else is right or refused."""
+"""Strict reading of fields in foreign JSON objects: absent and null are None, anything wrong is refused."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Final, NoReturn, TypeVar
 T = TypeVar("T")
 
 LARGEST: Final = 2**53
-"""Up to what a float counts exactly; no memory and no counter comes near it."""
+"""The largest integer a float represents exactly; no memory size and no counter comes near it."""
 
 LONGEST_SHOWN: Final = 60
 
 
 class WrongFieldError(Exception):
-    """A field that cannot be used, by its place in the object and what would be right there."""
+    """A field that cannot be used, with its path and what is accepted there."""
 
     def __init__(self, field: str, value: object, accepts: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class WrongFieldError(Exception):
 
 
 def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, Any], int], T]) -> tuple[T, ...] | None:
-    """Return what `read` makes of each entry of a side and its place; a wrong field is named with both."""
+    """Read each entry of a list with `read(entry, index)`; an error names list, index and field."""
     entries = record.get(side)
     if entries is None:
         return None
@@ -45,7 +45,7 @@ def read_each(record: Mapping[str, Any], side: str, read: Callable[[dict[str, An
 
 
 def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str, Any]], T]) -> T | None:
-    """Return what `read` makes of the object in a field; a wrong field in it is named with both."""
+    """Read the object in a field with `read`; an error names both fields."""
     entry = record.get(field)
     if entry is None:
         return None
@@ -58,7 +58,7 @@ def read_within(record: Mapping[str, Any], field: str, read: Callable[[dict[str,
 
 
 def refuse_number(name: str) -> NoReturn:
-    """Refuse what Python reads as a number and JSON has not; raises ValueError."""
+    """Refuse NaN and infinity, which Python accepts and JSON does not; raises ValueError."""
     raise ValueError(f"{name} is no number")
 
 
@@ -79,7 +79,7 @@ def read_size(entry: Mapping[str, Any], field: str) -> int | None:
 
 
 def read_text(entry: Mapping[str, Any], field: str) -> str | None:
-    """Return a name that can be shown on a terminal."""
+    """Return printable text."""
     value = entry.get(field)
     if value is None:
         return None

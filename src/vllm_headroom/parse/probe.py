@@ -1,4 +1,4 @@
-"""What a file of the probe says of its process."""
+"""The probe's file of one process."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ VERSION: Final = 1
 
 LONGEST_TEXT: Final = 200
 MOST_DEVICES: Final = 64
-"""More than any node has; what says more is nobody's file."""
+"""More than any node has."""
 
 INTERVAL_SECONDS: Final = 5.0
-"""How often a probe writes that does not say it."""
+"""The write interval of a file that has none."""
 
 
 def parse_probe(content: bytes) -> tuple[ProbedProcess, str | None] | str:
-    """Return the process and the boot that a file is of, or what is wrong with the file.
+    """Return the process and the boot id in a file, or what is wrong with the file.
 
-    The folder belongs to the engine's container: one wrong field and nothing of the file is believed. Fields that are
-    not known are passed over.
+    The folder belongs to the engine's container: one wrong field invalidates the file. Unknown fields are ignored.
     """
     try:
         document = json.loads(content, parse_constant=refuse_number)
@@ -77,7 +76,7 @@ def _read_process(document: Mapping[str, Any]) -> ProbedProcess:
         parts=read_within(document, "parts", _read_parts),
         scheduler=read_within(document, "scheduler", _read_scheduler),
         host=read_within(document, "host", _read_host),
-        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every life to come
+        oom=None if oom is None or oom.at_seconds > written_at_seconds else oom,  # it would end every later run
     )
 
 
@@ -123,7 +122,7 @@ def _read_scheduler(entry: dict[str, Any]) -> SchedulerReading:
 
 
 def _read_bytes(entry: Mapping[str, Any], *names: str) -> dict[str, int | None]:
-    """Return sizes by their fields' names, which say the unit: `total` is `total_bytes`."""
+    """Return sizes under their fields' names with the unit: `total` becomes `total_bytes`."""
     return {f"{name}_bytes": read_size(entry, name) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""One engine a file, as data."""
+"""The profiles of engines, one per file."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ from vllm_headroom.parse.profiles.tgi import TGI
 from vllm_headroom.parse.profiles.vllm import VLLM
 
 PROFILES: Final[tuple[Profile, ...]] = (VLLM, SGLANG, TENSORRT_LLM, LMDEPLOY, TGI, LLAMA_CPP, APHRODITE, DYNAMO)
-"""Every engine the daemon can read: what a newcomer adds to. The first that finds its series on a page reads it; Dynamo
-comes last, since the engine that it runs shows its own series beside Dynamo's."""
+"""Every supported engine; a new one is added here. The first with matching series reads the page. Dynamo is last:
+the engine inside it may export its series on the same page."""

@@ -1,4 +1,4 @@
-"""Aphrodite, which has vLLM's page under its own prefix."""
+"""Aphrodite: vLLM's page with another prefix."""
 
 from __future__ import annotations
 

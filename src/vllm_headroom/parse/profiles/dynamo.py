@@ -1,4 +1,4 @@
-"""Dynamo's own series, where those of the engine that it runs are not on the page: which of them say what."""
+"""Dynamo's own series, used where those of the engine inside it are not on the page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from vllm_headroom.parse.profile import Combine, Fact, Profile
 
-_ENGINE: Final = "the engine's own series tell it, on the port of DYN_SYSTEM_PORT"
+_ENGINE: Final = "the engine's own series have it, on the port of DYN_SYSTEM_PORT"
 
 DYNAMO: Final = Profile(
     name="dynamo",
@@ -23,7 +23,7 @@ DYNAMO: Final = Profile(
         ("prompt_tokens", _ENGINE),
         ("generation_tokens", _ENGINE),
         ("scheduler_steps", _ENGINE),
-        ("kv_cache_capacity", "it tells blocks, and the engine how many tokens one has"),
+        ("kv_cache_capacity", "it counts blocks, and only the engine knows how many tokens one has"),
         ("kv_cache_dtype", _ENGINE),
         ("prefix_cache_queries", _ENGINE),
         ("prefix_cache_hits", _ENGINE),

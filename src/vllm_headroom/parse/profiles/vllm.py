@@ -1,4 +1,4 @@
-"""vLLM, 0.4 and newer, V0 and V1: which series of its page say what."""
+"""vLLM 0.4 and newer, V0 and V1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _counter(field: str, *names: str) -> Fact:
     return Fact(field=field, families=tuple(spelt for name in names for spelt in (f"{name}_total", name)))
 
 
-ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe tells them, or the budget stands in"),)
+ABSENT: Final = (("memory_bytes", "its page has no bytes: the probe reports them, or the budget is used"),)
 
 VLLM: Final = Profile(
     name="vllm",
