@@ -14,7 +14,7 @@ from vllm_headroom import catalog
 from vllm_headroom.expose.history import Event, History
 from vllm_headroom.expose.page.document import html, landing_page
 from vllm_headroom.expose.view import Incident, View
-from vllm_headroom.model import Sample
+from vllm_headroom.model import Sample, Verdict
 from vllm_headroom.units import GIB
 from vllm_headroom.vocabulary import Level, Source
 
@@ -150,6 +150,16 @@ def test_names_from_outside_cannot_write_html_nor_turn_a_line_about() -> None:
 
     assert not any(each in shown for each in ("<script>", "\u202e"))
     assert r"&lt;script&gt;\x202e / 0" in shown
+
+
+def test_a_verdict_cannot_write_html() -> None:
+    verdict = Verdict(subject="GPU <i>", level=Level.ALARM, sentence="<b>leaks</b> & grows")
+
+    shown = landing_page(replace(view(), verdicts=(verdict,)))
+
+    assert "&lt;b&gt;leaks&lt;/b&gt; &amp; grows" in shown
+    assert "GPU &lt;i&gt; " in shown
+    assert not any(each in shown for each in ("<b>leaks", "<i>"))
 
 
 def test_the_last_incident_is_shown_with_what_tells_more() -> None:
