@@ -13,7 +13,10 @@ SCORE ?=
 # Two processes, each with whole files, the slow ones first: what a file has started is started once.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test check ruff mypy imports bench bench-leak engine-test gpu-test image-test browser-test clean
+# What `make mutants` breaks: the files of src that differ from SINCE, or these files and folders.
+SINCE ?= main
+ROOMS ?=
+.PHONY: run test check ruff mypy imports mutants bench bench-leak engine-test gpu-test image-test browser-test clean
 
 # At 120 times the clock's speed the verdict on the leak, which takes an hour and a quarter, is there in 40 seconds.
 run: $(VENV)/.run
@@ -40,6 +43,9 @@ mypy: $(VENV)/.test
 
 imports: $(VENV)/.test
 	$(BIN)/lint-imports
+
+mutants: $(VENV)/.test
+	$(BIN)/python tests/mutants.py --since '$(SINCE)' $(ROOMS)
 
 bench: $(VENV)/.test
 	$(BIN)/pytest -m bench -s tests/bench
